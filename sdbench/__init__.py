@@ -1,0 +1,1 @@
+"""How fast does a machine train Stable Diffusion, and what limits it?"""

@@ -1,0 +1,373 @@
+"""What can a user ask for, and how do defaults, preset, file and flags become one frozen config?
+
+Precedence: defaults < preset < `--config` file < flags. A field that is still None after that is
+one that the program chooses for the machine it is on (sdbench/resolve.py), prints and records.
+The table of fields is the single source of flags, help, YAML keys and checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.presets import PRESETS
+
+MEASURES = "what is measured"
+MODEL = "model"
+BATCH = "batch"
+DATA = "data"
+TRAINING = "training"
+SPEED = "speed-ups (each preset sets these; a flag overrides one of them)"
+LOGGING = "Weights & Biases (off unless a flag is given)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How the text of a flag or the value of a YAML key becomes a Python value.
+
+    Attributes:
+        allowed: What is accepted, in words, for errors and help.
+        parse: Turns the received value into the field's value, or raises ValueError or TypeError.
+    """
+
+    allowed: str
+    parse: Callable[[Any], Any]
+
+
+def _whole_number(minimum: int) -> Kind:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool | float):
+            raise ValueError
+        number = int(value)
+        if number < minimum:
+            raise ValueError
+        return number
+
+    return Kind(f"a whole number of at least {minimum}", parse)
+
+
+def _number(*, zero_allowed: bool) -> Kind:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if not (0 < number < float("inf") or (zero_allowed and number == 0)):
+            raise ValueError
+        return number
+
+    return Kind("a number of at least 0" if zero_allowed else "a number above 0", parse)
+
+
+def _one_of(*choices: str) -> Kind:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ValueError
+        return value
+
+    return Kind(" | ".join(choices), parse)
+
+
+def _parse_text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _parse_switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _parse_microbatch(value: Any) -> int | str:
+    return value if value == "auto" else POSITIVE.parse(value)
+
+
+def _parse_duration(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[1-9][0-9]*(ba|ep)", value):
+        raise ValueError
+    return value
+
+
+POSITIVE = _whole_number(1)
+NOT_NEGATIVE = _whole_number(0)
+TEXT = Kind("a text", _parse_text)
+SWITCH = Kind("true | false", _parse_switch)
+MICROBATCH = Kind("auto, or a whole number of at least 1", _parse_microbatch)
+DURATION = Kind("a number of batches or epochs, e.g. 48ba or 5ep", _parse_duration)
+
+
+def _field(group: str, kind: Kind, default: Any, help_text: str) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"group": group, "kind": kind, "help": help_text}
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """Everything that decides a run. None means: chosen for the machine, then printed."""
+
+    preset: str = _field(
+        MEASURES,
+        _one_of(*PRESETS),
+        "fast",
+        "recipe that sets the speed-ups: fast, or seed (repeats mosaicml/diffusion-benchmark)",
+    )
+    engine: str = _field(MEASURES, _one_of("composer"), "composer", "who runs the training loop")
+    warmup_batches: int | None = _field(
+        MEASURES, NOT_NEGATIVE, None, "batches trained before the measured window"
+    )
+    measure_batches: int | None = _field(
+        MEASURES, POSITIVE, None, "batches in the measured window; below 10 there is no interval"
+    )
+    max_duration: str | None = _field(
+        MEASURES,
+        DURATION,
+        None,
+        "end of the run, e.g. 48ba or 5ep; warm-up and window lie inside it "
+        "(default: it ends with the window)",
+    )
+    seed: int = _field(MEASURES, NOT_NEGATIVE, 17, "seed of weights, data and noise")
+    results_dir: str = _field(MEASURES, TEXT, "runs", "folder that gets one folder per run")
+    check_memory: bool = _field(
+        MEASURES, SWITCH, True, "refuse a run whose estimated peak memory the machine lacks"
+    )
+
+    model_name: str = _field(
+        MODEL,
+        TEXT,
+        "sd2-base",
+        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, tiny), "
+        "a local diffusers folder, or a hub id",
+    )
+    model_revision: str | None = _field(
+        MODEL, TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
+    )
+    image_size: int | None = _field(MODEL, POSITIVE, None, "side of the square images in pixels")
+    attention: str = _field(MODEL, _one_of("sdpa", "eager"), "sdpa", "attention processor")
+
+    batch_size: int | None = _field(
+        BATCH, POSITIVE, None, "global batch: images per optimizer step over all ranks"
+    )
+    device_train_microbatch_size: int | str = _field(
+        BATCH,
+        MICROBATCH,
+        "auto",
+        "images per forward and backward pass on one rank; auto: the largest that the memory "
+        "estimate allows",
+    )
+
+    use_synth_data: bool = _field(DATA, SWITCH, False, "train on synthetic samples")
+    data_format: str = _field(
+        DATA, _one_of("auto", "synthetic", "mds"), "auto", "kind of the data source"
+    )
+    remote: str | None = _field(DATA, TEXT, None, "data set to stream: a folder or URL")
+    local: str | None = _field(DATA, TEXT, None, "local copy or cache of the data set")
+    latents: str = _field(
+        DATA,
+        _one_of("online", "precomputed"),
+        "online",
+        "encode images and captions in the step, or read encoded ones (synthetic only)",
+    )
+    num_workers: int | None = _field(DATA, NOT_NEGATIVE, None, "data loader workers per rank")
+    prefetch_factor: int = _field(DATA, POSITIVE, 2, "batches each worker keeps ready")
+
+    use_ema: bool = _field(TRAINING, SWITCH, False, "keep a moving average of the U-Net weights")
+    lr: float = _field(TRAINING, _number(zero_allowed=False), 1e-4, "constant learning rate")
+    weight_decay: float = _field(TRAINING, _number(zero_allowed=True), 1e-3, "AdamW weight decay")
+
+    precision: str | None = _field(
+        SPEED,
+        _one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
+        None,
+        "number format of the training step; bf16 also keeps weights and optimizer state in bf16",
+    )
+    encoder_dtype: str | None = _field(
+        SPEED, _one_of("fp32", "fp16", "bf16"), None, "weights of the frozen VAE and text encoder"
+    )
+    memory_format: str | None = _field(
+        SPEED, _one_of("contiguous", "channels_last"), None, "layout of image-like tensors"
+    )
+    optimizer: str | None = _field(
+        SPEED, _one_of("adamw", "adamw_fused"), None, "torch's default AdamW or its fused kernel"
+    )
+    optimizer_params: str | None = _field(
+        SPEED, _one_of("all", "trainable"), None, "parameters handed to the optimizer"
+    )
+    ema_impl: str | None = _field(
+        SPEED, _one_of("composer", "foreach"), None, "Composer's EMA or torch's foreach average"
+    )
+    image_dtype: str | None = _field(
+        SPEED, _one_of("uint8", "float32"), None, "how pixels travel from worker to device"
+    )
+
+    wandb_name: str | None = _field(LOGGING, TEXT, None, "run name")
+    wandb_project: str | None = _field(LOGGING, TEXT, None, "project name")
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {
+    field.name: field for field in dataclasses.fields(BenchmarkConfig)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked for, before the program fills in what was left open.
+
+    Attributes:
+        config: Merged from defaults, preset, file and flags; None where nobody said.
+        origin: Field name to where its value came from: default, preset, file or flag.
+        print_config: The user wants to see the resolved config instead of a run.
+    """
+
+    config: BenchmarkConfig
+    origin: Mapping[str, str]
+    print_config: bool
+
+    def is_users(self, name: str) -> bool:
+        """Whether the user gave this field a value, in a flag or in a file."""
+        return self.origin[name] in ("file", "flag")
+
+
+def parse_request(argv: Sequence[str] | None, *, description: str, epilog: str) -> Request:
+    """Merge defaults, preset, file and flags.
+
+    Args:
+        argv: Command-line arguments without the program's name; None reads sys.argv.
+        description: Text above the flags in `--help`.
+        epilog: Text below them: the examples.
+
+    Returns:
+        The merged request.
+
+    Raises:
+        ConfigError: For an unknown flag or key, a value of the wrong kind, or an unreadable file.
+    """
+    parser = _make_parser(description=description, epilog=epilog)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _raise_unknown(unknown[0], known=[f"--{name}" for name in FIELDS], where="flag")
+    values = vars(namespace)
+    flags = {
+        name: _parse_value(name, values[name]) for name in FIELDS if values[name] is not None
+    }
+    file = _read_file(values["config"]) if values["config"] is not None else {}
+    preset = PRESETS[{**file, **flags}.get("preset", FIELDS["preset"].default)]
+
+    layers = (("preset", preset), ("file", file), ("flag", flags))
+    origin = dict.fromkeys(FIELDS, "default")
+    merged: dict[str, Any] = {}
+    for layer_name, layer in layers:
+        merged.update(layer)
+        origin.update(dict.fromkeys(layer, layer_name))
+    return Request(BenchmarkConfig(**merged), origin, values["print_config"])
+
+
+def _make_parser(*, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file whose keys are the flag names below"
+    )
+    parser.add_argument(
+        "--print_config",
+        action="store_true",
+        help="print every value of the run, and who chose it, then stop",
+    )
+    groups: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        group_name, kind = field.metadata["group"], field.metadata["kind"]
+        if group_name not in groups:
+            groups[group_name] = parser.add_argument_group(group_name)
+        group = groups[group_name]
+        if kind is SWITCH:
+            default = "on" if field.default else "off"
+            group.add_argument(
+                f"--{name}",
+                action="store_const",
+                const=True,
+                help=f"{field.metadata['help']} (default: {default})",
+            )
+            group.add_argument(
+                f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS
+            )
+        else:
+            group.add_argument(f"--{name}", metavar=_metavar(kind), help=_help_text(field))
+    return parser
+
+
+def _metavar(kind: Kind) -> str:
+    return {POSITIVE: "N", NOT_NEGATIVE: "N", TEXT: "TEXT", MICROBATCH: "N|auto"}.get(kind, "X")
+
+
+def _help_text(field: dataclasses.Field[Any]) -> str:
+    kind = field.metadata["kind"]
+    text = field.metadata["help"]
+    if " | " in kind.allowed:
+        text += f"; {kind.allowed}"
+    if field.default is not None:
+        text += f" (default: {field.default})"
+    elif field.name in PRESETS["seed"]:
+        by_preset = ", ".join(f"{preset}: {PRESETS[preset][field.name]}" for preset in PRESETS)
+        text += f" ({by_preset})"
+    return text.replace("%", "%%")
+
+
+def _parse_value(name: str, value: Any) -> Any:
+    kind: Kind = FIELDS[name].metadata["kind"]
+    try:
+        return kind.parse(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"--{name} has a value of the wrong kind",
+            value=value,
+            allowed=kind.allowed,
+            flag=f"--{name}",
+        ) from None
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the config file cannot be read ({error})",
+            value=path,
+            allowed="a readable YAML file of flag names and values",
+            flag="--config",
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            "the config file does not hold keys and values",
+            value=type(content).__name__,
+            allowed="lines such as `batch_size: 2048`",
+            flag="--config",
+        )
+    for key in content:
+        if key not in FIELDS:
+            _raise_unknown(str(key), known=list(FIELDS), where="key in the config file")
+    # `key:` with nothing behind it means "not said", so that --print_config output is a valid file.
+    return {key: _parse_value(key, value) for key, value in content.items() if value is not None}
+
+
+def _raise_unknown(given: str, *, known: list[str], where: str) -> None:
+    name = given.split("=")[0]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"unknown {where}",
+        value=given,
+        allowed=f"the names that --help lists, the nearest is {nearest}",
+        flag=nearest if nearest.startswith("--") else f"--{nearest}",
+    )

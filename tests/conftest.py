@@ -1,0 +1,20 @@
+"""What every test can rely on: no network, one thread, and the repository's folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, here and in the processes that tests start. One thread makes sums come
+# out in one order and keeps two ranks from fighting over two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds benchmark.py."""
+    return Path(__file__).resolve().parents[1]
