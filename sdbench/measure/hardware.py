@@ -1,0 +1,169 @@
+"""Which machine is this, what can its device do, and how much memory does a rank get?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+BYTES_PER_GIB = 1024**3
+# mem_get_info opens a CUDA context on the GPU before it answers, about half a GiB on Hopper.
+CUDA_CONTEXT_GIB = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The machine as a benchmark sees it. Unknown is None. No host name: it names nobody's machine.
+
+    Attributes:
+        device_type: ``cuda`` or ``cpu``.
+        device_name: Name of the GPU model, or of the CPU.
+        num_devices: GPUs of this machine, or 1 for the CPU.
+        device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
+        free_memory_gib: What of it no process holds now.
+        held_memory_gib: What of it this process holds already.
+        num_cpu_cores: Cores this process may run on.
+        cpu_name: Name of the CPU.
+        memory_gib: Memory of the machine.
+        cpu_flags: Vector instruction sets that matter to training.
+        compute_capability: Of the GPU, e.g. ``9.0``.
+        driver: Version of the GPU's driver.
+        platform: Operating system and architecture.
+    """
+
+    device_type: str
+    device_name: str
+    num_devices: int
+    device_memory_gib: float
+    free_memory_gib: float
+    held_memory_gib: float
+    num_cpu_cores: int
+    cpu_name: str
+    memory_gib: float
+    cpu_flags: tuple[str, ...]
+    compute_capability: str | None
+    driver: str | None
+    platform: str
+
+    @property
+    def slug(self) -> str:
+        """A name of the hardware that is safe in file names, e.g. ``8x-nvidia-h100-80gb-hbm3``."""
+        count = f"{self.num_cpu_cores}-core" if self.device_type == "cpu" else f"{self.num_devices}x"
+        return f"{count}-{re.sub(r'[^a-z0-9]+', '-', self.device_name.lower()).strip('-')}"
+
+    def supported_precisions(self) -> tuple[str, ...]:
+        """Which values of --precision this device can do."""
+        if self.device_type == "cpu":
+            return ("fp32", "amp_bf16", "bf16")
+        # bf16 and tf32 came to NVIDIA GPUs with compute capability 8.0 (Ampere).
+        is_ampere = self.compute_capability is None or float(self.compute_capability) >= 8.0
+        return ("fp32", "amp_fp16", *(("tf32", "amp_bf16", "bf16") if is_ampere else ()))
+
+    @property
+    def has_fast_bf16(self) -> bool:
+        """Whether bf16 matrix products run on instructions of their own, not through fp32."""
+        if self.device_type == "cpu":
+            return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
+        return "amp_bf16" in self.supported_precisions()
+
+
+def inspect_machine(*, local_rank: int = 0) -> Machine:
+    """Look at the machine this process is on."""
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    cpu_name, cpu_flags = _read_cpu()
+    common = {
+        "num_cpu_cores": len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count(),
+        "cpu_name": cpu_name,
+        "memory_gib": memory.total / BYTES_PER_GIB,
+        "cpu_flags": cpu_flags,
+        "platform": f"{platform.system()}-{platform.machine()}",
+    }
+    if not torch.cuda.is_available():
+        return Machine(
+            device_type="cpu",
+            device_name=cpu_name,
+            num_devices=1,
+            device_memory_gib=memory.total / BYTES_PER_GIB,
+            free_memory_gib=memory.available / BYTES_PER_GIB,
+            held_memory_gib=psutil.Process().memory_info().rss / BYTES_PER_GIB,
+            compute_capability=None,
+            driver=None,
+            **common,
+        )
+    free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+    return Machine(
+        device_type="cuda",
+        device_name=torch.cuda.get_device_name(local_rank),
+        num_devices=torch.cuda.device_count(),
+        device_memory_gib=total_bytes / BYTES_PER_GIB,
+        free_memory_gib=free_bytes / BYTES_PER_GIB,
+        held_memory_gib=CUDA_CONTEXT_GIB,
+        compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
+        driver=_read_driver_version(),
+        **common,
+    )
+
+
+def peak_tflops(device_name: str, *, precision: str) -> float | None:
+    """Dense matrix peak of one device.
+
+    Args:
+        device_name: As torch reports it, e.g. ``NVIDIA H100 80GB HBM3``.
+        precision: A value of --precision.
+
+    Returns:
+        TFLOP/s from peaks.json, or None for a device that has no row there.
+    """
+    number_format = precision.removeprefix("amp_")
+    rows = json.loads(resources.files(__package__).joinpath("peaks.json").read_text())
+    for row in rows:
+        if device_name in row["devices"] and row["precision"] == number_format:
+            return row["peak_tflops"]
+    return None
+
+
+def peak_resident_memory_gib() -> float:
+    """Largest resident size of this process so far, as the kernel counted it, in GiB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / BYTES_PER_GIB  # KiB on Linux
+
+
+def as_dict(machine: Machine) -> dict[str, Any]:
+    """The machine for a record, sizes rounded to a hundredth of a GiB."""
+    return {
+        key: round(value, 2) if isinstance(value, float) else value
+        for key, value in dataclasses.asdict(machine).items()
+    } | {"slug": machine.slug}
+
+
+def _read_cpu() -> tuple[str, tuple[str, ...]]:
+    """Name and the flags that matter, from /proc/cpuinfo; other systems give a name only."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine(), ()
+    text = info.read_text()
+    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, flags=re.MULTILINE))
+    name = re.sub(r"\((R|TM)\)", "", fields.get("model name", platform.machine()))
+    flags = set(fields.get("flags", "").split())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+    return " ".join(name.split()), tuple(flag for flag in wanted if flag in flags)
+
+
+def _read_driver_version() -> str | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,168 @@
+"""What is written down about a run, and how is it kept whole?
+
+A run has a folder of its own: record.json (everything needed to repeat it), steps.csv (every step)
+and stdout.log. A record is replaced in one piece, never edited in place. It exists from the first
+moment with the status `failed`, so that even a run killed without warning leaves one that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from sdbench.measure.timer import Step
+
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
+
+OK = "ok"
+INVALID = "invalid"
+FAILED = "failed"
+OOM = "oom"
+INTERRUPTED = "interrupted"
+
+UNFINISHED_REASON = (
+    "the run did not end: it is still running, or it was killed before it could say why "
+    "(SIGKILL, the out-of-memory killer, power)"
+)
+RECORD_NAME = "record.json"
+STEPS_NAME = "steps.csv"
+LOG_NAME = "stdout.log"
+STEP_COLUMNS = ("index", "phase", "step_time_s", "data_wait_s", "loss")
+
+
+def utc_now() -> str:
+    """The present moment as ISO 8601 in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, results_dir: str, *, machine: str, name: str) -> RunFolder:
+        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` that nobody else has.
+
+        Args:
+            results_dir: Parent folder, made if it is not there.
+            machine: Hardware slug.
+            name: What ran, safe in a file name.
+        """
+        Path(results_dir).mkdir(parents=True, exist_ok=True)
+        while True:
+            stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+            path = Path(results_dir) / f"{stamp}_{machine}_{name}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                time.sleep(0.1)  # another run began within the same second
+            else:
+                return cls(path)
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Put `record` in place of the one before it, in one piece."""
+        text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+        replace_file(self.path / RECORD_NAME, text)
+
+    def write_steps(self, steps: Iterable[Step]) -> None:
+        """Write every step to steps.csv."""
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(STEP_COLUMNS)
+        writer.writerows([getattr(step, column) for column in STEP_COLUMNS] for step in steps)
+        replace_file(self.path / STEPS_NAME, buffer.getvalue())
+
+    def claim_failure(self) -> bool:
+        """Whether this rank is the first to report a failure and so writes the reason."""
+        if not self.path.is_dir():
+            return False  # a node that does not share the results folder
+        try:
+            os.close(os.open(self.path / ".failed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """Read a record.
+
+    Args:
+        path: record.json, or the run folder that holds it.
+
+    Raises:
+        ValueError: If it was written by a version of the suite with another schema.
+    """
+    file = path / RECORD_NAME if path.is_dir() else path
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{file} has schema_version {record.get('schema_version')!r}; "
+            f"this version of the suite reads {SCHEMA_VERSION}"
+        )
+    return record
+
+
+class OutputLog:
+    """Keeps a copy of what the program prints, from before its run folder is known."""
+
+    def __init__(self) -> None:
+        self._kept = io.StringIO()
+        self._file: TextIO | None = None
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Copy stdout and stderr while the block runs."""
+        stdout, stderr = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(stdout, self), _Tee(stderr, self)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = stdout, stderr
+            if self._file is not None:
+                self._file.close()
+
+    def move_to(self, folder: Path) -> None:
+        """Go on in this folder's stdout.log, beginning with what was printed before."""
+        self._file = (folder / LOG_NAME).open("w", encoding="utf-8", buffering=1)
+        self._file.write(self._kept.getvalue())
+
+    def write(self, text: str) -> None:
+        """Take one piece of output."""
+        (self._file or self._kept).write(text)
+
+
+class _Tee:
+    """A text stream that also writes to a log; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, log: OutputLog) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

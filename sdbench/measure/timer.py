@@ -1,0 +1,215 @@
+"""How long did each step and the measured window take, without disturbing either?
+
+The device is synchronised at the window's two edges only. In between, a GPU gets one event per
+step, read after the window has closed; a CPU is its own clock. Warm-up is excluded by construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sdbench.errors import RunError
+
+WARMUP = "warmup"
+MEASURED = "measured"
+AFTER = "after"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One optimizer step on one rank, or the slowest over all ranks after `merge_ranks`.
+
+    Attributes:
+        index: Position in the run, from 0.
+        phase: warmup, measured or after (a step behind the measured window).
+        step_time_s: From the end of the previous step to the end of this one, in seconds.
+        data_wait_s: Part of it that the host waited for the data loader, in seconds.
+        loss: Mean loss over the global batch.
+    """
+
+    index: int
+    phase: str
+    step_time_s: float
+    data_wait_s: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """All steps of a run and the length of its measured window in seconds."""
+
+    steps: tuple[Step, ...]
+    window_s: float
+
+    @property
+    def measured(self) -> tuple[Step, ...]:
+        """The steps inside the measured window."""
+        return tuple(step for step in self.steps if step.phase == MEASURED)
+
+
+class HostMarks:
+    """Marks in time for a device that runs in step with the host."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.mark = clock
+
+    @staticmethod
+    def elapsed_s(start: float, end: float) -> float:
+        """Seconds between two marks."""
+        return end - start
+
+
+class CudaMarks:
+    """Marks in time on the current CUDA stream: events, which cost no synchronisation to set."""
+
+    @staticmethod
+    def mark() -> Any:
+        """Put an event into the stream."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def elapsed_s(start: Any, end: Any) -> float:
+        """Seconds between two events that have both completed."""
+        return start.elapsed_time(end) / 1000  # elapsed_time is in milliseconds
+
+
+class StepTimer:
+    """Times warm-up, a measured window and what follows.
+
+    Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_warmup_steps: int,
+        num_measured_steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Prepare a timer.
+
+        Args:
+            num_warmup_steps: Steps before the window, 0 or more.
+            num_measured_steps: Steps in the window, 1 or more.
+            clock: Monotonic host clock in seconds.
+        """
+        assert num_warmup_steps >= 0 and num_measured_steps >= 1
+        self._num_warmup_steps = num_warmup_steps
+        self._num_measured_steps = num_measured_steps
+        self._clock = clock
+        self._synchronize: Callable[[], None] = lambda: None
+        self._marks: Any = HostMarks(clock)
+        self._boundaries: list[Any] = []
+        self._data_waits_s: list[float] = []
+        self._losses: list[float] = []
+        self._wait_start_s = 0.0
+        self._step_wait_s = 0.0
+        self._edges_s: list[float] = []
+
+    def use_device(self, *, synchronize: Callable[[], None], marks: Any) -> None:
+        """Time a device that runs behind the host; to be called before `start`.
+
+        Args:
+            synchronize: Waits until the device has finished all work handed to it.
+            marks: Takes marks in the device's own time, e.g. `CudaMarks()`.
+        """
+        self._synchronize = synchronize
+        self._marks = marks
+
+    def start(self) -> None:
+        """The loop is about to ask for its first batch."""
+        self._close_step()
+
+    def data_wait_begins(self) -> None:
+        """The host asks the loader for the next batch."""
+        self._wait_start_s = self._clock()
+
+    def data_wait_ends(self) -> None:
+        """The loader has delivered, or said that its epoch is over; a step may wait twice."""
+        self._step_wait_s += self._clock() - self._wait_start_s
+
+    def step_ends(self, *, loss: float) -> None:
+        """The optimizer step is done (on a GPU: handed to the device)."""
+        self._losses.append(loss)
+        self._data_waits_s.append(self._step_wait_s)
+        self._step_wait_s = 0.0
+        self._close_step()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended so far."""
+        return len(self._losses)
+
+    def phase_of(self, index: int) -> str:
+        """Which phase the step with this index belongs to."""
+        if index < self._num_warmup_steps:
+            return WARMUP
+        window_end = self._num_warmup_steps + self._num_measured_steps
+        return MEASURED if index < window_end else AFTER
+
+    def timings(self) -> Timings:
+        """Read all marks.
+
+        Returns:
+            Every step and the window of this rank.
+
+        Raises:
+            RunError: If fewer steps ended than warm-up and window hold.
+        """
+        num_expected = self._num_warmup_steps + self._num_measured_steps
+        if self.num_steps < num_expected:
+            raise RunError(
+                f"the loop ended after {self.num_steps} of {num_expected} steps "
+                f"({self._num_warmup_steps} warm-up, {self._num_measured_steps} measured)",
+                status="invalid",
+            )
+        self._synchronize()
+        steps = tuple(
+            Step(
+                index=index,
+                phase=self.phase_of(index),
+                step_time_s=self._marks.elapsed_s(*self._boundaries[index : index + 2]),
+                data_wait_s=self._data_waits_s[index],
+                loss=loss,
+            )
+            for index, loss in enumerate(self._losses)
+        )
+        return Timings(steps, window_s=self._edges_s[1] - self._edges_s[0])
+
+    def _close_step(self) -> None:
+        window_end = self._num_warmup_steps + self._num_measured_steps
+        is_edge = self.num_steps in (self._num_warmup_steps, window_end)
+        if is_edge:
+            self._synchronize()
+        self._boundaries.append(self._marks.mark())
+        if is_edge:
+            self._edges_s.append(self._clock())
+
+
+def merge_ranks(timings: Sequence[Timings]) -> Timings:
+    """The run as its slowest rank saw it: a global step is over when the last rank is done.
+
+    Args:
+        timings: One entry per rank, all with the same number of steps.
+
+    Returns:
+        The largest window, and for each step the largest step time and data wait. Losses are those
+        of the first rank: engines report the mean over all ranks on each of them.
+    """
+    assert len({len(rank.steps) for rank in timings}) == 1
+    steps = tuple(
+        dataclasses.replace(
+            same_step[0],
+            step_time_s=max(step.step_time_s for step in same_step),
+            data_wait_s=max(step.data_wait_s for step in same_step),
+        )
+        for same_step in zip(*(rank.steps for rank in timings), strict=True)
+    )
+    return Timings(steps, window_s=max(rank.window_s for rank in timings))

@@ -1,0 +1,156 @@
+"""The timer on a fake clock, against exact answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdbench.errors import RunError
+from sdbench.measure.summary import Measurements, merge_measurements, summarize
+from sdbench.measure.timer import StepTimer, merge_ranks
+
+
+class FakeClock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class FakeDevice:
+    """A device that lags behind the host: work takes device time, a synchronisation host time."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.busy_until_s = clock()
+        self.num_synchronizations = 0
+
+    def run(self, seconds: float) -> None:
+        self.busy_until_s = max(self.busy_until_s, self.clock()) + seconds
+
+    def synchronize(self) -> None:
+        self.num_synchronizations += 1
+        self.clock.now_s = max(self.clock.now_s, self.busy_until_s)
+
+    def mark(self) -> float:
+        return max(self.busy_until_s, self.clock())
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+def run_steps(step_times_s, *, num_warmup_steps, num_measured_steps, data_wait_s=0.0):
+    """Time steps of known lengths on a host clock, each beginning with its data wait."""
+    clock = FakeClock()
+    timer = StepTimer(
+        num_warmup_steps=num_warmup_steps, num_measured_steps=num_measured_steps, clock=clock
+    )
+    timer.start()
+    for index, step_time_s in enumerate(step_times_s):
+        timer.data_wait_begins()
+        clock.pass_time(data_wait_s)
+        timer.data_wait_ends()
+        clock.pass_time(step_time_s - data_wait_s)
+        timer.step_ends(loss=float(index))
+    return timer.timings()
+
+
+def summarize_ranks(timings, *, images_per_step):
+    """Summarise as benchmark.py does."""
+    measurements = [
+        Measurements(timings=rank, num_images=1, peak_memory_gib=2.0, gpu_utilization_percent=None)
+        for rank in timings
+    ]
+    return summarize(
+        merge_measurements(measurements),
+        images_per_step=images_per_step,
+        num_devices=len(timings),
+        flops_per_image=2e12,
+        peak_tflops=100.0,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_twenty_images_per_second_are_twenty(num_ranks, num_microbatches):
+    # Each rank takes 2 images per micro-batch, and a step takes as long as 20 images/s allow:
+    # 8 ranks x 2 images x 4 micro-batches = 64 images in 3.2 s.
+    images_per_step = num_ranks * 2 * num_microbatches
+    step_time_s = images_per_step / 20
+    rank = run_steps([50.0, *[step_time_s] * 10], num_warmup_steps=1, num_measured_steps=10)
+    summary = summarize_ranks([rank] * num_ranks, images_per_step=images_per_step)
+    assert summary["images_per_second"] == pytest.approx(20.0, rel=1e-12)
+    assert summary["images_per_second_per_device"] == pytest.approx(20.0 / num_ranks, rel=1e-12)
+    assert summary["step_time_p50_s"] == pytest.approx(step_time_s, rel=1e-12)
+    # 20 images/s x 2 TFLOP = 40 TFLOP/s over the devices, each with a peak of 100.
+    assert summary["mfu_percent"] == pytest.approx(40 / num_ranks, rel=1e-12)
+
+
+def test_the_rate_is_images_over_time_not_a_mean_of_rates():
+    # Steps of 1 s and 3 s with 6 images each: 12 images in 4 s are 3/s; the mean of 6/s and 2/s is 4.
+    timings = run_steps([1.0, 3.0], num_warmup_steps=0, num_measured_steps=2)
+    assert summarize_ranks([timings], images_per_step=6)["images_per_second"] == pytest.approx(3.0)
+
+
+def test_warmup_and_steps_behind_the_window_are_excluded_but_kept():
+    timings = run_steps([9.0, 2.0, 2.0, 7.0], num_warmup_steps=1, num_measured_steps=2)
+    assert timings.window_s == pytest.approx(4.0)
+    assert [step.phase for step in timings.steps] == ["warmup", "measured", "measured", "after"]
+    assert [step.step_time_s for step in timings.steps] == pytest.approx([9.0, 2.0, 2.0, 7.0])
+    assert [step.loss for step in timings.steps] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_data_wait_is_measured_apart():
+    timings = run_steps([2.0] * 4, num_warmup_steps=2, num_measured_steps=2, data_wait_s=0.5)
+    assert [step.data_wait_s for step in timings.steps] == pytest.approx([0.5] * 4)
+    assert summarize_ranks([timings], images_per_step=1)["data_wait_percent"] == pytest.approx(25.0)
+
+
+def test_a_second_wait_within_a_step_is_added_to_it():
+    # At the end of an epoch the loader is asked once more, says no, and a new epoch is begun.
+    clock = FakeClock()
+    timer = StepTimer(num_warmup_steps=0, num_measured_steps=1, clock=clock)
+    timer.start()
+    for wait_s in (0.25, 0.5):
+        timer.data_wait_begins()
+        clock.pass_time(wait_s)
+        timer.data_wait_ends()
+    timer.step_ends(loss=0.0)
+    assert timer.timings().steps[0].data_wait_s == pytest.approx(0.75)
+
+
+def test_the_slowest_rank_makes_the_step():
+    quick = run_steps([1.0, 1.0, 5.0], num_warmup_steps=1, num_measured_steps=2)
+    slow = run_steps([1.0, 3.0, 1.0], num_warmup_steps=1, num_measured_steps=2)
+    merged = merge_ranks([quick, slow])
+    assert merged.window_s == pytest.approx(6.0)
+    assert [step.step_time_s for step in merged.steps] == pytest.approx([1.0, 3.0, 5.0])
+
+
+def test_too_few_steps_are_no_result():
+    with pytest.raises(RunError, match=r"ended after 2 of 4 steps \(1 warm-up, 3 measured\)"):
+        run_steps([1.0, 1.0], num_warmup_steps=1, num_measured_steps=3)
+
+
+def test_a_device_that_lags_is_synchronised_at_the_edges_only():
+    # The host hands over 2 s of work per step in 0.1 s. Without a synchronisation at the edges it
+    # would call 3 steps 0.3 s; with one in every step the count would be 5.
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    timer = StepTimer(num_warmup_steps=1, num_measured_steps=3, clock=clock)
+    timer.use_device(synchronize=device.synchronize, marks=device)
+    timer.start()
+    for _ in range(4):
+        clock.pass_time(0.1)
+        device.run(2.0)
+        timer.step_ends(loss=0.0)
+    assert device.num_synchronizations == 2
+    timings = timer.timings()
+    # The first measured step waits 0.1 s for the host to hand over its work.
+    assert timings.window_s == pytest.approx(6.1)
+    assert [step.step_time_s for step in timings.measured] == pytest.approx([2.1, 2.0, 2.0])

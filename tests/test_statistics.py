@@ -1,0 +1,83 @@
+"""Intervals and comparisons against values worked out by hand, and their coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sdbench import statistics
+
+
+def test_within_run_interval_of_ten_steps_is_a_t_interval_over_single_steps():
+    # Mean 2 s, sample standard deviation sqrt(10 x 0.1^2 / 9) = 0.105409 s, standard error
+    # 0.105409 / sqrt(10) = 0.033333 s, t(0.975, 9 degrees) = 2.262157: half-width 0.0754052 s.
+    step_times_s = [1.9, 2.1] * 5
+    interval = statistics.within_run_interval(step_times_s, images_per_step=4)
+    assert interval.low == pytest.approx(4 / 2.0754052, rel=1e-6)
+    assert interval.high == pytest.approx(4 / 1.9245948, rel=1e-6)
+    assert (interval.kind, interval.num_samples, interval.level) == ("within-run", 10, 0.95)
+
+
+def test_nine_steps_have_no_interval():
+    assert statistics.within_run_interval([1.0, 2.0, 3.0] * 3, images_per_step=1) is None
+
+
+def test_many_steps_make_twenty_blocks():
+    # Blocks of two steps, each with mean 1.5 s: what varies inside a block does not count.
+    interval = statistics.within_run_interval([1.0, 2.0] * 20, images_per_step=3)
+    assert interval.num_samples == 20
+    assert interval.low == interval.high == pytest.approx(2.0)
+
+
+def test_an_interval_wider_than_its_mean_has_no_upper_bound():
+    interval = statistics.within_run_interval([0.01] * 9 + [100.0], images_per_step=1)
+    assert interval.high == math.inf
+
+
+def test_between_runs_interval_needs_three_runs():
+    assert statistics.between_runs_interval([10.0, 11.0]) is None
+    # Logs 0 and +-ln 2: mean 0, sd ln 2, standard error 0.400188, t(0.975, 2) = 4.302653.
+    interval = statistics.between_runs_interval([0.5, 1.0, 2.0])
+    assert interval.low == pytest.approx(math.exp(-4.302653 * 0.4001887), rel=1e-5)
+    assert interval.high == pytest.approx(1 / interval.low)
+    assert interval.kind == "between-runs"
+
+
+def test_compare_says_faster_only_when_shown():
+    faster = statistics.compare([2.00, 2.01, 1.99], [1.00, 1.01, 0.99])
+    assert faster.verdict == "faster"
+    assert faster.ratio == pytest.approx(2.0, rel=1e-3)
+    assert faster.interval.low < 2.0 < faster.interval.high
+    assert statistics.compare([1.00, 1.01, 0.99], [2.00, 2.01, 1.99]).verdict == "slower"
+
+
+def test_compare_ignores_a_change_below_two_percent_however_sure():
+    rates = np.array([1.0, 1.0001, 0.9999])
+    assert statistics.compare(rates * 1.015, rates).verdict == "no difference shown"
+    assert statistics.compare(rates * 1.025, rates).verdict == "faster"
+
+
+def test_compare_does_not_test_a_single_run():
+    comparison = statistics.compare([1.3], [1.0])
+    assert (comparison.verdict, comparison.interval) == ("not tested", None)
+    assert comparison.ratio == pytest.approx(1.3)
+
+
+def test_within_run_interval_covers_the_truth_with_correlated_steps():
+    # Steps with lag-1 correlation 0.5: 200 steps in 20 blocks of 10. An i.i.d. interval over single
+    # steps covers about 70 % here; 2000 trials at a true coverage of 92 % have a standard error of
+    # 0.6 %.
+    generator = np.random.default_rng(0)
+    num_trials, num_steps, correlation = 2000, 200, 0.5
+    noise = generator.normal(size=(num_trials, num_steps))
+    steps = np.empty_like(noise)
+    steps[:, 0] = noise[:, 0]
+    for index in range(1, num_steps):
+        steps[:, index] = correlation * steps[:, index - 1] + math.sqrt(0.75) * noise[:, index]
+    covered = 0
+    for trial in 1 + 0.03 * steps:
+        interval = statistics.within_run_interval(list(trial), images_per_step=1)
+        covered += interval.low <= 1.0 <= interval.high
+    assert 0.90 <= covered / num_trials <= 0.97
