@@ -1,0 +1,21 @@
+"""Who runs the training loop?
+
+An engine receives a workload's parts and a watch, places the model, builds optimizer and moving
+average, trains `parts.num_steps` steps and returns what it measured on its rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+ENGINES: dict[str, str] = {
+    "composer": "sdbench.engines.composer:fit",
+}
+
+
+def load_engine(name: str) -> Callable[..., Any]:
+    """The `fit` function of an engine, imported only now."""
+    module, function = ENGINES[name].split(":")
+    return getattr(importlib.import_module(module), function)
