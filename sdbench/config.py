@@ -207,6 +207,14 @@ class BenchmarkConfig:
         SPEED, _one_of("uint8", "float32"), None, "how pixels travel from worker to device"
     )
 
+    cpu_allocator: str | None = _field(
+        SPEED,
+        _one_of("default", "keep"),
+        None,
+        "what glibc does with freed main memory on a CPU: hand it back, or keep it for the next "
+        "step",
+    )
+
     wandb_name: str | None = _field(LOGGING, TEXT, None, "run name")
     wandb_project: str | None = _field(LOGGING, TEXT, None, "project name")
 
@@ -254,9 +262,7 @@ def parse_request(argv: Sequence[str] | None, *, description: str, epilog: str) 
     if unknown:
         _raise_unknown(unknown[0], known=[f"--{name}" for name in FIELDS], where="flag")
     values = vars(namespace)
-    flags = {
-        name: _parse_value(name, values[name]) for name in FIELDS if values[name] is not None
-    }
+    flags = {name: _parse_value(name, values[name]) for name in FIELDS if values[name] is not None}
     file = _read_file(values["config"]) if values["config"] is not None else {}
     preset = PRESETS[{**file, **flags}.get("preset", FIELDS["preset"].default)]
 

@@ -32,6 +32,7 @@ SEED: dict[str, Any] = {
     "optimizer_params": "all",
     "ema_impl": "composer",
     "image_dtype": "float32",
+    "cpu_allocator": "default",
 }
 
 FAST: dict[str, Any] = {
@@ -42,6 +43,7 @@ FAST: dict[str, Any] = {
     "optimizer_params": "trainable",
     "ema_impl": "foreach",
     "image_dtype": "uint8",
+    "cpu_allocator": PerDevice(gpu="default", cpu="keep"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"fast": FAST, "seed": SEED}

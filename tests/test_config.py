@@ -24,7 +24,12 @@ def test_every_flag_of_diffusion_benchmark_keeps_its_spelling():
         *("--use_synth_data", "--model_name", "tiny", "--use_ema", "--wandb_name", "n"),
         *("--wandb_project", "p", "--device_train_microbatch_size", "8"),
     ).config
-    assert (config.batch_size, config.image_size, config.remote, config.local) == (64, 256, "r", "l")
+    assert (config.batch_size, config.image_size, config.remote, config.local) == (
+        64,
+        256,
+        "r",
+        "l",
+    )
     assert (config.use_synth_data, config.model_name, config.use_ema) == (True, "tiny", True)
     assert (config.wandb_name, config.wandb_project) == ("n", "p")
     assert config.device_train_microbatch_size == 8
@@ -76,7 +81,10 @@ def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
         (["--batch_size", "-3"], "got '-3'; allowed: a whole number of at least 1.*--batch_size"),
         (["--batch_size", "2.5"], "got '2.5'; allowed: a whole number"),
         (["--lr", "nan"], "got 'nan'; allowed: a number above 0; change it with --lr"),
-        (["--precision", "fp8"], r"got 'fp8'; allowed: fp32 \| tf32 \| amp_fp16 \| amp_bf16 \| bf16"),
+        (
+            ["--precision", "fp8"],
+            r"got 'fp8'; allowed: fp32 \| tf32 \| amp_fp16 \| amp_bf16 \| bf16",
+        ),
         (["--device_train_microbatch_size", "0"], "allowed: auto, or a whole number of at least 1"),
         (["--max_duration", "10"], "got '10'; allowed: a number of batches or epochs"),
         (["--config", "no/such.yaml"], "No such file.*got 'no/such.yaml'.*--config"),

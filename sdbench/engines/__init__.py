@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from sdbench.signals import keep_handlers
+
 ENGINES: dict[str, str] = {
     "composer": "sdbench.engines.composer:fit",
 }
@@ -18,4 +20,5 @@ ENGINES: dict[str, str] = {
 def load_engine(name: str) -> Callable[..., Any]:
     """The `fit` function of an engine, imported only now."""
     module, function = ENGINES[name].split(":")
-    return getattr(importlib.import_module(module), function)
+    with keep_handlers():
+        return getattr(importlib.import_module(module), function)

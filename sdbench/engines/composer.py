@@ -63,10 +63,9 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
         seed=config.seed,
         progress_bar=False,
     )
-    try:
-        trainer.fit()
-    finally:
-        trainer.close()
+    trainer.fit()
+    # Only after a good end: it waits for all ranks, which a rank that failed would do for ever.
+    trainer.close()
     return Measurements(
         timings=watch.timer.timings(),
         num_images=parts.loader.num_images_delivered,
@@ -145,7 +144,7 @@ class ForeachEma(Callback):
 
 
 def _peak_memory_gib(device: Any) -> float:
-    """On a GPU what torch's allocator reserved at most, which is what decides whether a run fits."""
+    """On a GPU what torch's allocator reserved at most: that decides whether a run fits."""
     if isinstance(device, DeviceGPU):
         return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
     return peak_resident_memory_gib()

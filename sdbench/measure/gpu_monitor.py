@@ -12,7 +12,7 @@ PERIOD_S = 1.0
 
 
 class GpuMonitor:
-    """Samples the utilisation of one GPU between `start` and `stop`; without NVML it stays empty."""
+    """Samples the utilisation of one GPU from `start` to `stop`; without NVML it stays empty."""
 
     def __init__(self, *, device_index: int) -> None:
         self._device_index = device_index

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,9 @@ class Machine:
     @property
     def slug(self) -> str:
         """A name of the hardware that is safe in file names, e.g. ``8x-nvidia-h100-80gb-hbm3``."""
-        count = f"{self.num_cpu_cores}-core" if self.device_type == "cpu" else f"{self.num_devices}x"
+        count = (
+            f"{self.num_cpu_cores}-core" if self.device_type == "cpu" else f"{self.num_devices}x"
+        )
         return f"{count}-{re.sub(r'[^a-z0-9]+', '-', self.device_name.lower()).strip('-')}"
 
     def supported_precisions(self) -> tuple[str, ...]:
@@ -69,6 +70,22 @@ class Machine:
         if self.device_type == "cpu":
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
+
+    def peak_tflops(self, precision: str) -> float | None:
+        """Dense matrix peak of one device.
+
+        Args:
+            precision: A value of --precision.
+
+        Returns:
+            TFLOP/s from peaks.json, or None for a device that has no row there.
+        """
+        rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
+        for row in rows:
+            same_format = row["precision"] == precision.removeprefix("amp_")
+            if same_format and self.device_name in row["devices"]:
+                return row["peak_tflops"]
+        return None
 
 
 def inspect_machine(*, local_rank: int = 0) -> Machine:
@@ -109,24 +126,6 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         driver=_read_driver_version(),
         **common,
     )
-
-
-def peak_tflops(device_name: str, *, precision: str) -> float | None:
-    """Dense matrix peak of one device.
-
-    Args:
-        device_name: As torch reports it, e.g. ``NVIDIA H100 80GB HBM3``.
-        precision: A value of --precision.
-
-    Returns:
-        TFLOP/s from peaks.json, or None for a device that has no row there.
-    """
-    number_format = precision.removeprefix("amp_")
-    rows = json.loads(resources.files(__package__).joinpath("peaks.json").read_text())
-    for row in rows:
-        if device_name in row["devices"] and row["precision"] == number_format:
-            return row["peak_tflops"]
-    return None
 
 
 def peak_resident_memory_gib() -> float:

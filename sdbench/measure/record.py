@@ -51,8 +51,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @classmethod
-    def create(cls, results_dir: str, *, machine: str, name: str) -> RunFolder:
+    @staticmethod
+    def create(results_dir: str, *, machine: str, name: str) -> Path:
         """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` that nobody else has.
 
         Args:
@@ -69,7 +69,7 @@ class RunFolder:
             except FileExistsError:
                 time.sleep(0.1)  # another run began within the same second
             else:
-                return cls(path)
+                return path
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Put `record` in place of the one before it, in one piece."""

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sdbench.engines import ENGINES, load_engine
 from sdbench.errors import RunError
-from sdbench.measure.timer import StepTimer
-from sdbench.measure.watch import StepWatch
+from sdbench.measure.watch import make_watch
 from sdbench.parts import EmaSpec, Parts
 
 BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
@@ -86,12 +85,22 @@ def make_parts(*, ema=None, loss=mean_squared_error) -> Parts:
     )
 
 
-def make_watch(events=None) -> StepWatch:
-    return StepWatch(
-        StepTimer(num_warmup_steps=2, num_measured_steps=3),
-        on_loop=lambda: None,
-        on_step=lambda **step: events.append(step) if events is not None else None,
-        gpu_monitor=None,
+class Listener:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.indices = []
+
+    def loop_begins(self):
+        assert self.indices == []
+
+    def step_ends(self, *, index, phase, loss):
+        self.indices.append(index)
+
+
+def watch_with(*observers):
+    return make_watch(
+        num_warmup_steps=2, num_measured_steps=3, cuda_device=None, observers=observers
     )
 
 
@@ -118,15 +127,15 @@ def reference_loop() -> tuple[list[float], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_weights_and_counts_are_those_of_the_reference(engine):
-    events = []
+    listener = Listener()
     parts = make_parts()
-    measurements = load_engine(engine)(parts, make_config(), make_watch(events))
+    measurements = load_engine(engine)(parts, make_config(), watch_with(listener))
     losses, weights = reference_loop()
     steps = measurements.timings.steps
     assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(parts.trained.weight.detach()[0], weights[-1])
     assert [step.phase for step in steps] == ["warmup"] * 2 + ["measured"] * 3
-    assert [event["index"] for event in events] == list(range(NUM_STEPS))
+    assert listener.indices == list(range(NUM_STEPS))
     assert measurements.num_images == BATCH_SIZE * NUM_STEPS
     assert measurements.peak_memory_gib > 0
     assert sum(step.step_time_s for step in measurements.timings.measured) == pytest.approx(
@@ -143,7 +152,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(engine):
         )
 
     with pytest.raises(RunError, match="the loss is nan at step 3") as caught:
-        load_engine(engine)(make_parts(loss=loss), make_config(), make_watch())
+        load_engine(engine)(make_parts(loss=loss), make_config(), watch_with())
     assert caught.value.status == "invalid"
 
 
@@ -168,7 +177,7 @@ def test_composer_keeps_the_average_of_the_closed_form(implementation, monkeypat
 
         monkeypatch.setattr(composer, name, remember)
     ema = EmaSpec(implementation, HALF_LIFE_BATCHES)
-    composer.fit(make_parts(ema=ema), make_config(), make_watch())
+    composer.fit(make_parts(ema=ema), make_config(), watch_with())
     if implementation == "composer":
         average = kept["ema"].ema_model.named_parameters_dict["model.unet.weight"]
     else:

@@ -92,7 +92,7 @@ def test_twenty_images_per_second_are_twenty(num_ranks, num_microbatches):
 
 
 def test_the_rate_is_images_over_time_not_a_mean_of_rates():
-    # Steps of 1 s and 3 s with 6 images each: 12 images in 4 s are 3/s; the mean of 6/s and 2/s is 4.
+    # Steps of 1 s and 3 s with 6 images each: 12 images in 4 s are 3/s; the mean of the rates is 4.
     timings = run_steps([1.0, 3.0], num_warmup_steps=0, num_measured_steps=2)
     assert summarize_ranks([timings], images_per_step=6)["images_per_second"] == pytest.approx(3.0)
 

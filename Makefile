@@ -1,0 +1,51 @@
+# On a machine with Python 3.10 or newer, pip and make, each target sets up what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+RUN ?=
+
+# Named after what it installed, so that any change of requirements.txt installs again.
+STAMP := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
+# There while pip works. Found at the start, it means that an installation was cut off, which pip
+# itself does not notice: it takes a package with its metadata for a whole one.
+INSTALLING := $(VENV)/.installing
+
+.DEFAULT_GOAL := help
+.PHONY: help benchmark test lint publish clean
+
+help: ## Print this list
+	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="..."
+	$(VENV)/bin/composer benchmark.py --use_synth_data $(ARGS)
+
+test: $(STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style and layout with ruff
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
+	@test -n "$(RUN)" || { echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2; }
+	$(VENV)/bin/python -m sdbench publish $(RUN)
+
+clean: ## Remove the virtual environment and caches; runs/ and results/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "'$(PYTHON)' cannot make a virtual environment: install its venv and ensurepip" \
+	    "modules (Debian, Ubuntu: apt install python3-venv)." >&2; exit 2; }
+	@if [ -e $(INSTALLING) ] || ! $(VENV)/bin/python -m pip --version > /dev/null 2>&1; then \
+	  echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@echo "Installing requirements.txt: 6.4 GB, about 2 minutes on a fast network"
+	@rm -f $(VENV)/.installed-* && touch $(INSTALLING)
+	$(VENV)/bin/python -m pip install -r requirements.txt
+	@rm $(INSTALLING) && touch $@

@@ -1,0 +1,203 @@
+"""How many images a second does this machine train Stable Diffusion with?
+
+    composer benchmark.py --use_synth_data --device_train_microbatch_size 8
+    torchrun --nproc_per_node 8 benchmark.py --use_synth_data --use_ema
+    python benchmark.py --model_name tiny --use_synth_data
+
+This is the one place where a workload meets an engine: flags become a plan, the plan becomes parts,
+the engine trains them under a watch, and what the watch saw becomes a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdbench.config import Request, parse_request
+from sdbench.distributed import Ranks
+from sdbench.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from sdbench.measure.hardware import Machine
+    from sdbench.measure.record import RunFolder
+    from sdbench.measure.summary import Measurements
+    from sdbench.parts import Parts
+    from sdbench.resolve import Plan
+
+DESCRIPTION = "Measure how fast this machine trains Stable Diffusion, and write a record of it."
+EPILOG = """\
+examples:
+  composer benchmark.py --use_synth_data --device_train_microbatch_size 8
+      the U-Net of Stable Diffusion 2 base on synthetic images, on every GPU here or on the CPU
+  composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
+      the same with a moving average of the weights
+  composer benchmark.py --remote my-mds-folder
+      on real images; `python -m sdbench convert` makes the folder
+  composer -n 2 benchmark.py --model_name tiny --use_synth_data
+      a miniature in seconds, on two processes
+  python benchmark.py --preset seed --print_config
+      what a run would use, and who chose it
+
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        request = parse_request(argv, description=DESCRIPTION, epilog=EPILOG)
+        return _run(request, command=list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        if Ranks.from_environment().rank == 0:  # every rank has found the same
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(request: Request, *, command: list[str]) -> int:
+    from sdbench import describe, distributed
+    from sdbench.measure.hardware import inspect_machine
+    from sdbench.measure.record import OutputLog, RunFolder
+    from sdbench.signals import stop_signals_raise
+
+    ranks = Ranks.from_environment()
+    log = OutputLog()
+    with log.capture(), stop_signals_raise():
+        machine = inspect_machine(local_rank=ranks.local_rank)
+        plan = _agree_on_plan(request, machine=machine, ranks=ranks)
+        if request.print_config:
+            if ranks.rank == 0:
+                print(describe.as_yaml(plan, request))
+            return 0
+        path = None
+        if ranks.rank == 0:
+            path = RunFolder.create(plan.config.results_dir, machine=machine.slug, name=plan.name)
+            log.move_to(path)
+            print(describe.for_person(plan), flush=True)
+        folder = RunFolder(distributed.broadcast(path, ranks))
+        return _run_in_folder(plan, request, folder, command=command)
+
+
+def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
+    """Resolve on every rank; an error on one of them is an error, the same one, on all."""
+    from sdbench import distributed
+    from sdbench.resolve import resolve
+
+    plan, error = None, None
+    try:
+        plan = resolve(request, machine=machine, ranks=ranks)
+    except ConfigError as config_error:
+        error = config_error
+    distributed.connect(ranks, device_type=machine.device_type)
+    errors = [error for error in distributed.gather(error, ranks) if error is not None]
+    if errors:
+        raise errors[0]
+    assert plan is not None
+    configs = distributed.gather(plan.config, ranks)
+    assert configs == [plan.config] * ranks.world_size, "ranks resolved the same flags differently"
+    return plan
+
+
+def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: list[str]) -> int:
+    """Train, and leave a record whatever happens."""
+    from sdbench import describe, distributed
+    from sdbench.outcome import RunRecord, explain
+    from sdbench.report.row import append_row
+    from sdbench.report.terminal import format_summary
+
+    record = RunRecord(folder, command=command, described=describe.for_record(plan, request))
+    is_first_rank = plan.ranks.rank == 0
+    if is_first_rank:
+        record.write_unfinished()
+    try:
+        parts, measurements, summary = _train(plan, folder)
+    except BaseException as error:  # also Ctrl-C: the record has to say why
+        failure = explain(error, rank=plan.ranks.rank)
+        record.end_badly(failure)
+        print(f"{failure.status}: {failure.reason}\nrecord: {folder.path}", file=sys.stderr)
+        return failure.exit_code
+    if is_first_rank:
+        folder.write_steps(measurements.timings.steps)
+        content = record.end_well(
+            summary=summary,
+            workload={
+                "num_parameters": parts.num_parameters,
+                "num_trainable_parameters": parts.num_trainable_parameters,
+                "flops_per_image": parts.flops_per_image,
+                "num_images": measurements.num_images,
+            },
+        )
+        append_row(folder.path.parent / "runs.csv", content)
+        print(f"\n{format_summary(content)}\n\nrecord: {folder.path}")
+    distributed.disconnect()
+    return 0
+
+
+def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str, Any]]:
+    """Build the parts, train them, and merge what all ranks measured.
+
+    Returns:
+        The parts, the measurements of the run as a whole, and the record's summary.
+    """
+    from sdbench import distributed
+    from sdbench.engines import load_engine
+    from sdbench.measure.summary import merge_measurements, summarize
+    from sdbench.measure.watch import make_watch
+    from sdbench.progress import Progress
+    from sdbench.wandb_log import WandbLog
+    from sdbench.workloads import pretrain
+
+    config, ranks = plan.config, plan.ranks
+    wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
+    wandb_log.start(config=dataclasses.asdict(config), folder=folder.path)
+    parts = pretrain.build(plan)
+    if ranks.rank == 0:
+        print(
+            f"Model has {parts.num_parameters / 1e6} M parameters and "
+            f"{parts.num_trainable_parameters / 1e6} M trainable_params"
+        )
+    progress = Progress(
+        num_steps=plan.num_steps, images_per_step=parts.images_per_step, enabled=ranks.rank == 0
+    )
+    watch = make_watch(
+        num_warmup_steps=config.warmup_batches,
+        num_measured_steps=config.measure_batches,
+        cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
+        observers=[progress, wandb_log],
+    )
+    try:
+        measurements = load_engine(config.engine)(parts, config, watch)
+    finally:
+        progress.close()
+
+    merged = merge_measurements(distributed.gather(measurements, ranks))
+    num_expected = parts.images_per_step * plan.num_steps
+    if merged.num_images != num_expected:
+        raise RunError(
+            f"the loaders delivered {merged.num_images} images; {plan.num_steps} steps of "
+            f"{parts.images_per_step} are {num_expected}",
+            status="invalid",
+        )
+    summary = summarize(
+        merged,
+        images_per_step=parts.images_per_step,
+        num_devices=ranks.world_size,
+        flops_per_image=parts.flops_per_image,
+        peak_tflops=plan.machine.peak_tflops(config.precision),
+    )
+    wandb_log.finish(summary)
+    return parts, merged, summary
+
+
+if __name__ == "__main__":
+    sys.exit(main())

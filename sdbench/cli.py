@@ -1,0 +1,52 @@
+"""Which commands does `python -m sdbench` have?
+
+Each command is a `main(argv)` in the room that it belongs to, imported when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sdbench.errors import ConfigError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "convert": ("sdbench.sources.convert:main", "turn images with captions into an MDS data set"),
+    "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
+}
+
+EPILOG = """\
+examples:
+  python -m sdbench convert my-images/ my-mds/
+  python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
+  python -m sdbench convert --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The command and its arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0 ok, 1 failed, 2 bad input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench",
+        description="Tools around benchmark.py.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, help_text) in COMMANDS.items():
+        commands.add_parser(name, help=help_text, add_help=False)
+    known, rest = parser.parse_known_args(argv)
+    module, function = COMMANDS[known.command][0].split(":")
+    try:
+        return getattr(importlib.import_module(module), function)(rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

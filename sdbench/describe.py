@@ -1,0 +1,68 @@
+"""How is a plan told: to a person, to a config file, to a record?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sdbench.config import Request
+from sdbench.measure import hardware
+from sdbench.resolve import Plan
+
+
+def for_person(plan: Plan) -> str:
+    """What will run, and every value that the program chose.
+
+    Returns:
+        A few lines.
+    """
+    lines = list(plan.notes)
+    if plan.chosen:
+        where = "No GPU here. " if plan.machine.device_type == "cpu" else ""
+        values = ", ".join(f"{name}={getattr(plan.config, name)}" for name in plan.chosen)
+        lines.append(f"{where}Chosen for this machine, each by a flag of its name: {values}")
+    config = plan.config
+    lines.append(
+        f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
+        f"{plan.ranks.world_size} x {plan.machine.device_name}, global batch {config.batch_size}, "
+        f"micro-batch {config.device_train_microbatch_size}, {plan.num_steps} steps; estimated "
+        f"peak memory {plan.memory.total_gib:.1f} GiB per rank"
+    )
+    return "\n".join(lines)
+
+
+def as_yaml(plan: Plan, request: Request) -> str:
+    """Every value of the run in YAML that --config accepts, each line with who chose its value."""
+    import yaml
+
+    lines = []
+    for name, value in dataclasses.asdict(plan.config).items():
+        text = yaml.safe_dump({name: value}, default_flow_style=False).strip()
+        chosen = plan.chosen.get(name)
+        comment = f"chosen: {chosen}" if chosen else request.origin[name]
+        lines.append(f"{text}  # {comment}")
+    return "\n".join(lines)
+
+
+def for_record(plan: Plan, request: Request) -> dict[str, Any]:
+    """The part of a record that is known before the run."""
+    memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
+    return {
+        "config": dataclasses.asdict(plan.config),
+        "origin": dict(request.origin),
+        "chosen": plan.chosen,
+        "workload": {
+            "architecture": plan.architecture.name,
+            "weights": "random" if plan.architecture.weights_folder is None else "loaded",
+            "revision": plan.architecture.revision,
+            "num_steps": plan.num_steps,
+        },
+        "machine": hardware.as_dict(plan.machine),
+        "ranks": {
+            "world_size": plan.ranks.world_size,
+            "num_nodes": plan.ranks.num_nodes,
+            "ranks_per_node": plan.ranks.local_world_size,
+        },
+        "memory_estimate_gib": memory,
+        "notes": list(plan.notes),
+    }

@@ -1,0 +1,348 @@
+"""Which model does a name stand for, and where do its weights come from?
+
+A name is one of the files in `architectures/`, a local folder in the layout of diffusers, or a hub
+id. Only the last touches the network. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+
+ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
+MODEL_FLAG = "--model_name"
+REVISION_FLAG = "--model_revision"
+
+# One request decides whether the hub has a model, so this bounds the wait on a dead network.
+HUB_TIMEOUT_S = 5.0
+
+CONFIG_FILES = {
+    "unet": "unet/config.json",
+    "vae": "vae/config.json",
+    "text_encoder": "text_encoder/config.json",
+    "scheduler": "scheduler/scheduler_config.json",
+    "tokenizer": "tokenizer/tokenizer_config.json",
+}
+WEIGHT_STEMS = {
+    "unet": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+    "text_encoder": "model",
+}
+# The pad tokens of Stable Diffusion 2 and 1, with their ids in CLIP's vocabulary.
+PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
+PREDICTION_TYPES = ("epsilon", "v_prediction")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Architecture:
+    """All that is needed to build one model. Compared by identity, so it can key a cache.
+
+    Attributes:
+        name: Built-in name, folder name or hub id.
+        weights_folder: Local diffusers folder with safetensors weights; None means random weights.
+        revision: Commit of the hub repository, when it came from there.
+        unet: Configuration of diffusers' UNet2DConditionModel.
+        vae: Configuration of diffusers' AutoencoderKL.
+        text_encoder: Configuration of transformers' CLIPTextModel.
+        scheduler: Configuration of diffusers' DDPMScheduler.
+        tokenizer: `pad_token_id`, the id that fills a caption up to 77 tokens.
+    """
+
+    name: str
+    weights_folder: Path | None = None
+    revision: str | None = None
+    unet: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+    scheduler: dict[str, Any]
+    tokenizer: dict[str, Any]
+
+    @property
+    def latent_factor(self) -> int:
+        """Pixels per latent: the VAE halves between its blocks, 2^3 = 8 with four of them."""
+        return 2 ** (len(self.vae["block_out_channels"]) - 1)
+
+    @property
+    def default_image_size(self) -> int:
+        """Side in pixels that the U-Net was configured for, 64 x 8 = 512 for SD2-base."""
+        return self.unet["sample_size"] * self.latent_factor
+
+    @property
+    def image_size_multiple(self) -> int:
+        """Image sides must be multiples of this: 8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
+        return self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where the model's own tokenizer lies, if it came with one."""
+        return None if self.weights_folder is None else self.weights_folder / "tokenizer"
+
+    def check_image_size(self, size: int) -> None:
+        """Refuse a side that the U-Net cannot halve.
+
+        Args:
+            size: Side of the square image in pixels.
+
+        Raises:
+            ConfigError: `size` is not a positive multiple of `image_size_multiple`.
+        """
+        multiple = self.image_size_multiple
+        if size > 0 and size % multiple == 0:
+            return
+        below = max(size // multiple, 1) * multiple
+        nearest = f"{below}" if size < multiple else f"{below} or {below + multiple}"
+        raise ConfigError(
+            f"the image size does not fit {self.name}",
+            value=size,
+            allowed=f"multiples of {multiple}, nearest {nearest}",
+            flag="--image_size",
+        )
+
+
+def built_in_names() -> list[str]:
+    """Names of the architectures that need no network and no files of the user's."""
+    return sorted(path.stem for path in ARCHITECTURES_FOLDER.glob("*.json"))
+
+
+def resolve_architecture(
+    model_name: str, *, revision: str | None = None
+) -> tuple[Architecture, str | None]:
+    """Find out what a model name stands for.
+
+    Args:
+        model_name: Built-in name, local diffusers folder, or hub id (`owner/name`).
+        revision: Branch, tag or commit of a hub id; nothing else has revisions.
+
+    Returns:
+        The architecture, and a note to show the user when it is not exactly what was named.
+
+    Raises:
+        ConfigError: No such model, a folder with a piece missing, or weights in a format that can
+            carry code.
+    """
+    is_folder = Path(model_name).is_dir()
+    is_built_in = model_name in built_in_names()
+    if revision is not None and (is_built_in or is_folder):
+        raise ConfigError(
+            "only a model from the hub has revisions",
+            value=revision,
+            allowed=f"no revision with {model_name}",
+            flag=REVISION_FLAG,
+        )
+    if is_built_in:
+        return _load_built_in(model_name), None
+    if is_folder:
+        folder = Path(model_name).resolve()
+        return _load_folder(folder, name=folder.name, revision=None), None
+    if _is_hub_id(model_name):
+        return _resolve_hub(model_name, revision=revision)
+    raise _unknown_model(model_name)
+
+
+def _is_hub_id(model_name: str) -> bool:
+    owner, _, name = model_name.partition("/")
+    return bool(owner) and bool(name) and "/" not in name and owner not in (".", "..", "~")
+
+
+def _unknown_model(model_name: str) -> ConfigError:
+    names = built_in_names()
+    close = difflib.get_close_matches(model_name, names, n=1, cutoff=0.4)
+    nearest = f"; did you mean {close[0]}?" if close else ""
+    return ConfigError(
+        "there is no such model",
+        value=model_name,
+        allowed=f"{', '.join(names)}, a diffusers folder, or a hub id owner/name{nearest}",
+        flag=MODEL_FLAG,
+    )
+
+
+def _read_built_in(name: str) -> dict[str, Any]:
+    return json.loads((ARCHITECTURES_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _load_built_in(name: str) -> Architecture:
+    content = _read_built_in(name)
+    return Architecture(name=name, **{part: content[part] for part in CONFIG_FILES})
+
+
+def _load_folder(folder: Path, *, name: str, revision: str | None) -> Architecture:
+    parts = {part: _read_part(folder, file) for part, file in CONFIG_FILES.items()}
+    for part, stem in WEIGHT_STEMS.items():
+        _check_weights(folder / part, stem=stem)
+    _check_parts(parts, folder=folder)
+    parts["tokenizer"] = {"pad_token_id": _pad_token_id(parts["tokenizer"], folder=folder)}
+    return Architecture(name=name, weights_folder=folder, revision=revision, **parts)
+
+
+def _read_part(folder: Path, file: str) -> dict[str, Any]:
+    path = folder / file
+    if not path.is_file():
+        raise ConfigError(
+            f"the model folder has no {file}",
+            value=str(folder),
+            allowed=f"a diffusers folder with {', '.join(CONFIG_FILES.values())}",
+            flag=MODEL_FLAG,
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _check_weights(folder: Path, *, stem: str) -> None:
+    names = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
+    if not any((folder / name).is_file() for name in names):
+        raise ConfigError(
+            "the model folder has no safetensors weights, and other formats can carry code",
+            value=str(folder),
+            allowed=" or ".join(names),
+            flag=MODEL_FLAG,
+        )
+
+
+def _check_parts(parts: dict[str, dict[str, Any]], *, folder: Path) -> None:
+    """Refuse what has the layout of Stable Diffusion 1 or 2 but is another kind of model."""
+    facts = [
+        ("U-Net class", parts["unet"].get("_class_name"), ("UNet2DConditionModel",)),
+        ("VAE class", parts["vae"].get("_class_name"), ("AutoencoderKL",)),
+        ("text encoder type", parts["text_encoder"].get("model_type"), ("clip_text_model",)),
+        # "epsilon" is diffusers' own default for schedulers saved before the key existed.
+        (
+            "prediction type",
+            parts["scheduler"].get("prediction_type", "epsilon"),
+            PREDICTION_TYPES,
+        ),
+        # The two of SDXL differ: its U-Net reads the states of two text encoders side by side.
+        (
+            "U-Net's cross_attention_dim",
+            parts["unet"].get("cross_attention_dim"),
+            (parts["text_encoder"].get("hidden_size"),),
+        ),
+    ]
+    for what, value, allowed in facts:
+        if value not in allowed:
+            raise ConfigError(
+                f"the {what} of {folder} is not that of a Stable Diffusion 1 or 2 model",
+                value=value,
+                allowed=" or ".join(str(item) for item in allowed),
+                flag=MODEL_FLAG,
+            )
+
+
+def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
+    token = tokenizer.get("pad_token")
+    content = token["content"] if isinstance(token, dict) else token
+    if content not in PAD_TOKEN_IDS:
+        raise ConfigError(
+            f"the tokenizer of {folder} pads with a token that no Stable Diffusion model uses",
+            value=content,
+            allowed=" or ".join(PAD_TOKEN_IDS),
+            flag=MODEL_FLAG,
+        )
+    return PAD_TOKEN_IDS[content]
+
+
+def _resolve_hub(model_name: str, *, revision: str | None) -> tuple[Architecture, str | None]:
+    """Download a model, or fall back: to the cache if the hub is out of reach, to a built-in."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        folder = _download(model_name, revision=revision)
+    except GatedRepoError as error:
+        raise ConfigError(
+            "this hub model asks for a login",
+            value=model_name,
+            allowed="a model that you may read, with your token in HF_TOKEN",
+            flag=MODEL_FLAG,
+        ) from error
+    except RepositoryNotFoundError:
+        return _stand_in(model_name, why="the hub has no such model")
+    except _connection_errors() as error:
+        cached = _cached(model_name, revision=revision)
+        if cached is None:
+            return _stand_in(model_name, why=f"the hub cannot be reached ({type(error).__name__})")
+        note = f"The hub cannot be reached: {model_name} comes from the local cache."
+        return _load_folder(cached, name=model_name, revision=cached.name), note
+    return _load_folder(folder, name=model_name, revision=folder.name), None
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """huggingface_hub raises subclasses of OSError; from 1.0 on httpx's errors pass as well."""
+    if importlib.util.find_spec("httpx") is None:
+        return (OSError,)
+    import httpx
+
+    return (OSError, httpx.TransportError)
+
+
+def _wanted_files() -> list[str]:
+    """Configurations, tokenizer and full-precision safetensors: nothing that can carry code."""
+    weights = [
+        f"{part}/{stem}{end}"
+        for part, stem in WEIGHT_STEMS.items()
+        for end in (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
+    ]
+    return [*CONFIG_FILES.values(), *weights, "tokenizer/*.json", "tokenizer/*.txt"]
+
+
+def _download(model_name: str, *, revision: str | None) -> Path:
+    """Fetch a model into the hub's cache, whose folder is named after the resolved commit."""
+    import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        info = huggingface_hub.HfApi().model_info(
+            model_name, revision=revision, timeout=HUB_TIMEOUT_S
+        )
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"the hub model {model_name} has no such revision",
+            value=revision,
+            allowed="one of its branches, tags or commits",
+            flag=REVISION_FLAG,
+        ) from error
+    files = {sibling.rfilename for sibling in info.siblings or []}
+    missing = sorted(set(CONFIG_FILES.values()) - files)
+    if missing:
+        raise ConfigError(
+            f"the hub model lacks {', '.join(missing)}",
+            value=model_name,
+            allowed="a repository in the layout of diffusers",
+            flag=MODEL_FLAG,
+        )
+    return Path(
+        huggingface_hub.snapshot_download(
+            model_name, revision=info.sha, allow_patterns=_wanted_files()
+        )
+    )
+
+
+def _cached(model_name: str, *, revision: str | None) -> Path | None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model_name, revision=revision, local_files_only=True)
+        )
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _stand_in(model_name: str, *, why: str) -> tuple[Architecture, str]:
+    for name in built_in_names():
+        if model_name in _read_built_in(name)["stands_in_for"]:
+            note = (
+                f"{model_name}: {why}, so the built-in {name} stands in for it, the same "
+                "architecture with random weights."
+            )
+            return _load_built_in(name), note
+    raise ConfigError(
+        f"the model cannot be had: {why}",
+        value=model_name,
+        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, or a hub id in reach",
+        flag=MODEL_FLAG,
+    )

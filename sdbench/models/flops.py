@@ -1,0 +1,63 @@
+"""How much arithmetic does one training image cost?
+
+Counted on the meta device, where attention is split into its two matrix products. On a CPU torch's
+counter takes fused attention for zero, and on a GPU it adds what flash attention recomputes in the
+backward pass, which is no model work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sdbench.models.architecture import Architecture
+from sdbench.models.components import make_text_encoder, make_unet, make_vae
+
+
+class FlopsPerImage(NamedTuple):
+    """Floating-point operations for one image; a multiply-add counts as two."""
+
+    unet_forward_backward: int
+    vae_encode: int
+    text_encode: int
+
+
+def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage:
+    """Count matrix products and convolutions of one image; nothing is allocated or computed.
+
+    Args:
+        architecture: What to count.
+        image_size: Side of the square image in pixels.
+
+    Returns:
+        Operations per image of each part of a training step.
+    """
+    latent_size = image_size // architecture.latent_factor
+    num_tokens = architecture.text_encoder["max_position_embeddings"]
+    width = architecture.unet["cross_attention_dim"]
+    with torch.device("meta"):
+        unet = make_unet(architecture)
+        vae = make_vae(architecture)
+        text_encoder = make_text_encoder(architecture)
+        image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
+        ids = torch.empty(1, num_tokens, dtype=torch.int64)
+        latent = torch.empty(1, architecture.unet["in_channels"], latent_size, latent_size)
+        text_states = torch.empty(1, num_tokens, width)
+        timestep = torch.empty(1, dtype=torch.int64)
+        flops = FlopsPerImage(
+            unet_forward_backward=_count(
+                lambda: unet(latent, timestep, text_states).sample.sum().backward()
+            ),
+            vae_encode=_count(torch.no_grad()(lambda: vae.encode(image))),
+            text_encode=_count(torch.no_grad()(lambda: text_encoder(ids))),
+        )
+    return flops
+
+
+def _count(work: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()

@@ -1,0 +1,221 @@
+"""What is one training step of Stable Diffusion, from a batch to a loss?
+
+The order of operations follows mosaicml/diffusion-benchmark: encode, draw noise and time steps,
+add the noise, predict it (or the velocity), mean squared error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from torch import Tensor, nn
+
+from sdbench.models.architecture import Architecture
+from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
+
+MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+}
+# diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
+LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
+
+
+class StableDiffusion(nn.Module):
+    """U-Net in training, VAE and text encoder frozen (or absent, for precomputed latents)."""
+
+    def __init__(
+        self,
+        *,
+        unet: nn.Module,
+        vae: nn.Module | None,
+        text_encoder: nn.Module | None,
+        scheduler: DDPMScheduler,
+        scaling_factor: float,
+        autocast_dtype: torch.dtype | None,
+        memory_format: torch.memory_format,
+    ) -> None:
+        """Join the sub-models.
+
+        Args:
+            unet: Predicts noise or velocity from noised latents, time steps and text states.
+            vae: Turns images into latents, or None.
+            text_encoder: Turns token ids into text states, or None.
+            scheduler: Its noise schedule and prediction type are used; it takes no step itself.
+            scaling_factor: Brings latents to about unit variance.
+            autocast_dtype: Compute type of the U-Net, or None to compute in the weights' type.
+            memory_format: Layout of images and latents.
+        """
+        super().__init__()
+        self.unet = unet
+        self.vae = vae
+        self.text_encoder = text_encoder
+        self.scaling_factor = scaling_factor
+        self.prediction_type: str = scheduler.config.prediction_type
+        self.autocast_dtype = autocast_dtype
+        self.memory_format = memory_format
+        # In fp64 first: 1 - alphas_cumprod loses digits in fp32 where it is small.
+        signal_power = scheduler.alphas_cumprod.double()
+        self._add_buffer("signal_scale", signal_power.sqrt())
+        self._add_buffer("noise_scale", (1.0 - signal_power).sqrt())
+        for encoder in self._encoders():
+            encoder.requires_grad_(False)
+        self.train()
+
+    def train(self, mode: bool = True) -> StableDiffusion:
+        """Switch the U-Net; the frozen encoders stay in evaluation mode."""
+        super().train(mode)
+        for encoder in self._encoders():
+            encoder.eval()
+        return self
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Noise the batch's latents and predict what was added.
+
+        Args:
+            batch: `image` (B, 3, H, W), uint8 in 0..255 or float in [-1, 1], and `input_ids`
+                (B, 77); or `latent` (B, 4, H/8, W/8), scaled, or the VAE's own moments
+                `latent_mean` and `latent_logvar` of that shape, and `text_embedding` (B, 77, D).
+
+        Returns:
+            The prediction in the compute type and the target in fp32, both (B, 4, H/8, W/8).
+        """
+        with torch.no_grad():
+            latents = self._latents(batch)
+            text_states = self._text_states(batch)
+        num_train_timesteps = len(self.signal_scale)
+        timesteps = torch.randint(0, num_train_timesteps, (len(latents),), device=latents.device)
+        noise = _draw_noise(latents)
+        signal_scale = self.signal_scale[timesteps].view(-1, 1, 1, 1)
+        noise_scale = self.noise_scale[timesteps].view(-1, 1, 1, 1)
+        noised = signal_scale * latents + noise_scale * noise
+        if self.prediction_type == "v_prediction":
+            # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
+            target = signal_scale * noise - noise_scale * latents
+        else:
+            target = noise
+        with self._autocast(latents.device):
+            prediction = self.unet(
+                noised.to(self.unet.dtype, memory_format=self.memory_format),
+                timesteps,
+                text_states.to(self.unet.dtype),
+            ).sample
+        return prediction, target
+
+    @staticmethod
+    def loss(prediction: Tensor, target: Tensor) -> Tensor:
+        """Mean squared error in fp32, whatever type the prediction has."""
+        return nn.functional.mse_loss(prediction.float(), target.float())
+
+    def _encoders(self) -> list[nn.Module]:
+        return [encoder for encoder in (self.vae, self.text_encoder) if encoder is not None]
+
+    def _add_buffer(self, name: str, value: Tensor) -> None:
+        # Not persistent: the schedule is configuration, and checkpoints stay loadable elsewhere.
+        self.register_buffer(name, value.float(), persistent=False)
+
+    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self.autocast_dtype)
+
+    def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Encoders in fp32 follow the U-Net, as in the reference; half ones need no autocast."""
+        if encoder.dtype == torch.float32:
+            return self._autocast(encoder.device)
+        return torch.autocast(encoder.device.type, enabled=False)
+
+    def _latents(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Scaled latents (B, 4, H/8, W/8) in fp32."""
+        if "latent" in batch:
+            return batch["latent"].float()
+        if "latent_mean" in batch:
+            mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
+        else:
+            mean, logvar = self._moments(batch["image"])
+        deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
+        return (mean + deviation * _draw_noise(mean)) * self.scaling_factor
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-variance that the VAE gives to images, in fp32, not scaled."""
+        assert self.vae is not None, "images need a model that was built with its encoders"
+        if images.dtype == torch.uint8:
+            images = images.to(self.vae.dtype) / 127.5 - 1.0
+        images = images.to(self.vae.dtype, memory_format=self.memory_format)
+        with self._encoder_autocast(self.vae):
+            distribution = self.vae.encode(images).latent_dist
+        return distribution.mean.float(), distribution.logvar.float()
+
+    def _text_states(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Last hidden states (B, 77, D) of the captions."""
+        if "text_embedding" in batch:
+            return batch["text_embedding"]
+        assert self.text_encoder is not None, "captions need a model built with its encoders"
+        with self._encoder_autocast(self.text_encoder):
+            return self.text_encoder(batch["input_ids"])[0]
+
+
+def _draw_noise(like: Tensor) -> Tensor:
+    """Standard normal fp32 noise, the same in any layout: randn_like draws in memory order."""
+    return torch.randn(like.shape, device=like.device)
+
+
+def build_stable_diffusion(
+    architecture: Architecture,
+    *,
+    seed: int,
+    precision: str,
+    encoder_dtype: str,
+    memory_format: str,
+    attention: str,
+    encoders: bool = True,
+    device: str | torch.device = "cpu",
+) -> StableDiffusion:
+    """Build a model that is ready to train.
+
+    Random weights are drawn on the CPU whatever the device, so that one seed means one model.
+
+    Args:
+        architecture: What to build; with a weights folder its weights are loaded instead of drawn.
+        seed: Of the random weights. The caller's random generators are left as they were.
+        precision: One of `PRECISIONS`. Whether fp32 may use TF32 is a global switch of torch's
+            and the caller's to set.
+        encoder_dtype: One of `ENCODER_DTYPES`, the type of the frozen weights.
+        memory_format: One of `MEMORY_FORMATS`, for U-Net and VAE.
+        attention: One of `components.ATTENTION`.
+        encoders: Whether VAE and text encoder are wanted; not for precomputed latents.
+        device: Where the finished model goes.
+
+    Returns:
+        The model in training mode.
+    """
+    numbers = PRECISIONS[precision]
+    layout = MEMORY_FORMATS[memory_format]
+    frozen_dtype = ENCODER_DTYPES[encoder_dtype]
+    vae = text_encoder = None
+    with torch.random.fork_rng(devices=[]):
+        # The CPU generator only: torch.manual_seed would seed every GPU's as well.
+        torch.default_generator.manual_seed(seed)
+        unet = make_unet(architecture, attention=attention)
+        # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
+        nn.Module.to(unet, device, dtype=numbers.weights, memory_format=layout)
+        if encoders:
+            vae = make_vae(architecture, attention=attention)
+            nn.Module.to(vae, device, dtype=frozen_dtype, memory_format=layout)
+            text_encoder = make_text_encoder(architecture, attention=attention)
+            text_encoder.to(device, dtype=frozen_dtype)
+    model = StableDiffusion(
+        unet=unet,
+        vae=vae,
+        text_encoder=text_encoder,
+        scheduler=DDPMScheduler.from_config(architecture.scheduler),
+        scaling_factor=architecture.vae["scaling_factor"],
+        autocast_dtype=numbers.autocast,
+        memory_format=layout,
+    )
+    return model.to(device)

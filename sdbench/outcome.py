@@ -1,0 +1,113 @@
+"""How did a run end, and what does its record say of that?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from typing import Any
+
+from sdbench.errors import RunError
+from sdbench.measure import provenance, record
+from sdbench.measure.record import RunFolder
+from sdbench.signals import Terminated
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A bad end: the record's status and reason, and the program's exit code."""
+
+    status: str
+    reason: str
+    exit_code: int
+
+
+class RunRecord:
+    """The record of a run from its first moment to its end."""
+
+    def __init__(self, folder: RunFolder, *, command: list[str], described: dict[str, Any]) -> None:
+        """Begin: not written yet.
+
+        Args:
+            folder: Where it goes.
+            command: Arguments of benchmark.py.
+            described: The plan, as `describe.for_record` tells it.
+        """
+        self._folder = folder
+        self._started_s = time.perf_counter()
+        self._content = {
+            "schema_version": record.SCHEMA_VERSION,
+            "run_id": folder.path.name,
+            "status": record.FAILED,
+            "reason": record.UNFINISHED_REASON,
+            "started_utc": record.utc_now(),
+            "duration_s": None,
+            "command": ["benchmark.py", *command],
+            **described,
+            "versions": provenance.package_versions(),
+            "git": provenance.git_state(),
+            "environment": provenance.speed_environment(),
+            "summary": None,
+        }
+
+    def write_unfinished(self) -> None:
+        """Leave a record that holds if the process is killed."""
+        self._folder.write_record(self._content)
+
+    def end_well(self, *, summary: dict[str, Any], workload: dict[str, Any]) -> dict[str, Any]:
+        """Write the result.
+
+        Args:
+            summary: The figures.
+            workload: What is known of the workload only now.
+
+        Returns:
+            The whole record.
+        """
+        self._content["workload"].update(workload)
+        return self._end(status=record.OK, reason=None, summary=summary)
+
+    def end_badly(self, failure: Failure) -> None:
+        """Write why, unless another rank has done so: the first one knows the cause."""
+        if self._folder.claim_failure():
+            self._end(status=failure.status, reason=failure.reason)
+
+    def _end(self, **ended: Any) -> dict[str, Any]:
+        duration_s = time.perf_counter() - self._started_s
+        self._content = {**self._content, **ended, "duration_s": duration_s}
+        self._folder.write_record(self._content)
+        return self._content
+
+
+def explain(error: BaseException, *, rank: int) -> Failure:
+    """What a run ended with. Prints the traceback of an error that nobody foresaw.
+
+    Args:
+        error: What was raised.
+        rank: The rank that it was raised on.
+    """
+    exit_code = EXIT_FAILED
+    if isinstance(error, KeyboardInterrupt):
+        status, reason, exit_code = record.INTERRUPTED, "Ctrl-C", EXIT_INTERRUPTED
+    elif isinstance(error, Terminated):
+        status = record.INTERRUPTED
+        reason = "SIGTERM: a scheduler stopped the run, or its launcher did as another rank ended"
+    elif isinstance(error, RunError):
+        status, reason = error.status, str(error)
+    else:
+        traceback.print_exception(error)
+        reason = f"{type(error).__name__}: {error}"
+        status = record.OOM if _is_out_of_memory(error) else record.FAILED
+    return Failure(status, f"rank {rank}: {reason}", exit_code)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch says "CUDA out of memory" on a GPU and "can't allocate memory" on a CPU."""
+    message = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "out of memory" in message
+        or "can't allocate memory" in message
+    )

@@ -1,0 +1,173 @@
+"""How does a run get into results/, and its tables with it?
+
+A published run is copied once and never edited. results/throughput.csv and the table in
+results/README.md are made from the records there, so that no figure is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.measure.record import LOG_NAME, RECORD_NAME, STEPS_NAME, load_record, replace_file
+from sdbench.report.row import COLUMNS, make_row
+from sdbench.report.terminal import format_rate
+from sdbench.statistics import between_runs_interval
+
+BEGIN_MARKER = "<!-- begin generated: throughput -->"
+END_MARKER = "<!-- end generated: throughput -->"
+
+EPILOG = """\
+examples:
+  python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
+  python -m sdbench publish            (rebuild the tables only)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Publish runs and rebuild the tables.
+
+    Args:
+        argv: Run folders.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: For a folder that is no finished run, or that is published already.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench publish",
+        description="Copy finished runs into results/runs and rebuild the tables made from them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="(default: results)")
+    arguments = parser.parse_args(argv)
+    for run in arguments.runs:
+        print(f"published {publish(run, results=arguments.results)}")
+    rebuild_tables(arguments.results)
+    print(f"rebuilt {arguments.results}/throughput.csv and {arguments.results}/README.md")
+    return 0
+
+
+def publish(run: Path, *, results: Path) -> Path:
+    """Copy a run's record, steps and log into results/runs.
+
+    Args:
+        run: Folder of the run.
+        results: The results folder.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ConfigError: If it is no run that ended well, or is there already.
+    """
+    try:
+        record = load_record(run)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"this folder holds no record that can be read ({error})",
+            value=str(run),
+            allowed="a folder that benchmark.py made",
+            flag="RUN",
+        ) from None
+    if record["status"] != "ok":
+        raise ConfigError(
+            f"only a run that ended well is published ({record['reason']})",
+            value=record["status"],
+            allowed="the status ok",
+            flag="RUN",
+        )
+    target = results / "runs" / record["run_id"]
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            "this run is published already, and a published run is never edited",
+            value=str(target),
+            allowed="a run that is not in results/runs",
+            flag="RUN",
+        ) from None
+    for name in (RECORD_NAME, STEPS_NAME, LOG_NAME):
+        shutil.copy(run / name, target / name)
+    return target
+
+
+def rebuild_tables(results: Path) -> None:
+    """Make throughput.csv and the table in README.md from the published records.
+
+    Args:
+        results: The results folder; its README.md has the two markers.
+    """
+    records = [load_record(path) for path in sorted((results / "runs").glob("*/record.json"))]
+    replace_file(results / "throughput.csv", format_csv(records))
+    readme = results / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN_MARKER)
+    _, _, after = rest.partition(END_MARKER)
+    table = format_markdown(records)
+    replace_file(readme, f"{before}{BEGIN_MARKER}\n{table}\n{END_MARKER}{after}")
+
+
+def format_csv(records: Iterable[dict[str, Any]]) -> str:
+    """One row per run, unrounded."""
+    import pandas
+
+    rows = [make_row(record) for record in records]
+    return pandas.DataFrame(rows, columns=COLUMNS).to_csv(index=False)
+
+
+def format_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """One line per configuration, runs of the same one together.
+
+    Three or more runs give a between-runs interval; fewer give the within-run one of each run.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(_configuration(record), []).append(record)
+    lines = [
+        "| device | ranks | model | px | preset | precision | EMA | global batch | micro-batch "
+        "| runs | images/s (95 % interval) | step p50, s | peak memory, GiB |",
+        "|---|---:|---|---:|---|---|---|---:|---:|---:|---|---:|---:|",
+    ]
+    for configuration, runs in groups.items():
+        summaries = [record["summary"] for record in runs]
+        cells = [
+            *(
+                ("yes" if cell else "no") if isinstance(cell, bool) else cell
+                for cell in configuration
+            ),
+            len(runs),
+            _format_rates(summaries),
+            f"{statistics.median(summary['step_time_p50_s'] for summary in summaries):.4g}",
+            f"{max(summary['peak_memory_gib'] for summary in summaries):.1f}",
+        ]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
+    config = record["config"]
+    names = ("image_size", "preset", "precision", "use_ema", "batch_size")
+    return (
+        record["machine"]["device_name"],
+        record["ranks"]["world_size"],
+        record["workload"]["architecture"],
+        *(config[name] for name in names),
+        config["device_train_microbatch_size"],
+    )
+
+
+def _format_rates(summaries: Sequence[dict[str, Any]]) -> str:
+    interval = between_runs_interval([summary["images_per_second"] for summary in summaries])
+    if interval is None:
+        return "; ".join(format_rate(summary) for summary in summaries)
+    median = statistics.median(summary["images_per_second"] for summary in summaries)
+    return f"median {median:.4g} ({interval.low:.4g} to {interval.high:.4g}, {interval.kind})"

@@ -1,0 +1,423 @@
+"""What will this request really do on this machine?
+
+Fills in what the user left open, checks everything before any weights are built, and keeps a reason
+for each value that the program chose. It never changes a value that the user gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sdbench import sources
+from sdbench.config import BenchmarkConfig, Request
+from sdbench.distributed import Ranks
+from sdbench.errors import ConfigError
+from sdbench.host_memory import can_keep_freed_memory
+from sdbench.measure.hardware import Machine
+from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
+from sdbench.presets import PerDevice
+from sdbench.sources.config import SourceConfig
+
+# The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step, 8 workers.
+GPU_BATCH_SIZE = 2048
+GPU_NUM_WORKERS = 8
+# One such step takes 10 s on 8 GPUs, so three of them are warm-up enough.
+GPU_WARMUP_BATCHES, GPU_MEASURE_BATCHES = 3, 20
+# A 2-core machine takes about 5 s an image at 256 px: (2 + 10) steps x 2 images are 2 minutes, and
+# at 8 images, as in the first command of the README, 8 minutes at the most.
+CPU_IMAGE_SIZE = 256
+CPU_MICROBATCH = 2
+CPU_WARMUP_BATCHES, CPU_MEASURE_BATCHES = 2, 10
+
+# `auto` leaves a tenth of the memory alone: estimates are good to 15 %, and fragmentation grows.
+AUTO_MEMORY_FRACTION = 0.9
+# A run that the user spelled out is refused only when it leaves less than a twentieth.
+MAX_MEMORY_FRACTION = 0.95
+MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+
+MIN_FREE_RESULTS_BYTES = 16 * 1024**2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run with nothing left open.
+
+    Attributes:
+        config: Every value set.
+        chosen: Field to reason, for each value that the program chose.
+        architecture: What is trained.
+        source: Where this rank's samples come from.
+        ranks: The place of this process.
+        machine: What it runs on.
+        memory: Estimated peak of one rank.
+        num_steps: Optimizer steps of the whole run.
+        notes: Sentences the user must read.
+    """
+
+    config: BenchmarkConfig
+    chosen: dict[str, str]
+    architecture: Architecture
+    source: SourceConfig
+    ranks: Ranks
+    machine: Machine
+    memory: MemoryEstimate
+    num_steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What runs, safe in a file name, e.g. ``sd2-base-256px-fast``."""
+        name = f"{self.architecture.name}-{self.config.image_size}px-{self.config.preset}"
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
+
+
+def resolve(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
+    """Turn a request into a plan.
+
+    Args:
+        request: What the user asked for.
+        machine: The machine at hand.
+        ranks: The place of this process among the ranks.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: If the request cannot be run here.
+    """
+    return _Resolver(request, machine, ranks).run()
+
+
+class _Resolver:
+    """Works through the fields in the order in which they depend on each other."""
+
+    def __init__(self, request: Request, machine: Machine, ranks: Ranks) -> None:
+        self.request = request
+        self.config = request.config
+        self.machine = machine
+        self.ranks = ranks
+        self.on_gpu = machine.device_type == "cuda"
+        self.chosen: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> Plan:
+        self.architecture, note = resolve_architecture(
+            self.config.model_name, revision=self.config.model_revision
+        )
+        if note is not None:
+            self.notes.append(note)
+        self._resolve_recipe()
+        self._resolve_image_size()
+        self._resolve_data()
+        self._resolve_batch()
+        source = self._source()
+        num_steps = self._resolve_steps(num_samples=sources.check(source))
+        memory = self._check_memory()
+        _check_results_dir(self.config.results_dir)
+        if self.config.latents == "precomputed":
+            self.notes.append("Latents are precomputed: compare with other precomputed runs only.")
+        return Plan(
+            config=self.config,
+            chosen=self.chosen,
+            architecture=self.architecture,
+            source=source,
+            ranks=self.ranks,
+            machine=self.machine,
+            memory=memory,
+            num_steps=num_steps,
+            notes=tuple(self.notes),
+        )
+
+    def _choose(self, name: str, value: Any, reason: str) -> None:
+        """Fill in a field that the user left open."""
+        assert not self.request.is_users(name)
+        self.config = dataclasses.replace(self.config, **{name: value})
+        self.chosen[name] = reason
+
+    def _resolve_recipe(self) -> None:
+        """Take the preset's values for this device, and check the user's own."""
+        for field in dataclasses.fields(self.config):
+            value = getattr(self.config, field.name)
+            if isinstance(value, PerDevice):
+                by_device = value.gpu if self.on_gpu else value.cpu
+                self.config = dataclasses.replace(self.config, **{field.name: by_device})
+        supported = self.machine.supported_precisions()
+        if self.request.is_users("precision"):
+            if self.config.precision not in supported:
+                raise ConfigError(
+                    f"{self.machine.device_name} cannot train in this precision",
+                    value=self.config.precision,
+                    allowed=" | ".join(supported),
+                    flag="--precision",
+                )
+        elif "bf16" in self.config.precision and not self.machine.has_fast_bf16:
+            fallback = "amp_fp16" if self.on_gpu else "fp32"
+            self._choose("precision", fallback, "the device has no bf16 instructions")
+        if self.config.encoder_dtype == "fp16" and not self.on_gpu:
+            raise ConfigError(
+                "a CPU cannot run the encoders in this type",
+                value="fp16",
+                allowed="fp32 | bf16",
+                flag="--encoder_dtype",
+            )
+        if (
+            self.config.encoder_dtype == "bf16"
+            and not self.request.is_users("encoder_dtype")
+            and not self.machine.has_fast_bf16
+        ):
+            fallback = "fp16" if self.on_gpu else "fp32"
+            self._choose("encoder_dtype", fallback, "the device has no bf16 instructions")
+
+        if self.config.cpu_allocator == "keep" and not can_keep_freed_memory():
+            if self.request.is_users("cpu_allocator"):
+                raise ConfigError(
+                    "this C library is not glibc and cannot be told to keep freed memory",
+                    value="keep",
+                    allowed="default",
+                    flag="--cpu_allocator",
+                )
+            self._choose("cpu_allocator", "default", "the C library is not glibc")
+
+    def _resolve_image_size(self) -> None:
+        default = self.architecture.default_image_size
+        if self.config.image_size is None:
+            if self.on_gpu or default <= CPU_IMAGE_SIZE:
+                self._choose("image_size", default, f"default of {self.architecture.name}")
+            else:
+                self._choose("image_size", CPU_IMAGE_SIZE, "no GPU")
+        self.architecture.check_image_size(self.config.image_size)
+
+    def _resolve_data(self) -> None:
+        config = self.config
+        data_format = sources.resolve_format(
+            data_format=config.data_format,
+            use_synth_data=config.use_synth_data,
+            remote=config.remote,
+            local=config.local,
+        )
+        if data_format != config.data_format:
+            given = config.use_synth_data or config.remote or config.local
+            reason = "from the data flags" if given else "neither --remote nor --local was given"
+            self._choose("data_format", data_format, reason)
+        if config.latents == "precomputed" and data_format != "synthetic":
+            raise ConfigError(
+                "precomputed latents are only there as synthetic data",
+                value=f"--data_format {data_format}",
+                allowed="--use_synth_data, or --latents online",
+                flag="--latents",
+            )
+        if config.num_workers is None:
+            if self.on_gpu:
+                self._choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
+            else:
+                self._choose("num_workers", 1, "no GPU: the cores are for training")
+
+    def _resolve_batch(self) -> None:
+        world_size = self.ranks.world_size
+        microbatch = self.config.device_train_microbatch_size
+        if self.config.batch_size is None and self.on_gpu:
+            even = max(1, GPU_BATCH_SIZE // world_size) * world_size
+            reason = "the seeds' default" if even == GPU_BATCH_SIZE else f"{world_size} ranks"
+            self._choose("batch_size", even, reason)
+        if self.config.batch_size is None:
+            if microbatch == "auto":
+                microbatch = CPU_MICROBATCH
+                self._choose_microbatch(microbatch, "no GPU")
+            self._choose(
+                "batch_size", microbatch * world_size, "no GPU: one micro-batch per rank and step"
+            )
+        self._check_batch()
+        device_batch = self.config.batch_size // world_size
+        if self.config.device_train_microbatch_size == "auto":
+            self._choose_microbatch(*self._largest_microbatch(device_batch))
+        microbatch = self.config.device_train_microbatch_size
+        if device_batch % microbatch:
+            self.notes.append(
+                f"The last micro-batch of each step holds {device_batch % microbatch} of "
+                f"{microbatch} images: {device_batch} images per rank do not divide evenly."
+            )
+
+    def _choose_microbatch(self, value: int, reason: str) -> None:
+        """The user's `auto` asks the program to choose, so it may be replaced."""
+        self.config = dataclasses.replace(self.config, device_train_microbatch_size=value)
+        self.chosen["device_train_microbatch_size"] = reason
+
+    def _check_batch(self) -> None:
+        batch, world_size = self.config.batch_size, self.ranks.world_size
+        if batch % world_size:
+            below, above = batch // world_size * world_size, (batch // world_size + 1) * world_size
+            nearest = f"{below} and {above}" if below else f"{above}"
+            raise ConfigError(
+                f"the global batch does not divide over {world_size} ranks",
+                value=batch,
+                allowed=f"multiples of {world_size}, the nearest are {nearest}",
+                flag="--batch_size",
+            )
+        microbatch = self.config.device_train_microbatch_size
+        device_batch = batch // world_size
+        if microbatch != "auto" and microbatch > device_batch:
+            raise ConfigError(
+                f"the micro-batch is larger than the {device_batch} images that a rank gets per "
+                f"step ({batch} over {world_size} ranks)",
+                value=microbatch,
+                allowed=f"1 to {device_batch}, or a global batch of at least "
+                f"{microbatch * world_size}",
+                flag="--device_train_microbatch_size or --batch_size",
+            )
+
+    def _largest_microbatch(self, device_batch: int) -> tuple[int, str]:
+        # Of all memory, not of what is free now: that may differ by rank, and the choice must not.
+        budget_gib = AUTO_MEMORY_FRACTION * self._per_rank_gib(self.machine.device_memory_gib)
+        candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]
+        best = candidates[0]
+        for candidate in candidates[1:]:
+            if self._estimate_memory(candidate).total_gib > budget_gib:
+                break
+            best = candidate
+        reason = f"auto: largest divisor of {device_batch} estimated to fit {budget_gib:.1f} GiB"
+        return best, reason
+
+    def _source(self) -> SourceConfig:
+        config = self.config
+        return SourceConfig(
+            data_format=config.data_format,
+            image_size=config.image_size,
+            latents=config.latents,
+            device_batch_size=config.batch_size // self.ranks.world_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            seed=config.seed,
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor,
+            remote=config.remote,
+            local=config.local,
+            image_dtype=config.image_dtype,
+            pin_memory=self.on_gpu,
+            tokenizer_folder=self.architecture.tokenizer_folder,
+            pad_token_id=self.architecture.tokenizer["pad_token_id"],
+            text_embedding_dim=self.architecture.unet["cross_attention_dim"],
+        )
+
+    def _resolve_steps(self, *, num_samples: int | None) -> int:
+        warmup = GPU_WARMUP_BATCHES if self.on_gpu else CPU_WARMUP_BATCHES
+        measure = GPU_MEASURE_BATCHES if self.on_gpu else CPU_MEASURE_BATCHES
+        reason = "default with a GPU" if self.on_gpu else "no GPU"
+        num_steps = None
+        if self.config.max_duration is not None:
+            num_steps = self._steps_in_duration(self.config.max_duration, num_samples)
+            reason = f"{self.config.max_duration} is {num_steps} batches"
+            given = self.config.measure_batches
+            warmup = max(0, min(warmup, num_steps - (given if given is not None else 1)))
+            if self.config.warmup_batches is not None:
+                warmup = self.config.warmup_batches
+            measure = max(1, num_steps - warmup)
+        if self.config.warmup_batches is None:
+            self._choose("warmup_batches", warmup, reason)
+        if self.config.measure_batches is None:
+            self._choose("measure_batches", measure, reason)
+        needed = self.config.warmup_batches + self.config.measure_batches
+        if num_steps is None:
+            self._choose("max_duration", f"{needed}ba", "warm-up and measured batches")
+            return needed
+        if needed > num_steps:
+            raise ConfigError(
+                f"{self.config.warmup_batches} warm-up and {self.config.measure_batches} measured "
+                f"batches do not fit into the run of {num_steps}",
+                value=self.config.max_duration,
+                allowed=f"at least {needed}ba, or fewer batches to measure",
+                flag="--max_duration, --warmup_batches or --measure_batches",
+            )
+        return num_steps
+
+    def _steps_in_duration(self, duration: str, num_samples: int | None) -> int:
+        number, unit = int(duration[:-2]), duration[-2:]
+        if unit == "ba":
+            return number
+        if num_samples is None:
+            raise ConfigError(
+                "the length of an epoch of this data set is not known before it is downloaded",
+                value=duration,
+                allowed="a number of batches, e.g. 48ba",
+                flag="--max_duration",
+            )
+        return number * (num_samples // self.config.batch_size)
+
+    def _per_rank_gib(self, memory_gib: float) -> float:
+        """Each GPU belongs to one rank; the ranks of a machine share its main memory."""
+        return memory_gib if self.on_gpu else memory_gib / self.ranks.local_world_size
+
+    def _estimate_memory(self, microbatch: int) -> MemoryEstimate:
+        config = self.config
+        return estimate_peak_memory(
+            self.architecture,
+            image_size=config.image_size,
+            micro_batch=microbatch,
+            precision=config.precision,
+            encoder_dtype=config.encoder_dtype,
+            attention=config.attention,
+            optimizer=config.optimizer,
+            use_ema=config.use_ema,
+            num_ranks=self.ranks.world_size,
+            device_type=self.machine.device_type,
+            latents=config.latents,
+            num_microbatches=-(-config.batch_size // (self.ranks.world_size * microbatch)),
+        )
+
+    def _check_memory(self) -> MemoryEstimate:
+        config = self.config
+        estimate = self._estimate_memory(config.device_train_microbatch_size)
+        # The estimate counts what this process holds already, so that is not taken from it twice.
+        free_gib = self._per_rank_gib(self.machine.free_memory_gib) + self.machine.held_memory_gib
+        limit_gib = MAX_MEMORY_FRACTION * free_gib
+        if config.check_memory and estimate.total_gib > limit_gib:
+            raise ConfigError(
+                "this run is estimated to need more memory than a rank has here",
+                value=f"{estimate.total_gib:.1f} GiB ({estimate.describe()})",
+                allowed=f"at most {limit_gib:.1f} GiB, 95 % of what is free for it",
+                flag=self._flags_that_lower_memory() + "; --no_check_memory tries all the same",
+            )
+        return estimate
+
+    def _flags_that_lower_memory(self) -> str:
+        config = self.config
+        microbatch = config.device_train_microbatch_size
+        options: list[tuple[bool, Callable[[], str]]] = [
+            (microbatch > 1, lambda: f"--device_train_microbatch_size (below {microbatch})"),
+            (config.use_ema, lambda: "--no_use_ema"),
+            (config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
+            (config.precision == "fp32", lambda: "--precision amp_bf16"),
+            (True, lambda: f"--image_size (below {config.image_size})"),
+        ]
+        return ", ".join(text() for applies, text in options if applies)
+
+
+def _check_results_dir(results_dir: str) -> None:
+    """Try to write where the record will go, before hours of work depend on it."""
+    flag = "--results_dir"
+    try:
+        Path(results_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=results_dir):
+            pass
+        free_bytes = shutil.disk_usage(results_dir).free
+    except OSError as error:
+        raise ConfigError(
+            f"the results folder cannot be written ({os.strerror(error.errno or 0)})",
+            value=results_dir,
+            allowed="a folder that this user may write, on a disk with space",
+            flag=flag,
+        ) from None
+    if free_bytes < MIN_FREE_RESULTS_BYTES:
+        raise ConfigError(
+            "the results folder has too little space",
+            value=f"{results_dir} with {free_bytes / 1024**2:.0f} MiB free",
+            allowed=f"at least {MIN_FREE_RESULTS_BYTES / 1024**2:.0f} MiB",
+            flag=flag,
+        )

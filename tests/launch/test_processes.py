@@ -1,0 +1,175 @@
+"""Real launchers, real processes, real signals: how a run starts on several ranks, and how it ends.
+
+Each test starts `composer` or `torchrun` as a user would, on the tiny model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sdbench.measure.record import load_record
+
+BIN = Path(sys.executable).parent
+TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2")
+# A run of many minutes, to be stopped in the middle.
+LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
+TIMEOUT_S = 120
+# "Within a minute" is the promise for a rank that dies.
+END_WITHIN_S = 60
+
+COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
+TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2")
+
+
+def run(launcher, *argv, results, **options):
+    return subprocess.run(
+        [*launcher, *argv, "--results_dir", str(results)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        **options,
+    )
+
+
+def only_record(results):
+    (path,) = results.glob("*/record.json")
+    return load_record(path)
+
+
+@pytest.mark.parametrize("launcher", [COMPOSER_2, TORCHRUN_2], ids=["composer", "torchrun"])
+def test_two_ranks_train_as_one_run(tmp_path, launcher):
+    completed = run(launcher, "benchmark.py", *TINY, *SHORT, results=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    record = only_record(tmp_path)
+    assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2}
+    # No GPU: one micro-batch of 2 images per rank and step.
+    assert record["config"]["batch_size"] == 4
+    assert record["workload"]["num_images"] == 3 * 4
+    summary = record["summary"]
+    assert summary["images_per_second"] == pytest.approx(2 * 4 / summary["window_s"])
+    assert summary["images_per_second_per_device"] == summary["images_per_second"] / 2
+    assert completed.stdout.count("Model has") == 1
+
+
+def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):
+    launcher = (str(BIN / "composer"),)
+    argv = ("--use_ema", "--use_synth_data", "--device_train_microbatch_size", "4")
+    completed = run(
+        launcher, "benchmark.py", *argv, "--model_name", "tiny", *SHORT, results=tmp_path
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert only_record(tmp_path)["config"]["device_train_microbatch_size"] == 4
+
+
+def test_two_ranks_draw_different_noise_and_see_different_samples(tmp_path):
+    completed = run(
+        COMPOSER_2,
+        str(Path(__file__).with_name("spy_on_ranks.py")),
+        str(tmp_path),
+        *(*TINY, *SHORT),
+        results=tmp_path / "runs",
+    )
+    assert completed.returncode == 0, completed.stderr
+    first, second = ((tmp_path / f"rank{rank}.txt").read_text().splitlines() for rank in range(2))
+    assert len(first) == len(second) == 3
+    for one, other in zip(first, second, strict=True):
+        noise, sample, weights = one.split()
+        other_noise, other_sample, other_weights = other.split()
+        assert noise != other_noise
+        assert sample != other_sample
+        assert weights == other_weights  # gradients are averaged: both ranks keep one model
+
+
+def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
+    completed = run(COMPOSER_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
+    assert completed.returncode == 2
+    assert completed.stderr.count("does not divide over 2 ranks: got 7") == 1
+    assert not list(tmp_path.glob("*/record.json"))
+
+
+def test_torchrun_fails_on_bad_input_too(tmp_path):
+    completed = run(TORCHRUN_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
+    assert completed.returncode == 1  # torchrun turns every failure into 1
+    assert completed.stderr.count("does not divide over 2 ranks: got 7") == 1
+
+
+def start_long_run(launcher, results):
+    """A run that is some steps into training, in a process group of its own."""
+    log = (results / "log.txt").open("w")
+    process = subprocess.Popen(
+        [*launcher, "benchmark.py", *TINY, *LONG, "--results_dir", str(results)],
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while "step 1/" not in (results / "log.txt").read_text():
+        assert process.poll() is None, (results / "log.txt").read_text()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    return process
+
+
+def find_rank(process, rank):
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank) and "benchmark.py" in " ".join(child.cmdline()):
+            return child
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.parametrize("launcher", [COMPOSER_2, TORCHRUN_2], ids=["composer", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_and_the_record_says_why(tmp_path, launcher, rank):
+    process = start_long_run(launcher, tmp_path)
+    find_rank(process, rank).kill()
+    assert process.wait(timeout=END_WITHIN_S) != 0
+    record = only_record(tmp_path)
+    assert record["status"] in ("failed", "interrupted")
+    survivor = 1 - rank
+    assert record["reason"].startswith(f"rank {survivor}: ")
+    assert record["summary"] is None
+
+
+def test_a_lone_process_that_is_killed_leaves_a_record_that_says_so(tmp_path):
+    process = start_long_run((sys.executable,), tmp_path)
+    process.kill()
+    process.wait(timeout=END_WITHIN_S)
+    record = only_record(tmp_path)
+    assert record["status"] == "failed"
+    assert "killed before it could say why" in record["reason"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [((sys.executable,), (130,)), (COMPOSER_2, tuple(range(1, 256)))],
+    ids=["python", "composer"],
+)
+def test_ctrl_c_ends_the_run_and_the_record_says_so(tmp_path, launcher, expected):
+    process = start_long_run(launcher, tmp_path)
+    # A terminal sends the signal to the whole group.
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=END_WITHIN_S) in expected
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted"
+    assert "Ctrl-C" in record["reason"]
+
+
+def test_sigterm_ends_the_run_and_the_record_says_so(tmp_path):
+    process = start_long_run((sys.executable,), tmp_path)
+    process.terminate()
+    assert process.wait(timeout=END_WITHIN_S) == 1
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted"
+    assert "SIGTERM" in record["reason"]

@@ -1,0 +1,114 @@
+"""Every command of the README that needs no GPU: what is quick is run, the rest is planned.
+
+A command on the full model is planned here (`--print_config` goes through every check that comes
+before the weights are built) and run to its end by the tests marked slow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "single-node/README.md", "CONTRIBUTING.md", "results/README.md")
+LAUNCHERS = ("composer", "torchrun", "python")
+
+
+def commands() -> list[str]:
+    """Lines of the README's bash blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def launched() -> list[str]:
+    return [line for line in commands() if line.split()[0] in LAUNCHERS]
+
+
+def run(command: str, *, folder: Path, timeout_s: float = 280) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        shlex.split(command),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.fixture
+def workplace(tmp_path) -> Path:
+    """A folder that looks like the checkout, with a few images of a user's in it."""
+    from PIL import Image
+
+    for name in ("benchmark.py", "data.py", "calculate_number_of_parameters.py", "sdbench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    images = tmp_path / "my-images"
+    images.mkdir()
+    for index in range(4):
+        Image.new("RGB", (90 + index, 70), (60 * index, 20, 200)).save(images / f"{index}.png")
+        (images / f"{index}.txt").write_text(f"picture number {index}")
+    return tmp_path
+
+
+def is_quick(command: str) -> bool:
+    return "--model_name tiny" in command or "benchmark.py" not in command or "--help" in command
+
+
+def test_the_readme_has_its_commands():
+    assert "composer benchmark.py --use_synth_data --device_train_microbatch_size 8" in commands()
+    assert (
+        "composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4"
+        in commands()
+    )
+    assert len([command for command in launched() if is_quick(command)]) >= 6
+
+
+@pytest.mark.parametrize("command", [command for command in launched() if is_quick(command)])
+def test_a_quick_command_runs_as_it_stands(command, workplace):
+    completed = run(command, folder=workplace)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in launched() if not is_quick(command)])
+def test_a_long_command_is_a_valid_plan(command, workplace, capsys, monkeypatch):
+    import benchmark
+    from sdbench.cli import main
+
+    monkeypatch.chdir(workplace)
+    assert main(["convert", "my-images", "my-mds"]) == 0
+    words = shlex.split(command)
+    argv = words[words.index("benchmark.py") + 1 :]
+    # The memory of the machine that runs the tests is not what is tested here.
+    argv = [word for word in argv if word != "--print_config"] + ["--no_check_memory"]
+    assert benchmark.main([*argv, "--print_config"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "command",
+    [command for command in launched() if command.startswith("composer benchmark.py --use")],
+)
+def test_a_long_command_runs_to_its_end(command, workplace):
+    completed = run(command, folder=workplace, timeout_s=1100)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "images/s" in completed.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_a_document_names_is_there(document):
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    named = re.findall(r"`((?:sdbench|tests|single-node|results)/[\w./-]*)`", text)
+    for name in links:
+        assert "://" in name or (ROOT / document).parent.joinpath(name).exists(), name
+    for name in named:
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,135 @@
+"""Records are whole, exclusive, and match their schema."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from sdbench.measure.provenance import speed_environment
+from sdbench.measure.record import SCHEMA_FILE, OutputLog, RunFolder, load_record, replace_file
+from tests.machines import make_cpu_machine, make_machine
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path):
+    folders = {RunFolder.create(str(tmp_path), machine="m", name="n") for _ in range(3)}
+    assert len(folders) == 3
+
+
+def test_a_reader_never_sees_half_a_record(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_record({"value": 0, "filler": "x" * 100_000})
+    stop = threading.Event()
+    seen = []
+
+    def read():
+        while not stop.is_set():
+            seen.append(json.loads((tmp_path / "record.json").read_text())["value"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for value in range(200):
+        folder.write_record({"value": value, "filler": "x" * 100_000})
+    stop.set()
+    reader.join()
+    assert seen
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_record({"value": "old"})
+    script = (
+        "import os, pathlib, sdbench.measure.record as r\n"
+        "os.fsync = lambda fd: os._exit(9)\n"
+        f"r.RunFolder(pathlib.Path({str(tmp_path)!r})).write_record({{'value': 'new'}})\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", script], cwd=RESULTS.parent, check=False)
+    assert completed.returncode == 9
+    assert json.loads((tmp_path / "record.json").read_text()) == {"value": "old"}
+
+
+def test_a_record_holds_no_nan(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        RunFolder(tmp_path).write_record({"loss": float("nan")})
+
+
+def test_only_the_first_rank_claims_a_failure(tmp_path):
+    assert [RunFolder(tmp_path).claim_failure() for _ in range(3)] == [True, False, False]
+    assert RunFolder(tmp_path / "on another node").claim_failure() is False
+
+
+def test_a_record_of_another_schema_is_refused(tmp_path):
+    replace_file(tmp_path / "record.json", '{"schema_version": 0}')
+    with pytest.raises(ValueError, match="schema_version 0; this version of the suite reads 1"):
+        load_record(tmp_path)
+
+
+def test_the_log_holds_what_was_printed_before_its_folder_was_known(tmp_path, capsys):
+    log = OutputLog()
+    with log.capture():
+        print("before")
+        log.move_to(tmp_path)
+        print("after")
+        print("wrong", file=sys.stderr)
+    assert (tmp_path / "stdout.log").read_text() == "before\nafter\nwrong\n"
+    assert capsys.readouterr().out == "before\nafter\n"
+
+
+def test_peaks_are_known_or_none_and_never_guessed():
+    assert make_machine().peak_tflops("amp_bf16") == pytest.approx(989, abs=1)
+    assert make_machine(device_name="NVIDIA A100-SXM4-80GB").peak_tflops("amp_fp16") == 312
+    assert make_machine(device_name="NVIDIA X9000").peak_tflops("bf16") is None
+
+
+def test_every_peak_has_a_source():
+    rows = json.loads((RESULTS.parent / "sdbench/measure/peaks.json").read_text())
+    for row in rows:
+        assert row["source"] and row["date"] and row["per"] and row["peak_tflops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "precisions"),
+    [
+        ({"compute_capability": "7.0"}, ("fp32", "amp_fp16")),
+        ({"compute_capability": "9.0"}, ("fp32", "amp_fp16", "tf32", "amp_bf16", "bf16")),
+    ],
+)
+def test_precisions_follow_from_the_gpu(changes, precisions):
+    assert make_machine(**changes).supported_precisions() == precisions
+
+
+def test_a_cpu_trains_in_fp32_and_bf16():
+    assert make_cpu_machine().supported_precisions() == ("fp32", "amp_bf16", "bf16")
+
+
+def test_the_slug_names_hardware():
+    assert make_machine().slug == "8x-nvidia-h100-80gb-hbm3"
+    cpu = make_cpu_machine(device_name="Intel(R) Xeon")
+    assert cpu.slug == "2-core-intel-r-xeon"
+
+
+def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    environment = speed_environment()
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert "secret" not in environment.values()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("runs/*/record.json")), ids=lambda p: p.parent.name
+)
+def test_every_published_record_matches_the_schema(path):
+    record = load_record(path)
+    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    assert record["run_id"] == path.parent.name
+    assert record["status"] == "ok"

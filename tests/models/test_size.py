@@ -1,0 +1,169 @@
+"""Are parameters, work and memory counted right?"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.flops import count_flops
+from sdbench.models.memory import estimate_peak_memory
+from sdbench.models.parameters import count_parameters
+
+SCRIPT = Path(__file__).parents[2] / "calculate_number_of_parameters.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def estimate(name: str = "tiny", **changes):
+    options = dict(
+        image_size=64,
+        micro_batch=2,
+        precision="fp32",
+        encoder_dtype="fp32",
+        attention="sdpa",
+        optimizer="adamw",
+        use_ema=False,
+        num_ranks=1,
+        device_type="cpu",
+        latents="online",
+    )
+    return estimate_peak_memory(resolve_cached(name), **(options | changes))
+
+
+_RESOLVED = {}
+
+
+def resolve_cached(name: str):
+    """One object per name, so that the profile of a step is made once."""
+    return _RESOLVED.setdefault(name, resolve_architecture(name)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "unet", "vae", "text_encoder"),
+    [
+        ("sd2-base", 865_910_724, 83_653_863, 340_387_840),
+        ("sd2-768-v", 865_910_724, 83_653_863, 340_387_840),
+        ("sd1-base", 859_520_964, 83_653_863, 123_060_480),
+        ("tiny", 933_508, 81_215, 1_600_672),
+    ],
+)
+def test_parameters(name, unet, vae, text_encoder) -> None:
+    assert count_parameters(resolve_cached(name)) == [
+        ("unet", unet, unet),
+        ("vae", vae, 0),
+        ("text_encoder", text_encoder, 0),
+    ]
+
+
+def test_script_prints_the_seeds_line(capsys) -> None:
+    assert load_script().main([]) == 0
+    line = "Model has 1289.952427 M parameters and 865.910724 M trainable_params\n"
+    assert capsys.readouterr().out == line
+
+
+def test_script_prints_csv(capsys) -> None:
+    assert load_script().main(["--model_name", "sd1-base", "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sub_model,total,trainable",
+        "unet,859520964,859520964",
+        "vae,83653863,0",
+        "text_encoder,123060480,0",
+        "total,1066235307,859520964",
+    ]
+
+
+def test_script_refuses_an_unknown_model(capsys) -> None:
+    assert load_script().main(["--model_name", "sd2-bse"]) == 2
+    assert "did you mean sd2-base?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "giga_flops"),
+    [
+        ("sd2-base", 512, (2408.74, 1116.66, 45.13)),
+        ("sd2-base", 256, (539.31, 272.72, 45.13)),
+        ("sd2-768-v", 768, (6443.17, 2609.12, 45.13)),
+    ],
+)
+def test_flops(name, image_size, giga_flops) -> None:
+    flops = count_flops(resolve_cached(name), image_size=image_size)
+    assert tuple(round(part / 1e9, 2) for part in flops) == giga_flops
+
+
+def test_memory_of_weights_state_and_ema_is_exact() -> None:
+    plain, with_ema = estimate(), estimate(use_ema=True)
+    weights_gib = 933_508 * 4 / 2**30
+    assert plain.unet_weights == pytest.approx(weights_gib)
+    assert plain.encoder_weights == pytest.approx((81_215 + 1_600_672) * 4 / 2**30)
+    assert plain.optimizer_state == pytest.approx(2 * weights_gib)
+    assert plain.ema == 0
+    assert with_ema.total_gib - plain.total_gib == pytest.approx(weights_gib)
+    half = estimate(precision="bf16", encoder_dtype="bf16")
+    assert half.optimizer_state == pytest.approx(weights_gib)
+    assert half.encoder_weights == pytest.approx(plain.encoder_weights / 2)
+
+
+def test_memory_grows_in_a_straight_line_with_the_micro_batch() -> None:
+    at_64, at_128, at_256 = (estimate(micro_batch=size).total_gib for size in (64, 128, 256))
+    assert at_128 > at_64
+    assert at_256 - at_128 == pytest.approx(2 * (at_128 - at_64))
+
+
+def test_activations_are_those_that_autograd_saves() -> None:
+    """Independent count on real tensors: distinct saved storages of the U-Net, per image."""
+    from sdbench.models.components import make_unet
+
+    unet = make_unet(resolve_cached("tiny"))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}
+    sizes = []
+    for num_images in (2, 3):
+        saved: dict[int, int] = {}
+
+        def pack(tensor, saved=saved):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        latents, states = torch.randn(num_images, 4, 8, 8), torch.randn(num_images, 77, 32)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            prediction = unet(latents, torch.zeros(num_images), states).sample
+        del prediction
+        sizes.append(sum(saved.values()))
+    saved_gib_per_image = (sizes[1] - sizes[0]) / 2**30
+    # Several micro-batches, so that all activations and all gradients meet in the peak.
+    options = dict(latents="precomputed", num_microbatches=2, image_size=64)
+    estimated = [estimate(micro_batch=size, **options).activations for size in (64, 65)]
+    # Temporaries of the busiest operation come on top.
+    assert saved_gib_per_image <= estimated[1] - estimated[0] <= 1.25 * saved_gib_per_image
+
+
+def test_memory_knows_what_each_option_costs() -> None:
+    weights_gib = estimate().unet_weights
+    assert estimate(num_ranks=2).total_gib - estimate().total_gib == pytest.approx(weights_gib)
+    assert estimate(attention="eager").activations > estimate().activations
+    assert estimate(latents="precomputed").encoder_weights == 0
+    kept = estimate(device_type="cuda", optimizer="adamw_fused", num_microbatches=2)
+    assert kept.total_gib > estimate(device_type="cuda", optimizer="adamw_fused").total_gib
+    assert estimate(precision="amp_bf16").temporaries > estimate().temporaries
+    # Normalisation runs in fp32 under CUDA's autocast and in bf16 under a CPU's.
+    options = {"precision": "amp_bf16", "num_microbatches": 2, "micro_batch": 64}
+    on_gpu = estimate(device_type="cuda", **options)
+    assert on_gpu.activations > 1.2 * estimate(**options).activations
+
+
+def test_estimating_leaves_no_trace() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    estimate(image_size=128)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.ones(1).item() == 1.0

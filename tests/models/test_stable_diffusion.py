@@ -1,0 +1,179 @@
+"""Is the loss the one of the forward process, whatever the knobs, and are the encoders frozen?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+
+TINY, _ = resolve_architecture("tiny")
+
+
+def build(architecture=TINY, **changes) -> StableDiffusion:
+    options = dict(
+        seed=3,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+    )
+    return build_stable_diffusion(architecture, **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def model() -> StableDiffusion:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {
+        "image": torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8, generator=generator),
+        "input_ids": torch.randint(0, 49408, (2, 77), generator=generator),
+    }
+
+
+def loss_of(model: StableDiffusion, batch: dict[str, torch.Tensor], *, seed: int = 5) -> float:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return StableDiffusion.loss(*model(batch)).item()
+
+
+def signal_power_by_formula() -> list[float]:
+    """Cumulative products of 1 - beta; the square roots of the betas are evenly spaced."""
+    power, powers = 1.0, []
+    for step in range(1000):
+        root = math.sqrt(0.00085) + step / 999 * (math.sqrt(0.012) - math.sqrt(0.00085))
+        power *= 1 - root**2
+        powers.append(power)
+    return powers
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_loss_equals_the_forward_process_written_by_hand(batch, prediction_type) -> None:
+    scheduler = TINY.scheduler | {"prediction_type": prediction_type}
+    model = build(dataclasses.replace(TINY, scheduler=scheduler))
+    measured = loss_of(model, batch, seed=5)
+
+    torch.manual_seed(5)
+    with torch.no_grad():
+        moments = model.vae.quant_conv(model.vae.encoder(batch["image"] / 127.5 - 1))
+        mean, logvar = moments[:, :4], moments[:, 4:]
+        latents = 0.18215 * (mean + (logvar / 2).exp() * torch.randn(2, 4, 8, 8))
+        states = model.text_encoder(batch["input_ids"]).last_hidden_state
+        steps = torch.randint(0, 1000, (2,))
+        noise = torch.randn(2, 4, 8, 8)
+        powers = signal_power_by_formula()
+        total = 0.0
+        for i, step in enumerate(steps.tolist()):
+            alpha, sigma = math.sqrt(powers[step]), math.sqrt(1 - powers[step])
+            noised = alpha * latents[i] + sigma * noise[i]
+            target = noise[i]
+            if prediction_type == "v_prediction":
+                target = alpha * noise[i] - sigma * latents[i]
+            predicted = model.unet(noised[None], step, states[i : i + 1]).sample[0]
+            total += ((predicted - target) ** 2).sum().item()
+    assert measured == pytest.approx(total / (2 * 4 * 8 * 8), rel=1e-4)
+
+
+def test_uint8_and_float_images_in_minus_one_to_one_are_the_same(model, batch) -> None:
+    as_float = batch | {"image": batch["image"].float() / 127.5 - 1}
+    assert loss_of(model, as_float) == pytest.approx(loss_of(model, batch), rel=1e-6)
+
+
+def test_latent_batches_agree_with_images(model, batch) -> None:
+    """With a variance of nearly zero the moments are the latent, before scaling."""
+    with torch.no_grad():
+        states = model.text_encoder(batch["input_ids"])[0]
+    mean = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    from_moments = {
+        "latent_mean": mean,
+        "latent_logvar": torch.full_like(mean, -30.0),
+        "text_embedding": states,
+    }
+    from_latent = {"latent": mean * 0.18215, "text_embedding": states}
+    torch.manual_seed(5)
+    torch.randn_like(mean)  # Drawn for the sample of the moments' distribution.
+    with torch.no_grad():
+        by_latent = StableDiffusion.loss(*model(from_latent)).item()
+    assert loss_of(model, from_moments) == pytest.approx(by_latent, rel=1e-5)
+
+
+def test_model_without_encoders_trains_on_latents_only(batch) -> None:
+    model = build(encoders=False)
+    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"unet"}
+    with pytest.raises(AssertionError, match="built with its encoders"):
+        model(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"attention": "eager"}, 1e-5),
+        ({"memory_format": "channels_last"}, 1e-5),
+        ({"precision": "amp_bf16"}, 2e-2),
+        ({"precision": "bf16"}, 2e-2),
+        ({"precision": "amp_bf16", "encoder_dtype": "bf16"}, 2e-2),
+    ],
+    ids=str,
+)
+def test_knobs_change_the_speed_and_not_the_loss(model, batch, changes, tolerance) -> None:
+    assert loss_of(build(**changes), batch) == pytest.approx(loss_of(model, batch), rel=tolerance)
+
+
+def test_precisions_set_the_types() -> None:
+    amp = build(precision="amp_bf16", encoder_dtype="bf16")
+    assert amp.unet.dtype == torch.float32
+    assert amp.autocast_dtype == torch.bfloat16
+    assert amp.vae.dtype == amp.text_encoder.dtype == torch.bfloat16
+    pure = build(precision="bf16")
+    assert pure.unet.dtype == torch.bfloat16
+    assert pure.autocast_dtype is None
+    assert pure.signal_scale.dtype == torch.float32
+
+
+def test_eager_attention_uses_no_fused_kernel(batch, monkeypatch) -> None:
+    def refuse(*args, **kwargs):
+        raise AssertionError("fused attention called")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    build(attention="eager")(batch)
+    with pytest.raises(AssertionError, match="fused attention called"):
+        build(attention="sdpa")(batch)
+
+
+def test_noise_comes_from_the_global_generator(model, batch) -> None:
+    assert loss_of(model, batch, seed=5) == loss_of(model, batch, seed=5)
+    assert loss_of(model, batch, seed=5) != loss_of(model, batch, seed=6)
+
+
+def test_seed_decides_the_weights_and_leaves_the_generator_alone(model) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    again, other = build(seed=3), build(seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in again.named_parameters())
+    for part in ("unet.conv_in", "vae.encoder.conv_in", "text_encoder.text_model.final_layer_norm"):
+        # Layer norms begin as ones whatever the seed.
+        is_norm = part.endswith("norm")
+        assert (
+            torch.equal(weights[f"{part}.weight"], dict(other.named_parameters())[f"{part}.weight"])
+            == is_norm
+        )
+
+
+def test_encoders_are_frozen_and_only_the_unet_gets_gradients(batch) -> None:
+    model = build()
+    assert model.train().unet.training
+    assert not model.vae.training
+    assert not model.text_encoder.training
+    StableDiffusion.loss(*model(batch)).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("unet."), name

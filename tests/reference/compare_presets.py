@@ -1,0 +1,139 @@
+"""Is `--preset seed` as fast as an independent loop of its recipe, and how much faster is `fast`?
+
+Runs the reference loop and the two presets in turn, in fresh processes, on sd2-base at 256 px,
+global batch 2, micro-batch 2, no EMA. The order rotates with each repeat, so that a machine that
+grows slower or faster favours none of them. It takes about five minutes a run on two cores:
+
+    python tests/reference/compare_presets.py --repeats 3 --output comparison.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+
+from sdbench.statistics import Comparison, compare  # noqa: E402
+
+BATCH_SIZE = 2
+WORKLOAD = ["--image_size", "256", "--batch_size", str(BATCH_SIZE)]
+WORKLOAD += ["--device_train_microbatch_size", "2"]
+PROGRAMS = {
+    "reference": ["tests/reference/diffusion_benchmark_loop.py", *WORKLOAD],
+    "seed": ["benchmark.py", "--use_synth_data", "--preset", "seed", *WORKLOAD],
+    "fast": ["benchmark.py", "--use_synth_data", "--preset", "fast", *WORKLOAD],
+}
+PAIRS = (("seed", "reference"), ("fast", "seed"), ("fast", "reference"))
+
+
+def run_reference(flags: Sequence[str]) -> dict[str, Any]:
+    """Run the reference loop; its figures are the JSON line among what the launcher prints."""
+    output = _launch([*PROGRAMS["reference"], *flags])
+    (line,) = (line for line in output.splitlines() if line.startswith("{"))
+    return json.loads(line)
+
+
+def run_preset(name: str, flags: Sequence[str], *, results_dir: Path) -> dict[str, Any]:
+    """Run the benchmark with a preset; its figures are in the record that it adds."""
+    before = set(results_dir.glob("*/record.json"))
+    _launch([*PROGRAMS[name], *flags, "--results_dir", str(results_dir)])
+    (path,) = set(results_dir.glob("*/record.json")) - before
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return {"run": path.parent.name, **record["summary"]}
+
+
+def _launch(arguments: Sequence[str]) -> str:
+    command = [sys.executable, "-m", "composer.cli.launcher", "-n", "1", *arguments]
+    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    if result.returncode != 0:
+        sys.exit(f"exit {result.returncode}: {' '.join(command)}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def order_of(repeat: int) -> list[str]:
+    """The programs, beginning one further with each repeat."""
+    names = list(PROGRAMS)
+    start = repeat % len(names)
+    return names[start:] + names[:start]
+
+
+def compare_medians(runs: Sequence[dict[str, Any]], name: str, baseline: str) -> Comparison:
+    """Compare the rates that the runs' median step times stand for."""
+    rates = {
+        program: [BATCH_SIZE / run["step_time_p50_s"] for run in runs if run["program"] == program]
+        for program in (name, baseline)
+    }
+    return compare(rates[name], rates[baseline])
+
+
+def format_table(runs: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, Any]]) -> str:
+    """The runs, then the ratios."""
+    lines = ["repeat  program    median step (s)  images/s"]
+    for run in runs:
+        lines.append(
+            f"{run['repeat']:>6}  {run['program']:<9}  {run['step_time_p50_s']:15.2f}"
+            f"  {run['images_per_second']:8.4f}"
+        )
+    lines.append("")
+    for row in comparisons:
+        interval = row["interval"]
+        bounds = "" if interval is None else f" [{interval['low']:.3f}, {interval['high']:.3f}]"
+        lines.append(
+            f"{row['program']} / {row['baseline']}: {row['ratio']:.3f}{bounds} {row['verdict']}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run everything, print the table, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num_workers", type=int, default=2)
+    parser.add_argument("--warmup_batches", type=int, default=2)
+    parser.add_argument("--measure_batches", type=int, default=10)
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "runs")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    arguments = parser.parse_args(argv)
+    names = ("num_workers", "warmup_batches", "measure_batches")
+    settings = {name: getattr(arguments, name) for name in names}
+    flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    results_dir = arguments.results_dir.resolve()
+
+    runs: list[dict[str, Any]] = []
+    for repeat in range(arguments.repeats):
+        for program in order_of(repeat):
+            print(f"repeat {repeat + 1} of {arguments.repeats}: {program}", flush=True)
+            if program == "reference":
+                figures = run_reference(flags)
+            else:
+                figures = run_preset(program, flags, results_dir=results_dir)
+            runs.append({"repeat": repeat + 1, "program": program, **figures})
+
+    comparisons = [
+        {
+            "program": name,
+            "baseline": baseline,
+            **dataclasses.asdict(compare_medians(runs, name, baseline)),
+        }
+        for name, baseline in PAIRS
+    ]
+    print(format_table(runs, comparisons))
+    content = {
+        "programs": PROGRAMS,
+        "settings": settings,
+        "runs": runs,
+        "comparisons": comparisons,
+    }
+    arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

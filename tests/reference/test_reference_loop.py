@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.reference import compare_presets, diffusion_benchmark_loop
+
+
+def test_the_reference_model_has_the_parameters_of_sd2_base() -> None:
+    with torch.device("meta"):
+        model = diffusion_benchmark_loop.LatentDiffusion(is_tiny=False)
+    counts = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_children()
+    }
+    assert counts["unet"] == 865_910_724
+    assert counts["vae"] == 83_653_863
+    assert counts["text_encoder"] == 340_387_840
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trainable == 865_910_724
+
+
+def test_the_reference_loop_prints_its_measured_steps(repository: Path) -> None:
+    flags = "--tiny --image_size 64 --num_workers 0 --warmup_batches 2 --measure_batches 3"
+    output = subprocess.run(
+        [sys.executable, diffusion_benchmark_loop.__file__, *flags.split()],
+        cwd=repository,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert len(result["step_times_s"]) == 3
+    assert result["images_per_second"] == pytest.approx(2 * 3 / sum(result["step_times_s"]))
+    assert len(result["losses"]) == 2 + 3
+    # The noise has variance 1 and an untrained U-Net predicts something near 0.
+    assert result["losses"][0] == pytest.approx(1, rel=0.5)
+
+
+def test_the_order_rotates_so_that_each_program_starts_once() -> None:
+    orders = [compare_presets.order_of(repeat) for repeat in range(3)]
+    assert orders == [
+        ["reference", "seed", "fast"],
+        ["seed", "fast", "reference"],
+        ["fast", "reference", "seed"],
+    ]
+
+
+def test_the_ratio_is_that_of_the_median_step_times() -> None:
+    times_s = {"seed": [16.0, 16.1, 15.9], "fast": [8.0, 8.05, 7.95]}
+    runs = [
+        {"program": program, "step_time_p50_s": time_s}
+        for program, program_times_s in times_s.items()
+        for time_s in program_times_s
+    ]
+    comparison = compare_presets.compare_medians(runs, "fast", "seed")
+    assert comparison.ratio == pytest.approx(2.0)
+    assert comparison.verdict == "faster"

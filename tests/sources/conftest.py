@@ -1,0 +1,63 @@
+"""Small image-caption data sets, made anew for each test that asks for one."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdbench.sources.config import SourceConfig
+from sdbench.sources.convert import convert
+from sdbench.sources.readers import Pair
+
+
+def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format)
+    return buffer.getvalue()
+
+
+def make_png(value: int) -> bytes:
+    """A grey picture of 60 x 40 pixels, all of `value`, so that a sample can be recognised."""
+    return encode(Image.fromarray(np.full((40, 60, 3), value, dtype=np.uint8)))
+
+
+@pytest.fixture
+def png():
+    return make_png
+
+
+@pytest.fixture
+def encoded():
+    return encode
+
+
+@pytest.fixture
+def mds_folder(tmp_path):
+    """49 samples, number i grey of value 5 i, in shards of 1 MiB with about 16 samples each."""
+    padding = b"\0" * 65_000  # After the end of a PNG nothing is read.
+    pairs = [
+        Pair(name=str(i), image=make_png(5 * i) + padding, caption=f"picture {i}")
+        for i in range(49)
+    ]
+    folder = tmp_path / "pairs"
+    convert(pairs, folder, shard_size_mib=1)
+    assert len(list(folder.glob("*.mds"))) == 4
+    return folder
+
+
+@pytest.fixture
+def make_config(mds_folder):
+    """A function from what differs to the config of either source."""
+
+    def make(data_format: str, **changes) -> SourceConfig:
+        options = {"image_size": 32, "device_batch_size": 4, "seed": 3, **changes}
+        if data_format == "mds":
+            options.setdefault("remote", str(mds_folder))
+        else:
+            options.setdefault("num_images", 49)
+        return SourceConfig(data_format=data_format, **options)
+
+    return make

@@ -1,0 +1,122 @@
+"""Is each mistake about data found before anything is built, and told by its message?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdbench import sources
+from sdbench.errors import ConfigError
+from sdbench.sources.checks import locate_mds
+
+NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "local": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "synthetic"),
+        ({"use_synth_data": True}, "synthetic"),
+        ({"data_format": "synthetic", "use_synth_data": True}, "synthetic"),
+        ({"remote": "x"}, "mds"),
+        ({"local": "x"}, "mds"),
+        ({"data_format": "mds", "remote": "s3://b/x", "local": "x"}, "mds"),
+    ],
+)
+def test_resolve_format(given, expected):
+    assert sources.resolve_format(**NOTHING | given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_format": "tfrecord"}, "Unknown data format: got 'tfrecord'; allowed: auto, synth"),
+        ({"data_format": "mds", "use_synth_data": True}, "name different sources: got 'mds'"),
+        ({"remote": "x", "use_synth_data": True}, "a data folder was given too: got 'x'"),
+        ({"local": "x", "data_format": "synthetic"}, "a data folder was given too: got 'x'"),
+        ({"data_format": "mds"}, "MDS data needs a folder: .*change it with --remote or --local"),
+    ],
+)
+def test_resolve_format_contradictions(given, message):
+    with pytest.raises(ConfigError, match=message):
+        sources.resolve_format(**NOTHING | given)
+
+
+def test_places_of_shards():
+    assert locate_mds(remote=None, local="a") == (None, "a")
+    assert locate_mds(remote="a", local=None) == (None, "a")
+    assert locate_mds(remote="a", local="a") == (None, "a")
+    assert locate_mds(remote="a", local="b") == ("a", "b")
+    caches = [locate_mds(remote=f"s3://{name}/laion", local=None) for name in ("x", "y")]
+    assert [remote for remote, _ in caches] == ["s3://x/laion", "s3://y/laion"]
+    assert caches[0][1] != caches[1][1]
+
+
+def test_missing_empty_and_wrong_folders(make_config, tmp_path):
+    folder = tmp_path / "folder"
+    with pytest.raises(ConfigError, match=r"No such data folder: .*--remote or --local"):
+        sources.check(make_config("mds", remote=str(folder)))
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="The data folder is empty"):
+        sources.check(make_config("mds", remote=str(folder)))
+    (folder / "train").mkdir()
+    (folder / "train" / "index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no index.json: .*nearest: .*folder/train;"):
+        sources.check(make_config("mds", local=str(folder), remote=None))
+    with pytest.raises(ConfigError, match=r"index.json is damaged or holds no shards"):
+        sources.check(make_config("mds", remote=str(folder / "train")))
+
+
+def test_other_columns(make_config, mds_folder):
+    index = mds_folder / "index.json"
+    content = json.loads(index.read_text())
+    for shard in content["shards"]:
+        shard["column_names"] = ["image", "text"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="images with captions: got 'mds with columns image, t"):
+        sources.check(make_config("mds"))
+
+
+def test_missing_and_truncated_shards(make_config, mds_folder):
+    shard = mds_folder / "shard.00002.mds"
+    os.truncate(shard, 100)
+    with pytest.raises(ConfigError, match=r"A shard is damaged: .*shard.00002.mds has .*got 100"):
+        sources.check(make_config("mds"))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"missing from .*got 'shard.00002.mds'"):
+        sources.check(make_config("mds"))
+
+
+@pytest.mark.parametrize("name", sorted(sources.SOURCES))
+def test_fewer_samples_than_a_batch(name, make_config):
+    sources.check(make_config(name, device_batch_size=24, world_size=2))
+    message = r"has 49 samples, .*25 per rank x 2 ranks\): got 50; allowed: at most 48; .*--batch_"
+    with pytest.raises(ConfigError, match=message):
+        sources.check(make_config(name, device_batch_size=25, world_size=2))
+
+
+def test_other_mistakes(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="holds no latents: got 'precomputed'"):
+        sources.check(make_config("mds", latents="precomputed"))
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: .*--model_name"):
+        sources.check(make_config("mds", tokenizer_folder=Path(tmp_path)))
+    with pytest.raises(ConfigError, match=r"multiple of 8, e.g. 64"):
+        sources.check(make_config("synthetic", latents="precomputed", image_size=70))
+
+
+def test_checks_import_neither_torch_nor_streaming(mds_folder):
+    script = (
+        "import sys\n"
+        "import data\n"
+        "from sdbench import sources\n"
+        "from sdbench.sources.config import SourceConfig\n"
+        "sources.check(SourceConfig(data_format='mds', image_size=64, device_batch_size=2, "
+        f"seed=1, remote={str(mds_folder)!r}))\n"
+        "assert not {'torch', 'streaming', 'transformers', 'PIL'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

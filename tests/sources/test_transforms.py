@@ -1,0 +1,94 @@
+"""Does an image keep its shape and its colours on the way to a sample?"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdbench.sources.transforms import decode_image, to_float
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def stripes(*, upright: bool = False) -> Image.Image:
+    """96 x 32 pixels: a third red, a third green, a third blue; turned by 90 degrees if upright."""
+    pixels = np.repeat(np.array([RED, GREEN, BLUE], dtype=np.uint8), 32, axis=0)
+    image = Image.fromarray(np.broadcast_to(pixels, (32, 96, 3)).copy())
+    return image.transpose(Image.Transpose.ROTATE_90) if upright else image
+
+
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize("image_size", [16, 32, 64])
+def test_the_largest_centred_square_is_kept(image_size, upright, encoded):
+    found = decode_image(encoded(stripes(upright=upright)), image_size=image_size)
+    expected = np.broadcast_to(
+        np.array(GREEN, dtype=np.uint8)[:, None, None], (3, image_size, image_size)
+    )
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nothing_is_squashed(encoded):
+    """The middle 64 of 128 columns: a border at a quarter stays where the crop puts it."""
+    pixels = np.zeros((64, 128, 3), dtype=np.uint8)
+    pixels[:, :48] = 255
+    found = decode_image(encoded(Image.fromarray(pixels)), image_size=64)
+    np.testing.assert_array_equal(found[0, 0], [255] * 16 + [0] * 48)
+
+
+def test_exif_orientation_is_respected():
+    pixels = np.zeros((32, 32, 3), dtype=np.uint8)
+    pixels[:16] = 255  # White above black, to be turned by 180 degrees (orientation 3).
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", exif=exif)
+    found = decode_image(buffer.getvalue(), image_size=32)
+    assert (found[:, :16] == 0).all()
+    assert (found[:, 16:] == 255).all()
+
+
+def grey16() -> Image.Image:
+    return Image.fromarray(np.full((8, 8), 257 * 100, dtype=np.uint16))
+
+
+def palette_with_transparency() -> Image.Image:
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.info["transparency"] = 1
+    return image
+
+
+@pytest.mark.parametrize(
+    ("image", "file_format", "rgb"),
+    [
+        (Image.new("L", (8, 8), 77), "PNG", (77, 77, 77)),
+        (Image.new("1", (8, 8), 1), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (77, 0)), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (77, 255)), "PNG", (77, 77, 77)),
+        (Image.new("RGBA", (8, 8), (10, 20, 30, 255)), "PNG", (10, 20, 30)),
+        (Image.new("RGBA", (8, 8), (0, 0, 0, 51)), "PNG", (204, 204, 204)),
+        (palette_with_transparency(), "PNG", (255, 255, 255)),
+        (grey16(), "PNG", (100, 100, 100)),
+        (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF", (255, 0, 0)),
+        (Image.new("RGB", (8, 8), (10, 20, 30)), "BMP", (10, 20, 30)),
+    ],
+)
+def test_every_mode_becomes_rgb(image, file_format, rgb, encoded):
+    found = decode_image(encoded(image, file_format=file_format), image_size=4)
+    assert found.shape == (3, 4, 4)
+    assert tuple(found[:, 1, 1].tolist()) == rgb
+
+
+@pytest.mark.parametrize("cut", [0, 40, -100])
+def test_damaged_images_raise(cut, encoded):
+    noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
+    with pytest.raises(OSError, match=r"truncated|cannot identify"):
+        decode_image(encoded(Image.fromarray(noise))[:cut], image_size=8)
+
+
+def test_to_float_is_exact_at_the_ends():
+    assert to_float(np.array([0, 255], dtype=np.uint8)).tolist() == [-1.0, 1.0]

@@ -1,0 +1,234 @@
+"""benchmark.py through its front door, on the tiny model: figures, records, faults, exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import benchmark
+from sdbench.measure.record import SCHEMA_FILE, load_record
+
+TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2")
+
+
+def run(tmp_path, *argv, name="runs"):
+    """Run in this process; the record of the one new run folder, or None, and the exit code."""
+    results = tmp_path / name
+    before = set(results.glob("*/record.json"))
+    exit_code = benchmark.main([*argv, "--results_dir", str(results)])
+    new = set(results.glob("*/record.json")) - before
+    assert len(new) <= 1
+    return (load_record(new.pop()) if new else None), exit_code
+
+
+def losses(tmp_path, record, name="runs"):
+    with (tmp_path / name / record["run_id"] / "steps.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
+    argv = (
+        *TINY,
+        "--device_train_microbatch_size",
+        "2",
+        "--batch_size",
+        "4",
+        "--measure_batches",
+        "10",
+    )
+    record, exit_code = run(tmp_path, *argv, "--warmup_batches", "2")
+    output = capsys.readouterr().out
+    assert exit_code == 0
+    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    assert (record["status"], record["reason"]) == ("ok", None)
+    assert record["config"]["batch_size"] == 4
+    assert record["origin"]["batch_size"] == "flag"
+    assert record["chosen"]["image_size"] == "default of tiny"
+    assert record["workload"]["num_images"] == 12 * 4
+    assert record["command"][:3] == ["benchmark.py", "--model_name", "tiny"]
+    assert record["versions"]["torch"] and record["machine"]["num_cpu_cores"] >= 1
+
+    summary = record["summary"]
+    assert summary["num_measured_steps"] == 10
+    assert summary["images_per_second"] == pytest.approx(40 / summary["window_s"])
+    interval = summary["images_per_second_interval"]
+    assert interval["kind"] == "within-run" and interval["num_samples"] == 10
+    assert interval["low"] < summary["images_per_second"]
+    assert summary["mfu_percent"] is None and summary["gpu_utilization_percent"] is None
+
+    folder = tmp_path / "runs" / record["run_id"]
+    with (folder / "steps.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    assert [step["phase"] for step in steps] == ["warmup"] * 2 + ["measured"] * 10
+    measured_s = sum(float(step["step_time_s"]) for step in steps[2:])
+    assert measured_s == pytest.approx(summary["window_s"], rel=1e-3)
+    assert (folder / "stdout.log").read_text() == output
+
+    assert "Model has" in output and "images/s" in output and str(folder) in output
+    assert "No GPU here. Chosen for this machine" in output
+    assert "step 12/12" in output and "s left" in output
+    with (tmp_path / "runs" / "runs.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["images_per_second"]) == summary["images_per_second"]
+    assert (row["status"], row["kind"], row["micro_batch"]) == ("ok", "measured", "2")
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
+    results = [
+        losses(tmp_path, run(tmp_path, *TINY, *SHORT, "--seed", seed)[0])
+        for seed in ("1", "1", "2")
+    ]
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+    assert len(set(results[0])) == 3
+
+
+def test_micro_batches_do_not_change_how_many_images_are_seen(tmp_path):
+    record, _ = run(
+        tmp_path, *TINY, *SHORT, "--batch_size", "8", "--device_train_microbatch_size", "3"
+    )
+    assert record["workload"]["num_images"] == 3 * 8
+    assert any("holds 2 of 3 images" in note for note in record["notes"])
+
+
+def test_eager_and_sdpa_attention_give_the_same_losses(tmp_path):
+    precise = (*TINY, *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
+    sdpa, eager = (
+        losses(tmp_path, run(tmp_path, *precise, "--attention", attention)[0])
+        for attention in ("sdpa", "eager")
+    )
+    assert sdpa == pytest.approx(eager, rel=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["seed", "fast"])
+def test_presets_run_with_ema_and_record_their_recipe(tmp_path, preset):
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--preset", preset, "--use_ema")
+    assert exit_code == 0
+    config = record["config"]
+    recipe = (config["precision"], config["encoder_dtype"], config["optimizer"], config["ema_impl"])
+    assert (
+        recipe
+        == {
+            "seed": ("fp32", "fp32", "adamw", "composer"),
+            "fast": (config["precision"], config["encoder_dtype"], "adamw_fused", "foreach"),
+        }[preset]
+    )
+    assert record["summary"]["images_per_second_interval"] is None
+
+
+@pytest.mark.parametrize("model_name", ["sd1-base", "sd2-768-v"])
+def test_every_architecture_resolves(tmp_path, capsys, model_name):
+    assert benchmark.main(["--model_name", model_name, "--print_config", "--no_check_memory"]) == 0
+    assert "image_size: 256  # chosen: no GPU" in capsys.readouterr().out
+
+
+def test_printed_config_is_a_config_file(tmp_path, capsys):
+    argv = [*TINY, "--batch_size", "6", "--preset", "seed"]
+    assert benchmark.main([*argv, "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert "batch_size: 6  # flag" in printed
+    assert "optimizer: adamw  # preset" in printed
+    file = tmp_path / "run.yaml"
+    file.write_text(printed)
+    assert benchmark.main(["--config", str(file), "--print_config"]) == 0
+    values = [line.split("  #")[0] for line in printed.splitlines()]
+    again = [line.split("  #")[0] for line in capsys.readouterr().out.splitlines()]
+    assert values == again
+
+
+def test_precomputed_latents_skip_the_encoders(tmp_path):
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--latents", "precomputed")
+    online, _ = run(tmp_path, *TINY, *SHORT)
+    assert exit_code == 0
+    assert record["workload"]["flops_per_image"] < online["workload"]["flops_per_image"]
+    assert any("compare with other precomputed runs only" in note for note in record["notes"])
+
+
+def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys):
+    record, exit_code = run(tmp_path, *TINY, "--image_size", "100")
+    assert (record, exit_code) == (None, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "got 100; allowed: multiples of 64" in error
+
+
+def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
+    record, exit_code = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
+    assert exit_code == 1
+    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    assert record["status"] == "invalid"
+    assert "rank 0: the loss is nan at step" in record["reason"]
+    assert record["summary"] is None
+    assert "invalid: rank 0: the loss is nan" in capsys.readouterr().err
+
+
+def test_out_of_memory_is_told_as_such(tmp_path, monkeypatch):
+    from sdbench.workloads import pretrain
+
+    def loss(output):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(pretrain, "_loss", loss)
+    record, exit_code = run(tmp_path, *TINY, *SHORT)
+    assert (record["status"], exit_code) == ("oom", 1)
+    assert "CUDA out of memory" in record["reason"]
+
+
+def test_wandb_offline_gets_the_losses(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--wandb_project", "p", "--wandb_name", "n")
+    assert exit_code == 0
+    folder = tmp_path / "runs" / record["run_id"]
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+
+    def init(**settings):
+        raise ConnectionError("no route to the tracker")
+
+    monkeypatch.setattr(wandb, "init", init)
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n")
+    assert (record["status"], exit_code) == ("ok", 0)
+    assert (
+        "Weights & Biases is off for this run: no route to the tracker" in capsys.readouterr().err
+    )
+
+
+def test_the_run_folder_is_ready_to_publish(tmp_path):
+    from sdbench.cli import main
+
+    record, _ = run(tmp_path, *TINY, *SHORT)
+    results = tmp_path / "results"
+    results.mkdir()
+    readme = (
+        "# Results\n<!-- begin generated: throughput -->\n<!-- end generated: throughput -->\nend\n"
+    )
+    (results / "README.md").write_text(readme)
+    run_folder = tmp_path / "runs" / record["run_id"]
+    assert main(["publish", str(run_folder), "--results", str(results)]) == 0
+    published = results / "runs" / record["run_id"]
+    assert {path.name for path in published.iterdir()} == {"record.json", "steps.csv", "stdout.log"}
+    table = (results / "README.md").read_text()
+    assert "| tiny | 64 | fast |" in table and table.endswith("end\n")
+    with (results / "throughput.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["source"] == record["run_id"]
+    # Twice is refused: a published run is never edited.
+    assert main(["publish", str(run_folder), "--results", str(results)]) == 2
+
+
+def test_a_failed_run_is_not_published(tmp_path, capsys):
+    from sdbench.cli import main
+
+    record, _ = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
+    folder = tmp_path / "runs" / record["run_id"]
+    assert main(["publish", str(folder), "--results", str(tmp_path)]) == 2
+    assert "only a run that ended well is published" in capsys.readouterr().err
+    assert not Path(tmp_path, "runs", "runs").exists()

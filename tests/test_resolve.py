@@ -1,0 +1,210 @@
+"""What a request becomes on a given machine: choices, and refusals before any weights are built."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from sdbench.config import parse_request
+from sdbench.distributed import Ranks
+from sdbench.errors import ConfigError
+from sdbench.resolve import resolve
+from tests.machines import make_cpu_machine, make_machine
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def plan(*argv, machine=None, world_size=1, num_local=None):
+    local = num_local or world_size
+    return resolve(
+        parse_request(argv, description="", epilog=""),
+        machine=machine or make_cpu_machine(),
+        ranks=Ranks(rank=0, world_size=world_size, local_rank=0, local_world_size=local),
+    )
+
+
+def test_gpu_defaults_are_the_seeds():
+    argv = ("--device_train_microbatch_size", "8")
+    config = plan(*argv, machine=make_machine(), world_size=8).config
+    assert (config.batch_size, config.image_size, config.num_workers) == (2048, 512, 8)
+
+
+def test_without_a_gpu_the_defaults_shrink_but_the_model_does_not():
+    result = plan("--use_synth_data")
+    config = result.config
+    assert result.architecture.name == "sd2-base"
+    assert (config.image_size, config.batch_size, config.device_train_microbatch_size) == (
+        256,
+        2,
+        2,
+    )
+    assert (config.warmup_batches, config.measure_batches, result.num_steps) == (2, 10, 12)
+    assert result.chosen["image_size"] == "no GPU"
+    assert config.precision == "amp_bf16"
+
+
+def test_a_value_of_the_users_is_never_changed():
+    result = plan(
+        *("--use_synth_data", "--model_name", "tiny", "--image_size", "128", "--batch_size", "6"),
+        *("--device_train_microbatch_size", "3", "--num_workers", "0", "--precision", "bf16"),
+        *("--warmup_batches", "0", "--measure_batches", "1", "--encoder_dtype", "fp32"),
+    )
+    config = result.config
+    assert (config.image_size, config.batch_size, config.device_train_microbatch_size) == (
+        128,
+        6,
+        3,
+    )
+    assert (config.num_workers, config.precision, config.encoder_dtype) == (0, "bf16", "fp32")
+    assert set(result.chosen) == {"data_format", "max_duration"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "seed", "fast"),
+    [
+        (make_machine(), "amp_fp16", "amp_bf16"),
+        (make_cpu_machine(), "fp32", "amp_bf16"),
+        (make_machine(compute_capability="7.0"), "amp_fp16", "amp_fp16"),
+        (make_cpu_machine(cpu_flags=("avx2",)), "fp32", "fp32"),
+    ],
+)
+def test_the_presets_take_the_precision_that_the_device_has(machine, seed, fast):
+    tiny = ("--model_name", "tiny")
+    assert plan(*tiny, "--preset", "seed", machine=machine).config.precision == seed
+    result = plan(*tiny, "--preset", "fast", machine=machine)
+    assert result.config.precision == fast
+    assert ("precision" in result.chosen) == (fast != "amp_bf16")
+
+
+def test_auto_takes_the_largest_micro_batch_that_fits_and_divides():
+    small = plan("--batch_size", "96", machine=make_machine(device_memory_gib=40.0))
+    large = plan(
+        "--batch_size", "96", machine=make_machine(device_memory_gib=140.0, free_memory_gib=139.0)
+    )
+    sizes = [result.config.device_train_microbatch_size for result in (small, large)]
+    assert sizes[0] < sizes[1]
+    assert all(96 % size == 0 for size in sizes)
+    assert "auto" in small.chosen["device_train_microbatch_size"]
+    assert small.memory.total_gib < 0.9 * 40
+
+
+def test_a_ragged_last_micro_batch_is_said():
+    result = plan(
+        "--model_name", "tiny", "--batch_size", "8", "--device_train_microbatch_size", "3"
+    )
+    assert any("last micro-batch of each step holds 2 of 3 images" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_warmup", "num_measured", "num_steps"),
+    [
+        (["--max_duration", "7ba"], 2, 5, 7),
+        (["--max_duration", "1ba"], 0, 1, 1),
+        (["--max_duration", "20ba", "--measure_batches", "4"], 2, 4, 20),
+        # 100,000 synthetic samples in batches of 2,048: 48 full batches an epoch, as in the seed.
+        (["--max_duration", "2ep", "--batch_size", "2048"], 2, 94, 96),
+    ],
+)
+def test_windows_lie_inside_the_duration(argv, num_warmup, num_measured, num_steps):
+    result = plan("--model_name", "tiny", "--device_train_microbatch_size", "1", *argv)
+    config = result.config
+    assert (config.warmup_batches, config.measure_batches) == (num_warmup, num_measured)
+    assert result.num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        (
+            ["--batch_size", "7"],
+            2,
+            "over 2 ranks: got 7; allowed: multiples of 2, the nearest are 6 and 8; .*--batch_size",
+        ),
+        (["--batch_size", "1"], 2, "the nearest are 2;"),
+        (
+            ["--batch_size", "4", "--device_train_microbatch_size", "3"],
+            2,
+            "than the 2 images .*: got 3; allowed: 1 to 2, or a global batch of at least 6",
+        ),
+        (
+            ["--image_size", "100"],
+            1,
+            "got 100; allowed: multiples of 64, nearest 64 or 128; .*--image_size",
+        ),
+        (["--image_size", "32"], 1, "nearest 64"),
+        (
+            ["--precision", "amp_fp16"],
+            1,
+            r"got 'amp_fp16'; allowed: fp32 \| amp_bf16 \| bf16; .*--precision",
+        ),
+        (["--encoder_dtype", "fp16"], 1, "cannot run the encoders in this type.*'fp16'"),
+        (["--remote", "no/such/folder"], 1, "no/such/folder.*--remote"),
+        (
+            ["--use_synth_data", "--remote", "data"],
+            1,
+            "Synthetic data is made here, .*a data folder",
+        ),
+        (
+            ["--latents", "precomputed", "--remote", "data"],
+            1,
+            "only there as synthetic data.*--latents",
+        ),
+        (
+            ["--max_duration", "5ba", "--measure_batches", "9"],
+            1,
+            "into the run of 5: got '5ba'; allowed: at least 9ba",
+        ),
+        (["--model_name", "tinny"], 1, "got 'tinny'.*tiny"),
+        (["--model_revision", "main"], 1, "got 'main'.*--model_revision"),
+        (
+            ["--results_dir", "/dev/null/runs"],
+            1,
+            "cannot be written .Not a directory.: got '/dev/null/runs'",
+        ),
+    ],
+)
+def test_a_refusal_tells_four_facts(argv, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        plan("--model_name", "tiny", *argv, world_size=world_size)
+
+
+def test_an_empty_data_folder_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ConfigError, match="The data folder is empty: got .*--remote"):
+        plan("--model_name", "tiny", "--remote", str(tmp_path / "data"))
+
+
+def test_a_results_folder_without_space_is_refused(monkeypatch):
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024**2))
+    with pytest.raises(ConfigError, match="too little space: got 'runs with 1 MiB free'"):
+        plan("--model_name", "tiny")
+
+
+def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
+    argv = ("--preset", "seed", "--use_ema", "--device_train_microbatch_size", "8")
+    with pytest.raises(ConfigError, match="more memory than a rank has here") as caught:
+        plan(*argv)
+    for flag in (
+        "--device_train_microbatch_size (below 8)",
+        "--no_use_ema",
+        "--precision amp_bf16",
+    ):
+        assert flag in caught.value.flag
+    assert plan(*argv, "--no_check_memory").memory.total_gib > 21
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--device_train_microbatch_size", "8"],
+        ["--use_ema", "--device_train_microbatch_size", "4"],
+        ["--preset", "seed"],
+    ],
+)
+def test_24_gib_accept_the_commands_of_the_readme(argv):
+    assert plan("--use_synth_data", *argv).config.image_size == 256
