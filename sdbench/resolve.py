@@ -218,7 +218,7 @@ class _Resolver:
             if self.on_gpu:
                 self._choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
             else:
-                self._choose("num_workers", 1, "no GPU: the cores are for training")
+                self._choose("num_workers", 0, "no GPU: cores and memory are for training")
 
     def _resolve_batch(self) -> None:
         world_size = self.ranks.world_size
@@ -377,10 +377,14 @@ class _Resolver:
         # The estimate counts what this process holds already, so that is not taken from it twice.
         free_gib = self._per_rank_gib(self.machine.free_memory_gib) + self.machine.held_memory_gib
         limit_gib = MAX_MEMORY_FRACTION * free_gib
-        if config.check_memory and estimate.total_gib > limit_gib:
+        # A worker is forked from a process that holds the weights. The first optimizer step writes
+        # every page of them anew, and all workers together keep the old ones.
+        forked_gib = estimate.unet_weights if config.num_workers and not self.on_gpu else 0.0
+        needed_gib = estimate.total_gib + forked_gib
+        if config.check_memory and needed_gib > limit_gib:
             raise ConfigError(
                 "this run is estimated to need more memory than a rank has here",
-                value=f"{estimate.total_gib:.1f} GiB ({estimate.describe()})",
+                value=f"{needed_gib:.1f} GiB ({estimate.describe()}, workers {forked_gib:.1f})",
                 allowed=f"at most {limit_gib:.1f} GiB, 95 % of what is free for it",
                 flag=self._flags_that_lower_memory() + "; --no_check_memory tries all the same",
             )
@@ -392,6 +396,7 @@ class _Resolver:
         options: list[tuple[bool, Callable[[], str]]] = [
             (microbatch > 1, lambda: f"--device_train_microbatch_size (below {microbatch})"),
             (config.use_ema, lambda: "--no_use_ema"),
+            (config.num_workers > 0 and not self.on_gpu, lambda: "--num_workers 0"),
             (config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
             (config.precision == "fp32", lambda: "--precision amp_bf16"),
             (True, lambda: f"--image_size (below {config.image_size})"),
