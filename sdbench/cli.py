@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from sdbench.errors import ConfigError
+from sdbench.errors import ConfigError, RunError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("sdbench.sources.convert:main", "turn images with captions into an MDS data set"),
@@ -47,6 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, function = COMMANDS[known.command][0].split(":")
     try:
         return getattr(importlib.import_module(module), function)(rest)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1

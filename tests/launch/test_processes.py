@@ -30,21 +30,24 @@ COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
 TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2")
 
 
-def run(launcher, *argv, results, **options):
+def run(launcher, *argv, results, timeout_s=TIMEOUT_S):
     return subprocess.run(
         [*launcher, *argv, "--results_dir", str(results)],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
-        **options,
     )
 
 
 def only_record(results):
     (path,) = results.glob("*/record.json")
     return load_record(path)
+
+
+def estimate_gib(record):
+    return record["memory_estimate_gib"]["total_gib"]
 
 
 @pytest.mark.parametrize("launcher", [COMPOSER_2, TORCHRUN_2], ids=["composer", "torchrun"])
@@ -60,6 +63,7 @@ def test_two_ranks_train_as_one_run(tmp_path, launcher):
     assert summary["images_per_second"] == pytest.approx(2 * 4 / summary["window_s"])
     assert summary["images_per_second_per_device"] == summary["images_per_second"] / 2
     assert completed.stdout.count("Model has") == 1
+    assert summary["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
 
 
 def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):
@@ -69,7 +73,9 @@ def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):
         launcher, "benchmark.py", *argv, "--model_name", "tiny", *SHORT, results=tmp_path
     )
     assert completed.returncode == 0, completed.stderr
-    assert only_record(tmp_path)["config"]["device_train_microbatch_size"] == 4
+    record = only_record(tmp_path)
+    assert record["config"]["device_train_microbatch_size"] == 4
+    assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
 
 
 def test_two_ranks_draw_different_noise_and_see_different_samples(tmp_path):
@@ -149,6 +155,26 @@ def test_a_lone_process_that_is_killed_leaves_a_record_that_says_so(tmp_path):
     record = only_record(tmp_path)
     assert record["status"] == "failed"
     assert "killed before it could say why" in record["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ema", ["--use_ema", "--no_use_ema"])
+@pytest.mark.parametrize("microbatch", ["2", "8"])
+@pytest.mark.parametrize("preset", ["seed", "fast"])
+def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset, microbatch, ema):
+    if (preset, microbatch, ema) == ("seed", "8", "--use_ema"):
+        pytest.skip("24 GiB must refuse this one")
+    argv = ("--use_synth_data", "--preset", preset, "--device_train_microbatch_size", microbatch)
+    completed = run(
+        (sys.executable, "benchmark.py"),
+        *(*argv, ema, "--warmup_batches", "1", "--measure_batches", "1"),
+        results=tmp_path,
+        timeout_s=800,
+    )
+    assert completed.returncode == 0, completed.stderr
+    record = only_record(tmp_path)
+    assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
 
 
 @pytest.mark.parametrize(

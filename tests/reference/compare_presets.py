@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run everything, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num_workers", type=int, default=2)
+    parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--warmup_batches", type=int, default=2)
     parser.add_argument("--measure_batches", type=int, default=10)
     parser.add_argument("--results_dir", type=Path, default=ROOT / "runs")
