@@ -14,6 +14,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
+@pytest.fixture
+def picture_folder(tmp_path: Path) -> Path:
+    """Ten pictures of different shapes with captions beside them, as a user may have."""
+    from PIL import Image
+
+    folder = tmp_path / "my-images"
+    folder.mkdir()
+    for index in range(10):
+        picture = Image.new("RGB", (90 + 7 * index, 100 - index), (25 * index, 20, 200))
+        picture.save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(f"picture number {index}")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The folder that holds benchmark.py."""

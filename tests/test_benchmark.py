@@ -149,6 +149,21 @@ def test_precomputed_latents_skip_the_encoders(tmp_path):
     assert any("compare with other precomputed runs only" in note for note in record["notes"])
 
 
+def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, picture_folder, capsys):
+    from sdbench.cli import main
+
+    data_set = tmp_path / "mds"
+    assert main(["convert", str(picture_folder), str(data_set)]) == 0
+    argv = ("--model_name", "tiny", "--remote", str(data_set), "--num_workers", "0", *SHORT)
+    record, exit_code = run(tmp_path, *argv)
+    assert (record["status"], exit_code) == ("ok", 0)
+    assert record["config"]["data_format"] == "mds"
+    assert record["workload"]["num_images"] == 3 * 2
+    (data_set / "shard.00000.mds").unlink()
+    assert run(tmp_path, *argv) == (None, 2)
+    assert "A shard that index.json names is missing" in capsys.readouterr().err
+
+
 def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys):
     record, exit_code = run(tmp_path, *TINY, "--image_size", "100")
     assert (record, exit_code) == (None, 2)

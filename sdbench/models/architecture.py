@@ -7,6 +7,7 @@ id. Only the last touches the network. torch is not imported here.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ def _read_built_in(name: str) -> dict[str, Any]:
     return json.loads((ARCHITECTURES_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
+@functools.cache
 def _load_built_in(name: str) -> Architecture:
     content = _read_built_in(name)
     return Architecture(name=name, **{part: content[part] for part in CONFIG_FILES})

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sdbench.cli import main
 from sdbench.measure.record import load_record
 
 BIN = Path(sys.executable).parent
@@ -64,6 +65,18 @@ def test_two_ranks_train_as_one_run(tmp_path, launcher):
     assert summary["images_per_second_per_device"] == summary["images_per_second"] / 2
     assert completed.stdout.count("Model has") == 1
     assert summary["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
+
+
+def test_two_ranks_train_on_real_images(tmp_path, picture_folder):
+    data_set = tmp_path / "mds"
+    assert main(["convert", str(picture_folder), str(data_set)]) == 0
+    argv = ("--model_name", "tiny", "--remote", str(data_set), "--num_workers", "1")
+    # 10 pictures are two global batches of 4 an epoch, so that 3 steps go into a second epoch.
+    completed = run(COMPOSER_2, "benchmark.py", *argv, *SHORT, results=tmp_path / "runs")
+    assert completed.returncode == 0, completed.stderr
+    record = only_record(tmp_path / "runs")
+    assert record["config"]["data_format"] == "mds"
+    assert record["workload"]["num_images"] == 3 * 4
 
 
 def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):

@@ -44,17 +44,10 @@ def run(command: str, *, folder: Path, timeout_s: float = 280) -> subprocess.Com
 
 
 @pytest.fixture
-def workplace(tmp_path) -> Path:
+def workplace(tmp_path, picture_folder) -> Path:
     """A folder that looks like the checkout, with a few images of a user's in it."""
-    from PIL import Image
-
     for name in ("benchmark.py", "data.py", "calculate_number_of_parameters.py", "sdbench"):
         (tmp_path / name).symlink_to(ROOT / name)
-    images = tmp_path / "my-images"
-    images.mkdir()
-    for index in range(4):
-        Image.new("RGB", (90 + index, 70), (60 * index, 20, 200)).save(images / f"{index}.png")
-        (images / f"{index}.txt").write_text(f"picture number {index}")
     return tmp_path
 
 
