@@ -32,7 +32,7 @@ def make_cpu_machine(**changes) -> Machine:
         "device_name": "CPU",
         "num_devices": 1,
         "device_memory_gib": 23.5,
-        "free_memory_gib": 22.6,
+        "free_memory_gib": 23.0,
         "held_memory_gib": 0.3,
         "num_cpu_cores": 2,
         "memory_gib": 23.5,
