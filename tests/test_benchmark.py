@@ -230,6 +230,8 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     assert main(["publish", str(run_folder), "--results", str(results)]) == 0
     published = results / "runs" / record["run_id"]
     assert {path.name for path in published.iterdir()} == {"record.json", "steps.csv", "stdout.log"}
+    texts = [(published / name).read_text() for name in ("record.json", "stdout.log")]
+    assert all(str(tmp_path) not in text and "<results_dir>" in text for text in texts)
     table = (results / "README.md").read_text()
     assert "| tiny | 64 | fast |" in table and table.endswith("end\n")
     with (results / "throughput.csv").open() as file:

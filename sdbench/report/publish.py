@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def publish(run: Path, *, results: Path) -> Path:
-    """Copy a run's record, steps and log into results/runs.
+    """Copy a run's record, steps and log into results/runs, without paths of this machine.
 
     Args:
         run: Folder of the run.
@@ -96,9 +96,20 @@ def publish(run: Path, *, results: Path) -> Path:
             allowed="a run that is not in results/runs",
             flag="RUN",
         ) from None
-    for name in (RECORD_NAME, STEPS_NAME, LOG_NAME):
-        shutil.copy(run / name, target / name)
+    shutil.copy(run / STEPS_NAME, target / STEPS_NAME)
+    for name in (RECORD_NAME, LOG_NAME):
+        text = (run / name).read_text(encoding="utf-8")
+        replace_file(target / name, _without_paths(text, record["config"]))
     return target
+
+
+def _without_paths(text: str, config: dict[str, Any]) -> str:
+    """Put the flag's name in place of a path of the publisher's machine, e.g. <results_dir>."""
+    for name in ("results_dir", "remote", "local", "model_name"):
+        value = config[name]
+        if value is not None and Path(value).is_absolute():
+            text = text.replace(value, f"<{name}>")
+    return text
 
 
 def rebuild_tables(results: Path) -> None:

@@ -59,10 +59,10 @@ def make_record(rate, **config):
 
 
 def test_three_runs_of_one_configuration_become_one_line_with_an_interval():
-    # Logs of 0.5, 1, 2: exp(+-4.302653 x 0.4001887) = 0.1787 and 5.596.
+    # Logs of 0.5, 1, 2 have sd 0.693147: exp(+-4.302653 x 0.693147 / sqrt(3)) = 0.1787 and 5.595.
     table = format_markdown([make_record(0.5), make_record(1.0), make_record(2.0)])
     (line,) = table.splitlines()[2:]
-    assert "| 3 | median 1 (0.1787 to 5.596, between-runs) | 2 | 16.0 |" in line
+    assert "| 3 | median 1 (0.1787 to 5.595, between-runs) | 2 | 16.0 |" in line
 
 
 def test_another_setting_is_another_line():
