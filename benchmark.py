@@ -121,6 +121,7 @@ def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: 
         record.write_unfinished()
     try:
         parts, measurements, summary = _train(plan, folder)
+        delivered = distributed.gather(parts.loader.stats, plan.ranks)
     except BaseException as error:  # also Ctrl-C: the record has to say why
         failure = explain(error, rank=plan.ranks.rank)
         record.end_badly(failure)
@@ -135,6 +136,8 @@ def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: 
                 "num_trainable_parameters": parts.num_trainable_parameters,
                 "flops_per_image": parts.flops_per_image,
                 "num_images": measurements.num_images,
+                "num_bad_samples": sum(stats.num_bad_samples for stats in delivered),
+                "num_dropped_samples": parts.loader.stats.num_dropped_samples,
             },
         )
         append_row(folder.path.parent / "runs.csv", content)

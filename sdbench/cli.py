@@ -13,13 +13,26 @@ from collections.abc import Sequence
 from sdbench.errors import ConfigError, RunError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "convert": ("sdbench.sources.convert:main", "turn images with captions into an MDS data set"),
+    "convert": (
+        "sdbench.sources.convert:main",
+        "turn a folder of images, tars, parquet files or MDS shards into one of the others",
+    ),
+    "verify-data": (
+        "sdbench.sources.verify:main",
+        "check a data set: every file, and on request every sample",
+    ),
+    "precompute": (
+        "sdbench.workloads.precompute:main",
+        "encode images and captions once, to train without the encoders",
+    ),
     "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
 }
 
 EPILOG = """\
 examples:
   python -m sdbench convert my-images/ my-mds/
+  python -m sdbench verify-data my-mds/ --deep
+  torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
   python -m sdbench convert --help
 """

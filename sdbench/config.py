@@ -73,6 +73,26 @@ def _one_of(*choices: str) -> Kind:
     return Kind(" | ".join(choices), parse)
 
 
+def _parse_fraction(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not 0 <= number <= 1:
+        raise ValueError
+    return number
+
+
+def _parse_conditions(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        import yaml
+
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError from None
+    if not isinstance(value, dict):
+        raise ValueError
+    return {str(name): str(condition) for name, condition in value.items()}
+
+
 def _parse_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError
@@ -99,6 +119,11 @@ POSITIVE = _whole_number(1)
 NOT_NEGATIVE = _whole_number(0)
 TEXT = Kind("a text", _parse_text)
 SWITCH = Kind("true | false", _parse_switch)
+FRACTION = Kind("a number from 0 to 1", _parse_fraction)
+CONDITIONS = Kind(
+    'fields and conditions, e.g. {pwatermark: "<=0.5", original_width: ">=512"}',
+    _parse_conditions,
+)
 MICROBATCH = Kind("auto, or a whole number of at least 1", _parse_microbatch)
 DURATION = Kind("a number of batches or epochs, e.g. 48ba or 5ep", _parse_duration)
 
@@ -165,15 +190,73 @@ class BenchmarkConfig:
 
     use_synth_data: bool = _field(DATA, SWITCH, False, "train on synthetic samples")
     data_format: str = _field(
-        DATA, _one_of("auto", "synthetic", "mds"), "auto", "kind of the data source"
+        DATA,
+        _one_of("auto", "synthetic", "mds", "webdataset", "parquet", "folder"),
+        "auto",
+        "kind of the data source; auto tells it from the names at the place",
     )
-    remote: str | None = _field(DATA, TEXT, None, "data set to stream: a folder or URL")
-    local: str | None = _field(DATA, TEXT, None, "local copy or cache of the data set")
+    remote: str | None = _field(
+        DATA,
+        TEXT,
+        None,
+        "where the data is: a folder, a URL, tars or parquet files in braces, or pipe:COMMAND",
+    )
+    local: str | None = _field(
+        DATA, TEXT, None, "folder of the data, or of the copies of what --remote names"
+    )
+    streams: str | None = _field(
+        DATA,
+        TEXT,
+        None,
+        "several MDS data sets and their shares of an epoch: PLACE=PROPORTION,...",
+    )
     latents: str = _field(
         DATA,
         _one_of("online", "precomputed"),
         "online",
-        "encode images and captions in the step, or read encoded ones (synthetic only)",
+        "encode images and captions in the step, or read encoded ones "
+        "(python -m sdbench precompute makes them)",
+    )
+    shuffle: bool = _field(DATA, SWITCH, True, "visit the samples in a new order each epoch")
+    crop: str = _field(
+        DATA, _one_of("center", "random"), "center", "where the largest square is cut out"
+    )
+    horizontal_flip_probability: float = _field(
+        DATA, FRACTION, 0.0, "share of the images that are mirrored"
+    )
+    caption_drop_probability: float = _field(
+        DATA, FRACTION, 0.0, "share of the captions that become the empty text"
+    )
+    filters: Mapping[str, str] | None = _field(
+        DATA,
+        CONDITIONS,
+        None,
+        "use only those WebDataset samples whose json meets the conditions",
+    )
+    class_prompts: str | None = _field(
+        DATA, TEXT, None, "JSON file of a caption for each class number (WebDataset member cls)"
+    )
+    on_bad_sample: str = _field(
+        DATA,
+        _one_of("error", "skip"),
+        "error",
+        "what a sample that cannot be used does: stop the run, or be replaced and counted",
+    )
+    max_bad_fraction: float = _field(
+        DATA, FRACTION, 0.01, "share of bad samples in an epoch above which skipping gives up"
+    )
+    data_timeout_s: float = _field(
+        DATA,
+        _number(zero_allowed=False),
+        300.0,
+        "seconds without a batch after which the loader is taken for stuck",
+    )
+    validate_hash: str = _field(
+        DATA,
+        TEXT,
+        "auto",
+        "which hash of index.json an MDS shard is checked by when it is opened; none; auto: the "
+        "cheapest that it has",
     )
     num_workers: int | None = _field(DATA, NOT_NEGATIVE, None, "data loader workers per rank")
     prefetch_factor: int = _field(DATA, POSITIVE, 2, "batches each worker keeps ready")
@@ -313,7 +396,13 @@ def _make_parser(*, description: str, epilog: str) -> argparse.ArgumentParser:
 
 
 def _metavar(kind: Kind) -> str:
-    return {POSITIVE: "N", NOT_NEGATIVE: "N", TEXT: "TEXT", MICROBATCH: "N|auto"}.get(kind, "X")
+    return {
+        POSITIVE: "N",
+        NOT_NEGATIVE: "N",
+        TEXT: "TEXT",
+        MICROBATCH: "N|auto",
+        CONDITIONS: "YAML",
+    }.get(kind, "X")
 
 
 def _help_text(field: dataclasses.Field[Any]) -> str:

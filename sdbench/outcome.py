@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdbench.errors import RunError
+from sdbench.errors import ConfigError, RunError
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
 from sdbench.signals import Terminated
@@ -25,26 +26,38 @@ class Failure:
 
 
 class RunRecord:
-    """The record of a run from its first moment to its end."""
+    """The record of a run of any kind from its first moment to its end."""
 
-    def __init__(self, folder: RunFolder, *, command: list[str], described: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        command: Sequence[str],
+        described: Mapping[str, Any],
+        program: str = "benchmark.py",
+        kind: str = record.BENCHMARK,
+    ) -> None:
         """Begin: not written yet.
 
         Args:
             folder: Where it goes.
-            command: Arguments of benchmark.py.
-            described: The plan, as `describe.for_record` tells it.
+            command: Arguments of the program.
+            described: What is known before the run: its config, the machine and, by the kind's
+                schema, more.
+            program: What was started, as one types it.
+            kind: A key of `record.SCHEMA_FILES`.
         """
         self._folder = folder
         self._started_s = time.perf_counter()
         self._content = {
             "schema_version": record.SCHEMA_VERSION,
+            **({} if kind == record.BENCHMARK else {"kind": kind}),
             "run_id": folder.path.name,
             "status": record.FAILED,
             "reason": record.UNFINISHED_REASON,
             "started_utc": record.utc_now(),
             "duration_s": None,
-            "command": ["benchmark.py", *command],
+            "command": [*program.split(), *command],
             **described,
             "versions": provenance.package_versions(),
             "git": provenance.git_state(),
@@ -56,17 +69,20 @@ class RunRecord:
         """Leave a record that holds if the process is killed."""
         self._folder.write_record(self._content)
 
-    def end_well(self, *, summary: dict[str, Any], workload: dict[str, Any]) -> dict[str, Any]:
+    def end_well(
+        self, *, summary: dict[str, Any], workload: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Write the result.
 
         Args:
             summary: The figures.
-            workload: What is known of the workload only now.
+            workload: What is known of the workload, in the kinds that have one, only now.
 
         Returns:
             The whole record.
         """
-        self._content["workload"].update(workload)
+        if workload is not None:
+            self._content["workload"].update(workload)
         return self._end(status=record.OK, reason=None, summary=summary)
 
     def end_badly(self, failure: Failure) -> None:
@@ -81,12 +97,12 @@ class RunRecord:
         return self._content
 
 
-def explain(error: BaseException, *, rank: int) -> Failure:
+def explain(error: BaseException, *, rank: int | None = None) -> Failure:
     """What a run ended with. Prints the traceback of an error that nobody foresaw.
 
     Args:
         error: What was raised.
-        rank: The rank that it was raised on.
+        rank: The rank that it was raised on; None where a run has no ranks.
     """
     exit_code = EXIT_FAILED
     if isinstance(error, KeyboardInterrupt):
@@ -96,11 +112,13 @@ def explain(error: BaseException, *, rank: int) -> Failure:
         reason = "SIGTERM: a scheduler stopped the run, or its launcher did as another rank ended"
     elif isinstance(error, RunError):
         status, reason = error.status, str(error)
+    elif isinstance(error, ConfigError):  # one that only the work itself could bring to light
+        status, reason, exit_code = record.FAILED, str(error), EXIT_BAD_INPUT
     else:
         traceback.print_exception(error)
         reason = f"{type(error).__name__}: {error}"
         status = record.OOM if _is_out_of_memory(error) else record.FAILED
-    return Failure(status, f"rank {rank}: {reason}", exit_code)
+    return Failure(status, reason if rank is None else f"rank {rank}: {reason}", exit_code)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -16,15 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from sdbench import sources
-from sdbench.config import BenchmarkConfig, Request
+from sdbench.config import FIELDS, BenchmarkConfig, Request
 from sdbench.distributed import Ranks
-from sdbench.errors import ConfigError
+from sdbench.errors import ConfigError, RunError
 from sdbench.host_memory import can_keep_freed_memory
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.presets import PerDevice
 from sdbench.sources.config import SourceConfig
+
+# The flags that a data source takes as they are.
+SOURCE_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(SourceConfig)
+    if field.name in FIELDS and field.name != "filters"
+)
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step, 8 workers.
 GPU_BATCH_SIZE = 2048
@@ -120,7 +127,7 @@ class _Resolver:
         self._resolve_data()
         self._resolve_batch()
         source = self._source()
-        num_steps = self._resolve_steps(num_samples=sources.check(source))
+        num_steps = self._resolve_steps(num_samples=_check_source(source))
         memory = self._check_memory()
         _check_results_dir(self.config.results_dir)
         if self.config.latents == "precomputed":
@@ -203,18 +210,12 @@ class _Resolver:
             use_synth_data=config.use_synth_data,
             remote=config.remote,
             local=config.local,
+            streams=config.streams,
         )
         if data_format != config.data_format:
-            given = config.use_synth_data or config.remote or config.local
+            given = config.use_synth_data or config.remote or config.local or config.streams
             reason = "from the data flags" if given else "neither --remote nor --local was given"
             self._choose("data_format", data_format, reason)
-        if config.latents == "precomputed" and data_format != "synthetic":
-            raise ConfigError(
-                "precomputed latents are only there as synthetic data",
-                value=f"--data_format {data_format}",
-                allowed="--use_synth_data, or --latents online",
-                flag="--latents",
-            )
         if config.num_workers is None:
             if self.on_gpu:
                 self._choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
@@ -289,18 +290,11 @@ class _Resolver:
     def _source(self) -> SourceConfig:
         config = self.config
         return SourceConfig(
-            data_format=config.data_format,
-            image_size=config.image_size,
-            latents=config.latents,
+            **{name: getattr(config, name) for name in SOURCE_FIELDS},
+            filters=config.filters or {},
             device_batch_size=config.batch_size // self.ranks.world_size,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
-            seed=config.seed,
-            num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor,
-            remote=config.remote,
-            local=config.local,
-            image_dtype=config.image_dtype,
             pin_memory=self.on_gpu,
             tokenizer_folder=self.architecture.tokenizer_folder,
             pad_token_id=self.architecture.tokenizer["pad_token_id"],
@@ -403,6 +397,19 @@ class _Resolver:
             (True, lambda: f"--image_size (below {config.image_size})"),
         ]
         return ", ".join(text() for applies, text in options if applies)
+
+
+def _check_source(source: SourceConfig) -> int | None:
+    """Check the data; before a run has begun a damaged file is bad input like any other."""
+    try:
+        return sources.check(source)
+    except RunError as error:
+        raise ConfigError(
+            str(error).rstrip("."),
+            value=source.remote or source.local or source.streams,
+            allowed="whole data that can be reached",
+            flag="--remote, --local or --streams",
+        ) from error
 
 
 def _check_results_dir(results_dir: str) -> None:

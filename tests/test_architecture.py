@@ -59,6 +59,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.presets",
         "sdbench.measure.record",
     ),
+    # A command that runs from flags to record, as benchmark.py does.
+    "sdbench.precompute": ("sdbench",),
     "sdbench.cli": ("sdbench",),
     "sdbench.__main__": ("sdbench.cli",),
     "benchmark": (
@@ -77,7 +79,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.measure",
         "sdbench.report",
     ),
-    "data": ("sdbench.errors", "sdbench.sources", "sdbench.measure"),
+    "data": (
+        "sdbench.errors",
+        "sdbench.config",
+        "sdbench.outcome",
+        "sdbench.signals",
+        "sdbench.sources",
+        "sdbench.measure",
+        "sdbench.report",
+    ),
     "calculate_number_of_parameters": ("sdbench.errors", "sdbench.models"),
 }
 
@@ -93,6 +103,8 @@ HEAVY_OWNERS: dict[str, tuple[str, ...]] = {
     "lightning": ("sdbench.engines.ray",),
     "streaming": ("sdbench.sources",),
     "webdataset": ("sdbench.sources",),
+    "pyarrow": ("sdbench.sources",),
+    "boto3": (),
     "PIL": ("sdbench.sources",),
     "wandb": (),
     "scipy": (),

@@ -222,10 +222,12 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     record, _ = run(tmp_path, *TINY, *SHORT)
     results = tmp_path / "results"
     results.mkdir()
-    readme = (
-        "# Results\n<!-- begin generated: throughput -->\n<!-- end generated: throughput -->\nend\n"
-    )
-    (results / "README.md").write_text(readme)
+    markers = [
+        f"<!-- {edge} generated: {table} -->"
+        for table in ("throughput", "data")
+        for edge in ("begin", "end")
+    ]
+    (results / "README.md").write_text("\n".join(["# Results", *markers, "end\n"]))
     run_folder = tmp_path / "runs" / record["run_id"]
     assert main(["publish", str(run_folder), "--results", str(results)]) == 0
     published = results / "runs" / record["run_id"]

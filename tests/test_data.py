@@ -2,23 +2,105 @@
 
 from __future__ import annotations
 
+import csv
 import re
 
 import pytest
 
 import data
+from sdbench import sources
+from sdbench.errors import RunError
+from sdbench.measure.record import load_record
+from sdbench.report.feed_table import format_csv
+from sdbench.report.terminal import format_number
+from tests.schemas import validate
+
+SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4")
 
 
-def test_it_prints_the_rate_of_a_source(capsys):
-    argv = ["--use_synth_data", "--image_size", "64", "--batch_size", "4", "--num_workers", "0"]
-    assert data.main([*argv, "--num_batches", "5"]) == 0
+def run(tmp_path, *argv):
+    """Run in this process; the record of the one new run folder, or None, and the exit code."""
+    results = tmp_path / "runs"
+    exit_code = data.main([*argv, "--results_dir", str(results)])
+    found = list(results.glob("*/record.json"))
+    assert len(found) <= 1
+    return (load_record(found[0]) if found else None), exit_code
+
+
+def test_a_run_prints_and_records_how_fast_a_source_feeds(tmp_path, capsys):
+    record, exit_code = run(tmp_path, *SMALL, "--num_workers", "0", "--num_batches", "20")
     output = capsys.readouterr().out
-    assert re.fullmatch(r"synthetic: [\d.]+ images/s over 5 batches of 4 at 64 px .*\n", output)
+    assert exit_code == 0
+    validate(record)
+    assert (record["status"], record["command"][0]) == ("ok", "data.py")
+    assert (record["config"]["num_batches"], record["config"]["num_warmup_batches"]) == (20, 1)
+    assert record["config"]["data_format"] == "synthetic"
+    assert record["run_id"].endswith("_feed-synthetic-64px")
+
+    summary = record["summary"]
+    assert (summary["num_images"], summary["num_measured_steps"]) == (80, 20)
+    assert summary["images_per_second"] == pytest.approx(80 / summary["window_s"])
+    assert summary["images_per_second_interval"]["kind"] == "within-run"
+    assert summary["data_wait_percent"] is None
+    # The phases are within the window, and nothing else takes long in it.
+    busy_s = sum(summary["ms_per_image"].values()) / 1000 * 80
+    assert 0 < busy_s <= summary["window_s"]
+
+    assert "Chosen, each by a flag of its name: num_warmup_batches=1" in output
+    assert (
+        "Reading synthetic images (100000 samples) at 64 px: batch_size 4, num_workers 0" in output
+    )
+    assert f"  images/s              {format_number(summary['images_per_second'])} (" in output
+    assert re.search(r"time per image +[\d.e-]+ ms of a process: read ", output)
+    folder = tmp_path / "runs" / record["run_id"]
+    assert output.endswith(f"record: {folder}\n")
+    assert (folder / "stdout.log").read_text() == output
+    assert not (folder / "steps.csv").exists()
+    (row,) = csv.DictReader(format_csv([record]).splitlines())
+    assert float(row["images_per_second"]) == summary["images_per_second"]
 
 
-def test_it_says_when_it_chose_synthetic_data(capsys):
-    assert data.main(["--image_size", "64", "--num_workers", "0", "--num_batches", "1"]) == 0
-    assert "No --remote or --local: measuring synthetic data." in capsys.readouterr().out
+def test_workers_report_their_time_and_what_they_hold_is_warm_up(tmp_path, capsys):
+    argv = (*SMALL, "--num_workers", "1", "--prefetch_factor", "3", "--num_batches", "4")
+    record, exit_code = run(tmp_path, *argv, "--max_seconds", "60")
+    assert exit_code == 0
+    assert record["config"]["num_warmup_batches"] == 4
+    assert record["summary"]["num_images"] == 16
+    assert sum(record["summary"]["ms_per_image"].values()) > 0
+    output = capsys.readouterr().out
+    assert "batch_size 4, num_workers 1, prefetch_factor 3; 4 warm-up and 4 measured" in output
+
+
+def test_a_trainer_that_is_busy_waits_little_for_synthetic_data(tmp_path, capsys):
+    argv = (*SMALL, "--num_workers", "0", "--num_batches", "3", "--emulate_step_seconds", "0.2")
+    record, exit_code = run(tmp_path, *argv)
+    assert exit_code == 0
+    validate(record)
+    assert record["summary"]["window_s"] >= 0.6
+    assert record["summary"]["data_wait_percent"] < 50
+    assert re.search(
+        r"it waits for data +[\d.]+ % of the time: .* beside steps of 0.2 s",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize(("target", "answer"), [("0.001", "yes"), ("1e12", "no")])
+def test_yes_and_no_are_both_answers(tmp_path, capsys, target, answer):
+    argv = (*SMALL, "--num_workers", "0", "--num_batches", "2")
+    record, exit_code = run(tmp_path, *argv, "--target_images_per_second", target)
+    assert exit_code == 0
+    validate(record)
+    assert re.search(rf"images/s\? +{answer}\. It takes \d+ worker", capsys.readouterr().out)
+    assert (record["summary"]["num_workers_for_target"] == 1) == (answer == "yes")
+
+
+def test_it_says_when_it_chose_synthetic_data(tmp_path, capsys):
+    argv = ("--image_size", "64", "--batch_size", "4", "--num_workers", "0", "--num_batches", "1")
+    _, exit_code = run(tmp_path, *argv)
+    assert exit_code == 0
+    output = capsys.readouterr().out
+    assert "No --remote, --local or --streams: measuring synthetic data." in output
+    assert "no interval: 1 measured steps, 10 needed" in output
 
 
 @pytest.mark.parametrize(
@@ -26,20 +108,106 @@ def test_it_says_when_it_chose_synthetic_data(capsys):
     [
         (
             ["--batch_size", "0"],
-            "Too small: got 0; allowed: 1 or more; change it with --batch_size",
+            "--batch_size has a value of the wrong kind: got '0'; allowed: a whole number of at "
+            "least 1; change it with --batch_size",
         ),
+        (["--crop", "left"], "got 'left'; allowed: center | random; change it with --crop"),
         (["--remote", "no/such"], "No such data folder: got 'no/such'"),
+        (["--use_synth_data", "--remote", "no/such"], "one of both"),
+        (
+            ["--use_synth_data", "--num_workers", "2", "--num_warmup_batches", "3"],
+            "which would pass for measured work: got 3; allowed: at least 4",
+        ),
+        (
+            ["--use_synth_data", "--emulate_step_seconds", "1", "--target_images_per_second", "1"],
+            "allowed: one of both flags in a run",
+        ),
     ],
 )
-def test_bad_input_exits_with_2(capsys, argv, message):
-    assert data.main(argv) == 2
+def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, message):
+    record, exit_code = run(tmp_path, *argv)
+    assert (record, exit_code) == (None, 2)
     assert message in capsys.readouterr().err
 
 
-def test_the_data_sets_are_importable_by_name():
-    from data import StreamingImageCaptionDataset, SyntheticImageCaptionDataset
+def test_a_results_folder_that_cannot_be_written_is_bad_input(tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file")
+    assert run(tmp_path, *SMALL) == (None, 2)
+    assert "the results folder cannot be written (File exists)" in capsys.readouterr().err
 
-    assert StreamingImageCaptionDataset.__name__ == "StreamingImageCaptionDataset"
+
+def test_a_server_that_is_dead_before_the_run_is_no_bad_input(tmp_path, capsys, monkeypatch):
+    def check(config):
+        raise RunError("s3://bucket/a cannot be listed")
+
+    monkeypatch.setattr(sources, "check", check)
+    assert run(tmp_path, *SMALL) == (None, 1)
+    assert capsys.readouterr().err == "error: s3://bucket/a cannot be listed\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code"),
+    [
+        (RunError("The data ended early in shard.00001.mds", status="invalid"), "invalid", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+)
+def test_a_run_that_fails_leaves_a_record_that_says_why(
+    tmp_path, capsys, monkeypatch, error, status, exit_code
+):
+    build = sources.build
+
+    def build_short(config):
+        loader = build(config)
+        epoch = iter(loader)
+
+        class Short:
+            stats = loader.stats
+
+            def __iter__(self):
+                yield next(epoch)
+                raise error
+
+        return Short()
+
+    monkeypatch.setattr(sources, "build", build_short)
+    record, got = run(tmp_path, *SMALL, "--num_workers", "0")
+    assert got == exit_code
+    validate(record)
+    assert (record["status"], record["summary"]) == (status, None)
+    assert record["reason"] == (str(error) or "Ctrl-C")
+    captured = capsys.readouterr().err
+    assert f"{status}: {record['reason']}" in captured and "record: " in captured
+
+
+def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
+    now_s = 0.0
+    monkeypatch.setattr(data.time, "perf_counter", lambda: now_s)
+    progress = data.Progress(num_batches=20, batch_size=4)
+    for _ in range(12):
+        now_s += 1.0
+        progress.batch_ends()
+    progress.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "batch 5/20, 4 images/s, about 15 s left",
+        "batch 10/20, 4 images/s, about 10 s left",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(data.sys.stderr, "isatty", lambda: True, raising=False)
+    progress = data.Progress(num_batches=2, batch_size=4)
+    progress.batch_ends()
+    progress.batch_ends()
+    progress.close()
+    captured = capsys.readouterr()
+    assert "8/8" in captured.err and captured.out == ""
+
+
+def test_the_data_sets_are_importable_by_name():
+    from data import StreamingLAIONDataset, SyntheticImageCaptionDataset
+
+    assert StreamingLAIONDataset.__name__ == "StreamingLAIONDataset"
     assert len(SyntheticImageCaptionDataset.__name__) > 0
     with pytest.raises(AttributeError, match="NoSuchDataset"):
         _ = data.NoSuchDataset

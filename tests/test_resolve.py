@@ -151,7 +151,7 @@ def test_windows_lie_inside_the_duration(argv, num_warmup, num_measured, num_ste
         (
             ["--latents", "precomputed", "--remote", "data"],
             1,
-            "only there as synthetic data.*--latents",
+            "No such data folder: got 'data'.*--remote or --local",
         ),
         (
             ["--max_duration", "5ba", "--measure_batches", "9"],

@@ -10,8 +10,12 @@ from pathlib import Path
 
 PACKAGES = (
     "torch",
+    "torchvision",
     "mosaicml",
     "mosaicml-streaming",
+    "webdataset",
+    "pyarrow",
+    "pillow",
     "diffusers",
     "transformers",
     "numpy",

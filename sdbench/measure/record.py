@@ -1,8 +1,9 @@
 """What is written down about a run, and how is it kept whole?
 
-A run has a folder of its own: record.json (everything needed to repeat it), steps.csv (every step)
-and stdout.log. A record is replaced in one piece, never edited in place. It exists from the first
-moment with the status `failed`, so that even a run killed without warning leaves one that says so.
+A run has a folder of its own: record.json (everything needed to repeat it), stdout.log and, where a
+model was trained, steps.csv (every step). A record is replaced in one piece, never edited in place.
+It exists from the first moment with the status `failed`, so that even a run killed without warning
+leaves one that says so.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.measure.timer import Step
 
 SCHEMA_VERSION = 1
+# What a record is about. That of a benchmark run has no key "kind"; every other one says it.
+BENCHMARK = "benchmark"
+FEED = "feed"
+PRECOMPUTE = "precompute"
 SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
+SCHEMA_FILES = {
+    BENCHMARK: SCHEMA_FILE,
+    FEED: SCHEMA_FILE.with_name("feed.schema.json"),
+    PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
+}
 
 OK = "ok"
 INVALID = "invalid"
@@ -106,13 +116,14 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Read a record.
+    """Read a record of any kind.
 
     Args:
         path: record.json, or the run folder that holds it.
 
     Raises:
-        ValueError: If it was written by a version of the suite with another schema.
+        ValueError: If it was written by a version of the suite with another schema, or is of a
+            kind that this one does not know.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     record = json.loads(file.read_text(encoding="utf-8"))
@@ -121,7 +132,17 @@ def load_record(path: Path) -> dict[str, Any]:
             f"{file} has schema_version {record.get('schema_version')!r}; "
             f"this version of the suite reads {SCHEMA_VERSION}"
         )
+    if kind_of(record) not in SCHEMA_FILES:
+        raise ValueError(
+            f"{file} is a record of kind {kind_of(record)!r}; "
+            f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
+        )
     return record
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """What a record is about: a key of `SCHEMA_FILES`."""
+    return record.get("kind", BENCHMARK)
 
 
 class OutputLog:
@@ -149,8 +170,9 @@ class OutputLog:
         self._file.write(self._kept.getvalue())
 
     def write(self, text: str) -> None:
-        """Take one piece of output."""
-        (self._file or self._kept).write(text)
+        """Take one piece of output; a progress bar, which draws over itself, leaves nothing."""
+        if not text.startswith("\r"):
+            (self._file or self._kept).write(text)
 
 
 class _Tee:

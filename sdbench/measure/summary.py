@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdbench.measure.timer import Timings, merge_ranks
-from sdbench.statistics import within_run_interval
+from sdbench.statistics import Interval, within_run_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,7 @@ def summarize(
     achieved_tflops = images_per_second / num_devices * flops_per_image / 1e12
     return {
         "images_per_second": images_per_second,
-        "images_per_second_interval": None
-        if interval is None
-        else {
-            **dataclasses.asdict(interval),
-            "high": interval.high if math.isfinite(interval.high) else None,
-        },
+        "images_per_second_interval": interval_for_record(interval),
         "images_per_second_per_device": images_per_second / num_devices,
         "num_measured_steps": len(measured),
         "window_s": timings.window_s,
@@ -89,3 +84,11 @@ def summarize(
         "loss_first": timings.steps[0].loss,
         "loss_last": timings.steps[-1].loss,
     }
+
+
+def interval_for_record(interval: Interval | None) -> dict[str, Any] | None:
+    """An interval as JSON, which has no infinity: an end without a bound is None."""
+    if interval is None:
+        return None
+    high = interval.high if math.isfinite(interval.high) else None
+    return {**dataclasses.asdict(interval), "high": high}

@@ -7,12 +7,13 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import AutoencoderKL, DDPMScheduler
 from torch import Tensor, nn
+from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
@@ -138,18 +139,14 @@ class StableDiffusion(nn.Module):
             mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         else:
             mean, logvar = self._moments(batch["image"])
-        deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
-        return (mean + deviation * _draw_noise(mean)) * self.scaling_factor
+        noise = _draw_noise(mean)
+        return sample_latents(mean, logvar, noise=noise, scaling_factor=self.scaling_factor)
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance that the VAE gives to images, in fp32, not scaled."""
         assert self.vae is not None, "images need a model that was built with its encoders"
-        if images.dtype == torch.uint8:
-            images = images.to(self.vae.dtype) / 127.5 - 1.0
-        images = images.to(self.vae.dtype, memory_format=self.memory_format)
         with self._encoder_autocast(self.vae):
-            distribution = self.vae.encode(images).latent_dist
-        return distribution.mean.float(), distribution.logvar.float()
+            return encode_images(self.vae, images, memory_format=self.memory_format)
 
     def _text_states(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Last hidden states (B, 77, D) of the captions."""
@@ -157,7 +154,38 @@ class StableDiffusion(nn.Module):
             return batch["text_embedding"]
         assert self.text_encoder is not None, "captions need a model built with its encoders"
         with self._encoder_autocast(self.text_encoder):
-            return self.text_encoder(batch["input_ids"])[0]
+            return encode_captions(self.text_encoder, batch["input_ids"])
+
+
+def encode_images(
+    vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
+) -> tuple[Tensor, Tensor]:
+    """Mean and log-variance that the VAE gives to images.
+
+    Args:
+        vae: The VAE.
+        images: (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
+        memory_format: Layout that the VAE gets them in.
+
+    Returns:
+        Both (B, 4, H/8, W/8) in fp32, not scaled.
+    """
+    if images.dtype == torch.uint8:
+        images = images.to(vae.dtype) / 127.5 - 1.0
+    images = images.to(vae.dtype, memory_format=memory_format)
+    distribution = vae.encode(images).latent_dist
+    return distribution.mean.float(), distribution.logvar.float()
+
+
+def encode_captions(text_encoder: CLIPTextModel, input_ids: Tensor) -> Tensor:
+    """Last hidden states (B, 77, D) of captions given as token ids (B, 77)."""
+    return text_encoder(input_ids)[0]
+
+
+def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor, scaling_factor: float) -> Tensor:
+    """Latents drawn from the VAE's moments by standard normal noise, brought to unit variance."""
+    deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
+    return (mean + deviation * noise) * scaling_factor
 
 
 def _draw_noise(like: Tensor) -> Tensor:
@@ -196,19 +224,20 @@ def build_stable_diffusion(
     """
     numbers = PRECISIONS[precision]
     layout = MEMORY_FORMATS[memory_format]
-    frozen_dtype = ENCODER_DTYPES[encoder_dtype]
-    vae = text_encoder = None
-    with torch.random.fork_rng(devices=[]):
-        # The CPU generator only: torch.manual_seed would seed every GPU's as well.
-        torch.default_generator.manual_seed(seed)
+    with _drawing_by(seed):
         unet = make_unet(architecture, attention=attention)
-        # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
-        nn.Module.to(unet, device, dtype=numbers.weights, memory_format=layout)
-        if encoders:
-            vae = make_vae(architecture, attention=attention)
-            nn.Module.to(vae, device, dtype=frozen_dtype, memory_format=layout)
-            text_encoder = make_text_encoder(architecture, attention=attention)
-            text_encoder.to(device, dtype=frozen_dtype)
+    # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
+    nn.Module.to(unet, device, dtype=numbers.weights, memory_format=layout)
+    vae = text_encoder = None
+    if encoders:
+        vae, text_encoder = build_encoders(
+            architecture,
+            seed=seed,
+            encoder_dtype=encoder_dtype,
+            memory_format=memory_format,
+            attention=attention,
+            device=device,
+        )
     model = StableDiffusion(
         unet=unet,
         vae=vae,
@@ -219,3 +248,47 @@ def build_stable_diffusion(
         memory_format=layout,
     )
     return model.to(device)
+
+
+def build_encoders(
+    architecture: Architecture,
+    *,
+    seed: int,
+    encoder_dtype: str,
+    memory_format: str,
+    attention: str,
+    device: str | torch.device = "cpu",
+) -> tuple[AutoencoderKL, CLIPTextModel]:
+    """Build VAE and text encoder alone, the same that `build_stable_diffusion` gives the model.
+
+    Args:
+        architecture: What to build.
+        seed: Of the whole model.
+        encoder_dtype: One of `ENCODER_DTYPES`.
+        memory_format: One of `MEMORY_FORMATS`, for the VAE.
+        attention: One of `components.ATTENTION`.
+        device: Where they go.
+
+    Returns:
+        Both frozen and in evaluation mode.
+    """
+    dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
+    # Seeds of their own, so that neither depends on what was drawn for another part.
+    with _drawing_by(seed + 1):
+        vae = make_vae(architecture, attention=attention)
+    with _drawing_by(seed + 2):
+        text_encoder = make_text_encoder(architecture, attention=attention)
+    nn.Module.to(vae, device, dtype=dtype, memory_format=layout)
+    text_encoder.to(device, dtype=dtype)
+    for encoder in (vae, text_encoder):
+        encoder.requires_grad_(False).eval()
+    return vae, text_encoder
+
+
+@contextlib.contextmanager
+def _drawing_by(seed: int) -> Iterator[None]:
+    """Draw weights by a seed and leave the caller's random generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        # The CPU generator only: torch.manual_seed would seed every GPU's as well.
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,12 +1,14 @@
 """How does a run get into results/, and its tables with it?
 
-A published run is copied once and never edited. results/throughput.csv and the table in
-results/README.md are made from the records there, so that no figure is typed by hand.
+A published run is copied once and never edited. results/throughput.csv (training), results/data.csv
+(loading) and the tables in results/README.md are made from the records there, so that no figure is
+typed by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,13 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.errors import ConfigError
-from sdbench.measure.record import LOG_NAME, RECORD_NAME, STEPS_NAME, load_record, replace_file
+from sdbench.measure.record import (
+    BENCHMARK,
+    LOG_NAME,
+    RECORD_NAME,
+    STEPS_NAME,
+    kind_of,
+    load_record,
+    replace_file,
+)
+from sdbench.report import feed_table
 from sdbench.report.row import COLUMNS, make_row
-from sdbench.report.terminal import format_rate
-from sdbench.statistics import between_runs_interval
+from sdbench.report.terminal import format_rates
 
 BEGIN_MARKER = "<!-- begin generated: throughput -->"
 END_MARKER = "<!-- end generated: throughput -->"
+BEGIN_DATA_MARKER = "<!-- begin generated: data -->"
+END_DATA_MARKER = "<!-- end generated: data -->"
+# A path of the machine: absolute, and neither the inside of another one nor of a URL.
+PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
 
 EPILOG = """\
 examples:
@@ -53,12 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in arguments.runs:
         print(f"published {publish(run, results=arguments.results)}")
     rebuild_tables(arguments.results)
-    print(f"rebuilt {arguments.results}/throughput.csv and {arguments.results}/README.md")
+    print(f"rebuilt README.md, throughput.csv and data.csv in {arguments.results}")
     return 0
 
 
 def publish(run: Path, *, results: Path) -> Path:
-    """Copy a run's record, steps and log into results/runs, without paths of this machine.
+    """Copy a run's record, log and, if it has them, steps into results/runs.
+
+    Paths of this machine stay behind.
 
     Args:
         run: Folder of the run.
@@ -76,7 +92,7 @@ def publish(run: Path, *, results: Path) -> Path:
         raise ConfigError(
             f"this folder holds no record that can be read ({error})",
             value=str(run),
-            allowed="a folder that benchmark.py made",
+            allowed="a folder that benchmark.py, data.py or precompute made",
             flag="RUN",
         ) from None
     if record["status"] != "ok":
@@ -96,7 +112,8 @@ def publish(run: Path, *, results: Path) -> Path:
             allowed="a run that is not in results/runs",
             flag="RUN",
         ) from None
-    shutil.copy(run / STEPS_NAME, target / STEPS_NAME)
+    if kind_of(record) == BENCHMARK:
+        shutil.copy(run / STEPS_NAME, target / STEPS_NAME)
     for name in (RECORD_NAME, LOG_NAME):
         text = (run / name).read_text(encoding="utf-8")
         replace_file(target / name, _without_paths(text, record["config"]))
@@ -105,26 +122,48 @@ def publish(run: Path, *, results: Path) -> Path:
 
 def _without_paths(text: str, config: dict[str, Any]) -> str:
     """Put the flag's name in place of a path of the publisher's machine, e.g. <results_dir>."""
-    for name in ("results_dir", "remote", "local", "model_name"):
-        value = config[name]
-        if value is not None and Path(value).is_absolute():
-            text = text.replace(value, f"<{name}>")
+    names = {
+        path: name
+        for name, value in config.items()
+        if isinstance(value, str)
+        for path in ([value] if Path(value).is_absolute() else PATH_PATTERN.findall(value))
+    }
+    for path in sorted(names, key=len, reverse=True):  # one path may begin with another
+        text = text.replace(path, f"<{names[path]}>")
     return text
 
 
 def rebuild_tables(results: Path) -> None:
-    """Make throughput.csv and the table in README.md from the published records.
+    """Make the CSV files and the tables in README.md from the published records.
 
     Args:
-        results: The results folder; its README.md has the two markers.
+        results: The results folder.
+
+    Raises:
+        ConfigError: If its README.md lacks the markers between which the tables go.
     """
     records = [load_record(path) for path in sorted((results / "runs").glob("*/record.json"))]
-    replace_file(results / "throughput.csv", format_csv(records))
+    trained = [record for record in records if kind_of(record) == BENCHMARK]
+    loaded = [record for record in records if kind_of(record) != BENCHMARK]
     readme = results / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN_MARKER)
-    _, _, after = rest.partition(END_MARKER)
-    table = format_markdown(records)
-    replace_file(readme, f"{before}{BEGIN_MARKER}\n{table}\n{END_MARKER}{after}")
+    text = readme.read_text(encoding="utf-8")
+    for begin, end, table in (
+        (BEGIN_MARKER, END_MARKER, format_markdown(trained)),
+        (BEGIN_DATA_MARKER, END_DATA_MARKER, feed_table.format_markdown(loaded)),
+    ):
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ConfigError(
+                f"{readme} has no place for a table",
+                value=f"no {end if found_begin else begin}",
+                allowed=f"a line {begin} and below it a line {end}",
+                flag="--results",
+            )
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    replace_file(readme, text)
+    replace_file(results / "throughput.csv", format_csv(trained))
+    replace_file(results / "data.csv", feed_table.format_csv(loaded))
 
 
 def format_csv(records: Iterable[dict[str, Any]]) -> str:
@@ -156,7 +195,7 @@ def format_markdown(records: Sequence[dict[str, Any]]) -> str:
                 for cell in configuration
             ),
             len(runs),
-            _format_rates(summaries),
+            format_rates(summaries),
             f"{statistics.median(summary['step_time_p50_s'] for summary in summaries):.4g}",
             f"{max(summary['peak_memory_gib'] for summary in summaries):.1f}",
         ]
@@ -174,11 +213,3 @@ def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
         *(config[name] for name in names),
         config["device_train_microbatch_size"],
     )
-
-
-def _format_rates(summaries: Sequence[dict[str, Any]]) -> str:
-    interval = between_runs_interval([summary["images_per_second"] for summary in summaries])
-    if interval is None:
-        return "; ".join(format_rate(summary) for summary in summaries)
-    median = statistics.median(summary["images_per_second"] for summary in summaries)
-    return f"median {median:.4g} ({interval.low:.4g} to {interval.high:.4g}, {interval.kind})"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
+
+from sdbench.statistics import between_runs_interval
 
 NOT_KNOWN = "n/a"
 
@@ -33,12 +37,30 @@ def format_summary(record: dict[str, Any]) -> str:
 
 def format_rate(summary: dict[str, Any]) -> str:
     """Images/s with its interval, to four significant figures."""
-    rate = f"{summary['images_per_second']:.4g}"
+    rate = format_number(summary["images_per_second"])
     interval = summary["images_per_second_interval"]
     if interval is None:
         return f"{rate} (no interval: {summary['num_measured_steps']} measured steps, 10 needed)"
-    high = "unbounded" if interval["high"] is None else f"{interval['high']:.4g}"
-    return f"{rate} ({interval['low']:.4g} to {high}, 95 % {interval['kind']})"
+    high = "unbounded" if interval["high"] is None else format_number(interval["high"])
+    return f"{rate} ({format_number(interval['low'])} to {high}, 95 % {interval['kind']})"
+
+
+def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
+    """Images/s of runs of one configuration.
+
+    Three or more have a median and a between-runs interval; fewer have the within-run one each.
+    """
+    interval = between_runs_interval([summary["images_per_second"] for summary in summaries])
+    if interval is None:
+        return "; ".join(format_rate(summary) for summary in summaries)
+    median = statistics.median(summary["images_per_second"] for summary in summaries)
+    low, high = format_number(interval.low), format_number(interval.high)
+    return f"median {format_number(median)} ({low} to {high}, {interval.kind})"
+
+
+def format_number(value: float, *, num_digits: int = 4) -> str:
+    """A number to so many significant figures, and without an exponent up to a million."""
+    return f"{float(f'{value:.{num_digits}g}'):g}"
 
 
 def _step_times(summary: dict[str, Any]) -> str:

@@ -7,13 +7,16 @@ table and imported when they are called.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench.errors import ConfigError
 from sdbench.sources.config import SourceConfig
 
 if TYPE_CHECKING:
+    from sdbench.sources.batches import Batches
     from sdbench.sources.loader import CheckedLoader
+    from sdbench.sources.records import Records
 
 
 class Source(NamedTuple):
@@ -22,23 +25,41 @@ class Source(NamedTuple):
     Attributes:
         check: Takes a `SourceConfig`; returns the number of samples, or None where it is not
             known yet; raises `ConfigError`; imports no torch, builds nothing.
-        build: Takes a `SourceConfig`; returns a `CheckedLoader`.
+        open: Takes a `SourceConfig`; returns the stored samples as `Records`. None where nothing
+            is stored.
+        build: Takes a `SourceConfig`; returns a `CheckedLoader`. None for the loader of all
+            sources whose samples can be read in any order.
     """
 
     check: str
-    build: str
+    open: str | None
+    build: str | None
 
 
+_ROOM = "sdbench.sources"
 SOURCES = {
     "synthetic": Source(
-        check="sdbench.sources.checks:check_synthetic", build="sdbench.sources.synthetic:build"
+        check=f"{_ROOM}.checks:check_synthetic", open=None, build=f"{_ROOM}.synthetic:build"
     ),
-    "mds": Source(check="sdbench.sources.checks:check_mds", build="sdbench.sources.mds:build"),
+    "mds": Source(
+        check=f"{_ROOM}.checks:check_mds",
+        open=f"{_ROOM}.mds_shards:open_records",
+        build=f"{_ROOM}.mds:build",
+    ),
+    **{
+        name: Source(check=f"{_ROOM}.{name}:check", open=f"{_ROOM}.{name}:open_records", build=None)
+        for name in ("webdataset", "parquet", "folder")
+    },
 }
 
 
 def resolve_format(
-    *, data_format: str, use_synth_data: bool, remote: str | None, local: str | None
+    *,
+    data_format: str,
+    use_synth_data: bool,
+    remote: str | None,
+    local: str | None,
+    streams: str | None = None,
 ) -> str:
     """Decide which source is meant by the flags that name one.
 
@@ -47,10 +68,11 @@ def resolve_format(
         use_synth_data: Whether ``--use_synth_data`` was given, another way to say synthetic.
         remote: Value of ``--remote``.
         local: Value of ``--local``.
+        streams: Value of ``--streams``.
 
     Returns:
-        A name of `SOURCES`. With ``auto`` and no folder it is ``synthetic``, which the caller
-        has to tell the user.
+        A name of `SOURCES`. With ``auto`` and no place it is ``synthetic``, which the caller has to
+        tell the user.
 
     Raises:
         ConfigError: The flags contradict each other, or the format is unknown.
@@ -67,38 +89,114 @@ def resolve_format(
             allowed="auto or synthetic, or leave --use_synth_data away",
             flag="--data_format",
         )
-    folder = remote or local
+    if streams and (remote or local):
+        raise ConfigError(
+            "Streams name their own places, and another place was given too",
+            value=remote or local,
+            allowed="one of both",
+            flag="--streams, --remote or --local",
+        )
+    place = remote or local or streams
     wants_synthetic = use_synth_data or data_format == "synthetic"
-    if wants_synthetic and folder:
+    if wants_synthetic and place:
         raise ConfigError(
             "Synthetic data is made here, and a data folder was given too",
-            value=folder,
+            value=place,
             allowed="one of both: a folder, or --use_synth_data",
             flag="--use_synth_data, --data_format, --remote or --local",
         )
-    if data_format == "mds" and not folder:
+    if data_format not in ("auto", "synthetic") and not place:
         raise ConfigError(
-            "MDS data needs a folder",
+            f"Data of the format {data_format} needs a place",
             value=None,
-            allowed="a folder or URL that holds an index.json",
+            allowed="a folder or URL",
             flag="--remote or --local",
         )
-    return "mds" if folder else "synthetic"
+    if streams and data_format not in ("auto", "mds"):
+        raise ConfigError(
+            "Streams are of MDS data",
+            value=data_format,
+            allowed="auto or mds",
+            flag="--data_format or --streams",
+        )
+    if data_format != "auto":
+        return data_format
+    if not place:
+        return "synthetic"
+    return "mds" if streams else detect_format(place)
+
+
+def detect_format(place: str) -> str:
+    """Which format the data at a place has, told from names alone.
+
+    Args:
+        place: A folder, file, brace expression, URL, or ``pipe:`` and a command.
+
+    Returns:
+        A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
+    """
+    if place.startswith("pipe:") or place.endswith(".tar"):
+        return "webdataset"
+    if place.endswith(".parquet"):
+        return "parquet"
+    folder = Path(place)
+    if not folder.is_dir() or (folder / "index.json").is_file():
+        return "mds"
+    for pattern, data_format in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
+        if next(folder.glob(pattern), None) is not None:
+            return data_format
+    # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
+    # which names what is there.
+    has_mds = any(next(folder.glob(pattern), None) for pattern in ("*/index.json", "*.mds"))
+    if has_mds or not any(folder.iterdir()):
+        return "mds"
+    return "folder"
 
 
 def check(config: SourceConfig) -> int | None:
     """Find the user's mistakes about data, cheaply, before any weights are built.
 
-    Reads at most an ``index.json`` and the sizes of the files that it names. The answer is the
-    same on every rank of a machine.
+    Reads indexes, footers, headers and sizes, never samples. The answer is the same on every rank
+    of a machine.
 
     Returns:
         Samples of an epoch over all ranks, or None where only a download would tell.
 
     Raises:
-        ConfigError: A folder is missing, empty or damaged, or has fewer samples than one batch.
+        ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
+        RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
     return _load(SOURCES[config.data_format].check)(config)
+
+
+def open_records(config: SourceConfig) -> Records:
+    """Open the stored samples, to be read by number in their stored order.
+
+    Raises:
+        ConfigError: As `check`, or nothing is stored (synthetic data).
+    """
+    check(config)
+    name = SOURCES[config.data_format].open
+    if name is None:
+        raise ConfigError(
+            "Nothing is stored of this kind of data",
+            value=config.data_format,
+            allowed=", ".join(name for name, source in SOURCES.items() if source.open),
+            flag="--data_format",
+        )
+    return _load(name)(config)
+
+
+def open_batches(config: SourceConfig) -> Batches:
+    """Open what makes batches of any samples, by number in stored order, outside of training.
+
+    Raises:
+        ConfigError: As `check`.
+    """
+    if SOURCES[config.data_format].open is None:
+        check(config)
+        return _load(f"{_ROOM}.synthetic:SyntheticBatches")(config=config)
+    return _load(f"{_ROOM}.batches:make_batches")(open_records(config), config=config)
 
 
 def build(config: SourceConfig) -> CheckedLoader:
@@ -107,16 +205,19 @@ def build(config: SourceConfig) -> CheckedLoader:
     Returns:
         A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
-        (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}``.
-        Deterministic under the seed, disjoint across ranks, whole batches only. MDS shuffles each
-        epoch anew; synthetic data does when the trainer calls its sampler's ``set_epoch``, as
-        Composer does.
+        (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}`` with
+        ``latent`` in place of the two where samples of them are stored. Deterministic under the
+        seed, disjoint across ranks, whole batches only, each epoch in an order of its own; it can
+        be stopped and resumed inside an epoch (`state_dict`, `load_state_dict`).
 
     Raises:
         ConfigError: As `check`.
     """
-    check(config)
-    return _load(SOURCES[config.data_format].build)(config)
+    name = SOURCES[config.data_format].build
+    if name is not None:
+        check(config)
+        return _load(name)(config)
+    return _load(f"{_ROOM}.loader:build_from_records")(open_batches(config), config=config)
 
 
 def _load(name: str):

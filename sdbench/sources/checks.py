@@ -1,6 +1,7 @@
 """Can this data feed a run? Answered from files' names and sizes, without torch.
 
-The checks run on every rank before any weights are built.
+The checks run on every rank before any weights are built. Each data format has its own, the ones of
+synthetic and MDS data and those that formats share are here.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.errors import ConfigError
 from sdbench.sources.config import NUM_SYNTHETIC_IMAGES, SourceConfig
+from sdbench.sources.latent_columns import find_latent_columns
+from sdbench.sources.remote import cache_folder, fetch, is_url
 
+INDEX_NAME = "index.json"
 MDS_COLUMNS = {"jpg", "caption"}
+MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
+PLACE_FLAGS = "--remote or --local"
 
 
 def check_synthetic(config: SourceConfig) -> int:
@@ -30,101 +37,255 @@ def check_synthetic(config: SourceConfig) -> int:
     return num_samples
 
 
-def check_mds(config: SourceConfig) -> int | None:
-    """Check an MDS data set by its index and the sizes of its shards.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one MDS data set is.
 
-    What is only behind a URL cannot be read cheaply; it is checked when the loader is built.
+    Attributes:
+        remote: Folder or URL that shards are copied from, or None when they are read in place.
+        local: Folder where shards lie or are kept.
+        proportion: Share of the samples of an epoch, or None when there is a single data set.
+        index: Content of its index.json.
+    """
+
+    remote: str | None
+    local: str
+    proportion: float | None
+    index: bytes
+
+
+def check_mds(config: SourceConfig) -> int:
+    """Check MDS data by index and, on disk, by the sizes of the shards.
+
+    Of a URL the index is downloaded, nothing else.
 
     Returns:
-        The number of samples, or None for a URL.
+        The number of samples of an epoch.
     """
-    check_tokenizer_folder(config.tokenizer_folder)
-    if config.latents != "online":
-        raise ConfigError(
-            "An MDS data set of images holds no latents",
-            value=config.latents,
-            allowed="online (or --use_synth_data for precomputed)",
-            flag="--latents",
-        )
-    remote, local = locate_mds(remote=config.remote, local=config.local)
-    if remote is not None and is_url(remote):
-        return None
-    folder = Path(remote or local)
-    shards = read_shards(folder)
-    for shard in shards:
-        check_shard_file(folder, shard)
-    num_samples = sum(shard["samples"] for shard in shards)
+    if config.latents == "online":
+        check_tokenizer_folder(config.tokenizer_folder)
+    else:
+        check_no_captions_dropped(config)
+    num_samples = 0
+    for place in locate_mds(config):
+        source = place.remote or place.local
+        shards = parse_index(place.index, source=source)
+        check_columns(shards, source=source, config=config)
+        check_hashes(shards, source=source, wanted=config.validate_hash)
+        if not is_url(source):
+            for shard in shards:
+                check_shard_file(Path(source), shard)
+        num_samples += sum(shard["samples"] for shard in shards)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
 
-def locate_mds(*, remote: str | None, local: str | None) -> tuple[str | None, str]:
+def locate_mds(config: SourceConfig) -> list[Place]:
     """Decide where shards are read from and where they are kept.
 
     A folder on disk is read in place: nothing is copied unless both flags are given. For a URL
     without ``--local`` the cache is a folder of the system's temporary directory named after the
-    URL, because two data sets must not share one (the reference has a single fixed default,
-    /tmp/mds-cache/mds-laion-2/).
-
-    Returns:
-        (remote, local) as Streaming takes them; remote is None when nothing is to be copied.
-    """
-    if remote is None or remote == local:
-        assert local is not None, "resolve_format lets no MDS data set without a folder pass"
-        return None, local
-    if local is not None:
-        return remote, local
-    if not is_url(remote):
-        return None, remote
-    name = remote.rstrip("/").rsplit("/", 1)[-1]
-    digest = hashlib.sha256(remote.encode()).hexdigest()[:12]
-    return remote, str(Path(tempfile.gettempdir(), "mds-cache", f"{name}-{digest}"))
-
-
-def is_url(place: str) -> bool:
-    """Whether `place` is in an object store rather than on disk."""
-    return "://" in place
-
-
-def read_shards(folder: Path) -> list[dict]:
-    """Read the list of shards in a folder's ``index.json``.
+    URL and its index, because two data sets, or two versions of one, must not share a cache (the
+    reference has a single fixed default, /tmp/mds-cache/mds-laion-2/).
 
     Raises:
-        ConfigError: There is no such folder, no index, or it is not one of image-caption pairs.
+        ConfigError: A place has no index, or the cache given is another data set's.
     """
-    flag = "--remote or --local"
-    allowed = "a folder made by `python -m sdbench convert`"
-    if not folder.is_dir():
-        raise ConfigError("No such data folder", value=str(folder), allowed=allowed, flag=flag)
-    index = folder / "index.json"
-    if not index.is_file():
-        below = [str(path.parent) for path in sorted(folder.glob("*/index.json"))]
-        what = (
-            "The data folder holds no index.json"
-            if any(folder.iterdir())
-            else ("The data folder is empty")
+    if config.streams is None:
+        return [_locate(config.remote, config.local, proportion=None)]
+    return [
+        _locate(source, None, proportion=proportion)
+        for source, proportion in parse_streams(config.streams)
+    ]
+
+
+def parse_streams(text: str) -> list[tuple[str, float]]:
+    """Take ``PLACE=PROPORTION,PLACE=PROPORTION`` apart.
+
+    Raises:
+        ConfigError: It is not of that form, or a proportion is not above 0.
+    """
+    streams = []
+    for part in text.split(","):
+        source, _, proportion = part.strip().rpartition("=")
+        try:
+            number = float(proportion)
+        except ValueError:
+            number = 0.0
+        if not source or not 0 < number < float("inf"):
+            raise ConfigError(
+                "A stream has no place or no proportion",
+                value=part,
+                allowed="PLACE=PROPORTION,... e.g. s3://bucket/a=0.7,data/b=0.3",
+                flag="--streams",
+            )
+        streams.append((source, number))
+    return streams
+
+
+def _locate(remote: str | None, local: str | None, *, proportion: float | None) -> Place:
+    if remote is None or remote == local:
+        assert local is not None, "resolve_format lets no MDS data set without a folder pass"
+        index = read_index(local)
+        return Place(remote=None, local=local, proportion=proportion, index=index)
+    index = read_index(remote)
+    if local is not None:
+        check_cache(Path(local), remote=remote, index=index)
+        return Place(remote=remote, local=local, proportion=proportion, index=index)
+    if not is_url(remote):
+        return Place(remote=None, local=remote, proportion=proportion, index=index)
+    digest = hashlib.sha256(index).hexdigest()
+    cache = cache_folder(f"{remote}\n{digest}", None)
+    return Place(remote=remote, local=str(cache), proportion=proportion, index=index)
+
+
+def check_cache(cache: Path, *, remote: str, index: bytes) -> None:
+    """Check that what a cache folder holds are copies of this data set's shards.
+
+    Raises:
+        ConfigError: It holds another data set, or another version of this one.
+    """
+    cached = cache / INDEX_NAME
+    if cached.is_file() and cached.read_bytes() != index:
+        raise ConfigError(
+            f"The cache holds another data set, or another version of {remote}",
+            value=str(cache),
+            allowed="a folder of its own for each data set, or one to be emptied first",
+            flag="--local",
         )
-        nearest = f"; nearest: {', '.join(below)}" if below else ""
-        raise ConfigError(what, value=str(folder), allowed=allowed + nearest, flag=flag)
+
+
+def read_index(source: str) -> bytes:
+    """Read the ``index.json`` of a folder or a URL.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if is_url(source):
+        with tempfile.TemporaryDirectory() as folder:
+            return fetch(f"{source.rstrip('/')}/{INDEX_NAME}", cache=Path(folder)).read_bytes()
+    folder = Path(source)
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return index.read_bytes()
+    if not folder.is_dir():
+        what = "No such data folder"
+    elif any(folder.iterdir()):
+        what = "The data folder holds no index.json"
+    else:
+        what = "The data folder is empty"
+    below = [str(path.parent) for path in sorted(folder.glob(f"*/{INDEX_NAME}"))]
+    nearest = f"; nearest: {', '.join(below)}" if below else ""
+    raise ConfigError(what, value=source, allowed=MADE_BY + nearest, flag=PLACE_FLAGS)
+
+
+def parse_index(index: bytes, *, source: str) -> list[dict]:
+    """The entries of the shards in an ``index.json``.
+
+    Args:
+        index: Its content.
+        source: Where it is from, for messages.
+
+    Raises:
+        ConfigError: It is damaged, or not one of MDS shards.
+    """
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["shards"]
+        shards = json.loads(index)["shards"]
         formats = {shard["format"] for shard in shards}
-        columns = set.intersection(*(set(shard["column_names"]) for shard in shards))
+        complete = all(
+            {"samples", "column_names", "raw_data", "zip_data"} <= set(shard) for shard in shards
+        )
+        if not complete or formats != {"mds"}:
+            raise ValueError(f"no MDS shards: {', '.join(sorted(formats)) or 'none at all'}")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"index.json is damaged or holds no shards ({error})",
-            value=str(index),
-            allowed=allowed,
-            flag=flag,
+            value=f"{source.rstrip('/')}/{INDEX_NAME}",
+            allowed=MADE_BY,
+            flag=PLACE_FLAGS,
         ) from error
-    if formats != {"mds"} or not columns >= MDS_COLUMNS:
-        raise ConfigError(
-            "Not an MDS data set of images with captions",
-            value=f"{'/'.join(sorted(formats))} with columns {', '.join(sorted(columns))}",
-            allowed="mds with columns jpg and caption",
-            flag=flag,
-        )
     return shards
+
+
+def read_shards(folder: Path) -> list[dict]:
+    """The entries of the shards in the ``index.json`` of a folder.
+
+    Raises:
+        ConfigError: There is no such folder, no index, or a damaged one.
+    """
+    return parse_index(read_index(str(folder)), source=str(folder))
+
+
+def check_columns(shards: list[dict], *, source: str, config: SourceConfig) -> None:
+    """Check that every shard has the columns that `config` asks for.
+
+    Raises:
+        ConfigError: A column is missing.
+    """
+    columns = set.intersection(*(set(shard["column_names"]) for shard in shards))
+    if config.latents == "precomputed":
+        find_latent_columns(columns, image_size=config.image_size)
+    elif not columns >= MDS_COLUMNS:
+        raise ConfigError(
+            f"{source} is not a data set of images with captions",
+            value=f"columns {', '.join(sorted(columns))}",
+            allowed="columns jpg and caption; for latents --latents precomputed",
+            flag=PLACE_FLAGS,
+        )
+
+
+def check_hashes(shards: list[dict], *, source: str, wanted: str) -> None:
+    """Check that every shard has the hash that is to be compared.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    if wanted in ("auto", "none"):
+        return
+    common = set.intersection(*(set(shard["raw_data"]["hashes"]) for shard in shards))
+    if wanted not in common:
+        raise ConfigError(
+            f"{source} has no such hash of every shard",
+            value=wanted,
+            allowed=", ".join(["auto", "none", *sorted(common)]),
+            flag="--validate_hash",
+        )
+
+
+def check_images_wanted(config: SourceConfig, *, what: str) -> None:
+    """Check that latents are not asked of data that cannot hold them.
+
+    Raises:
+        ConfigError: They are.
+    """
+    if config.latents != "online":
+        raise ConfigError(
+            f"{what} holds no latents",
+            value=config.latents,
+            allowed="online; python -m sdbench precompute makes latents of it",
+            flag="--latents",
+        )
+
+
+def check_no_captions_dropped(config: SourceConfig) -> None:
+    """Check that nothing is asked of encoded samples that only pictures and texts allow.
+
+    Raises:
+        ConfigError: Captions are to be dropped, or pictures to be cropped or flipped.
+    """
+    changes = {
+        "caption_drop_probability": config.caption_drop_probability,
+        "horizontal_flip_probability": config.horizontal_flip_probability,
+        "crop": config.crop if config.crop != "center" else 0,
+    }
+    for name, value in changes.items():
+        if value:
+            raise ConfigError(
+                "Precomputed latents cannot be changed any more",
+                value=value,
+                allowed="this flag when they are made, by python -m sdbench precompute",
+                flag=f"--{name}",
+            )
 
 
 def check_shard_file(folder: Path, shard: dict) -> None:
@@ -140,7 +301,7 @@ def check_shard_file(folder: Path, shard: dict) -> None:
             f"A shard that index.json names is missing from {folder}",
             value=files[-1]["basename"],
             allowed="a complete data set: copy or convert it again",
-            flag="--remote or --local",
+            flag=PLACE_FLAGS,
         )
     path = folder / present[0]["basename"]
     if path.stat().st_size != present[0]["bytes"]:
@@ -148,7 +309,7 @@ def check_shard_file(folder: Path, shard: dict) -> None:
             f"A shard is damaged: index.json says that {path} has {present[0]['bytes']} bytes",
             value=path.stat().st_size,
             allowed="a complete data set: copy or convert it again",
-            flag="--remote or --local",
+            flag=PLACE_FLAGS,
         )
 
 

@@ -1,44 +1,95 @@
-"""How do tar files or a folder of images become a data set that streams?"""
+"""How does a data set of one format become one of another?"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.sources import readers
-from sdbench.sources.checks import check_shard_file, read_shards
+from sdbench.sources import SOURCES
+from sdbench.sources.pool import WorkReport, run_work, show_progress
+from sdbench.sources.records import BadSampleError
+from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
+from sdbench.sources.writers import FORMATS, MAX_ROWS_PER_CHUNK, Output, open_output
 
 EPILOG = """\
 examples:
-  one tar:            python -m sdbench convert pairs.tar data/pairs
-  many tars:          python -m sdbench convert 'laion/{00000..00127}.tar' data/laion
   a folder:           python -m sdbench convert photos data/photos
                       (photos/a.jpg with photos/a.txt, or photos/captions.csv: file,caption)
+  one tar:            python -m sdbench convert pairs.tar data/pairs
+  many tars:          python -m sdbench convert 's3://bucket/{00000..00127}.tar' data/laion
+  back to tars:       python -m sdbench convert data/pairs data/tars --to webdataset
+  latents:            python -m sdbench convert data/latents data/latents-parquet \\
+                      --latents precomputed --to parquet
 then train on it:     composer benchmark.py --remote data/pairs
+
+Stopped at any moment, the same command goes on where it was: finished shards are kept in
+OUT.partial until all are there.
+
+exit codes: 0 ok, 1 a sample or file is bad or OUT cannot be written, 2 bad input, 130 Ctrl-C
 """
 
-MDS_TYPES = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
+# Without --samples_per_shard there are about so many shards: that lets workers share a small data
+# set, and a training run that is far from its data begin with a part of it. None gets so small that
+# opening it costs more than reading it, or so large that a kill loses minutes of work (512 images
+# of LAION at 512 px are about 50 MB).
+NUM_SHARDS_WANTED = 16
+MIN_SAMPLES_PER_SHARD = 32
+MAX_SAMPLES_PER_SHARD = 512
 
-# Seconds between two progress lines where the output is no terminal.
-LINE_INTERVAL_S = 10.0
+# Formats that store images as files, whose readers know them by the extension.
+FILE_FORMATS = ("webdataset", "folder")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did.
+    """What is to be converted, and to what; goes to each worker.
 
     Attributes:
-        num_written: Pairs in the new data set.
-        bad: One sentence for each pair that was left out, with its name.
+        rows: The samples of the source.
+        output: Where they go.
+        num_samples: How many of them, from the first one.
+        samples_per_shard: How many of the source make a chunk.
+        skip_bad: Whether bad ones are left out.
     """
 
-    num_written: int = 0
-    bad: list[str] = field(default_factory=list)
+    rows: Rows
+    output: Output
+    num_samples: int
+    samples_per_shard: int
+    skip_bad: bool
+
+    def indices(self, number: int) -> range:
+        """Which samples of the source make a chunk."""
+        first = number * self.samples_per_shard
+        return range(first, min(first + self.samples_per_shard, self.num_samples))
+
+    def write_chunk(self, number: int) -> WorkReport:
+        """Convert one chunk.
+
+        Raises:
+            RunError: A sample is bad and may not be left out, or a file is damaged.
+        """
+        bad: list[str] = []
+        self.output.write_chunk(number, self._read_good(number, bad), bad=bad)
+        return WorkReport(len(self.indices(number)), bad)
+
+    def _read_good(self, number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
+        for index in self.indices(number):
+            try:
+                yield self.rows.read(index)
+            except BadSampleError as error:
+                if not self.skip_bad:
+                    raise RunError(
+                        f"{error} Finished shards are kept; the same command with "
+                        "--on_bad_sample skip goes on without such samples."
+                    ) from error
+                bad.append(str(error))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,220 +97,269 @@ def main(argv: list[str] | None = None) -> int:
 
     Raises:
         ConfigError: The source or the target cannot be used.
-        RunError: A bad image was met and ``--skip_bad`` was not given.
+        RunError: A sample is bad and may not be left out, a file is damaged, or OUT cannot be
+            written.
     """
     flags = _parse(argv)
-    for name in ("max_images", "shard_size_mib"):
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise ConfigError("Too small", value=value, allowed="1 or more", flag=f"--{name}")
-    num_images, pairs = open_source(flags.source, source_format=flags.format)
-    num_expected = min(num_images, flags.max_images or num_images)
-    started_s = time.monotonic()
-    conversion = convert(
-        report_progress(pairs, num_expected=num_expected),
-        Path(flags.out),
-        max_images=flags.max_images,
-        shard_size_mib=flags.shard_size_mib,
-        skip_bad=flags.skip_bad,
-    )
-    duration_s = time.monotonic() - started_s
-    print(
-        f"Wrote {conversion.num_written} pairs to {flags.out} in {duration_s:.1f} s "
-        f"({conversion.num_written / duration_s:.1f} images/s); "
-        f"{len(conversion.bad)} bad ones left out."
-    )
-    for sentence in conversion.bad:
-        print(f"  {sentence}")
+    _check_flags(flags)
+    try:
+        _run(flags)
+    except KeyboardInterrupt:
+        print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
+        return 130
     return 0
 
 
-def open_source(source: str, *, source_format: str) -> tuple[int, Iterable[readers.Pair]]:
-    """Find out what `source` is.
+def _run(flags: argparse.Namespace) -> None:
+    conversion = plan(flags)
+    started_s = time.monotonic()
+    with conversion.output.lock():
+        num_read = convert(
+            conversion, num_workers=flags.num_workers, max_bad_fraction=flags.max_bad_fraction
+        )
+        totals = conversion.output.finish()
+    duration_s = time.monotonic() - started_s
+    print(
+        f"Wrote {totals.num_written} samples to {flags.out}, {totals.num_bad} bad ones left out: "
+        f"together the {conversion.num_samples} of {flags.source}. "
+        f"{num_read} in {duration_s:.1f} s, {num_read / duration_s:.1f} samples/s."
+    )
+    for sentence in totals.bad:
+        print(f"  {sentence}")
+
+
+def plan(flags: argparse.Namespace) -> Conversion:
+    """Open source and target.
+
+    Raises:
+        ConfigError: The source has no samples of the kind asked for, or the target is taken.
+    """
+    source = describe_source(
+        flags.source,
+        data_format=flags.source_format,
+        local=flags.local,
+        latents=flags.latents,
+        filters=flags.filters,
+        class_prompts=flags.class_prompts,
+        text_embedding_dim=flags.text_embedding_dim,
+    )
+    rows = open_rows(source, as_files=flags.target_format in FILE_FORMATS)
+    if rows.num_dropped:
+        print(f"{rows.num_dropped} samples are left out by --filters.")
+    columns = read_columns(source)
+    if left_out := columns and columns - rows.taken - rows.columns.keys():
+        print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
+    num_samples = min(len(rows), flags.max_samples or len(rows))
+    samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
+    is_here = Path(flags.source).exists()
+    job = {
+        "source": str(Path(flags.source).resolve()) if is_here else flags.source,
+        "from": source.data_format,
+        "latents": source.latents,
+        "filters": dict(source.filters),
+        "class_prompts": source.class_prompts,
+        "num_samples": num_samples,
+        "samples_per_shard": samples_per_shard,
+    }
+    output = open_output(
+        Path(flags.out),
+        data_format=flags.target_format,
+        columns=rows.columns,
+        num_chunks=-(-num_samples // samples_per_shard),
+        job=job,
+    )
+    return Conversion(
+        rows=rows,
+        output=output,
+        num_samples=num_samples,
+        samples_per_shard=samples_per_shard,
+        skip_bad=flags.on_bad_sample == "skip",
+    )
+
+
+def choose_samples_per_shard(num_samples: int) -> int:
+    """How many samples a shard gets when nobody says."""
+    wanted = -(-num_samples // NUM_SHARDS_WANTED)
+    return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
+
+
+def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction: float) -> int:
+    """Write the chunks that are missing.
 
     Args:
-        source: A folder, a tar, or a brace expression of tars.
-        source_format: ``auto``, ``webdataset`` or ``folder``.
+        conversion: What is to be converted.
+        num_workers: As `pool.run_work` takes it.
+        max_bad_fraction: Share of bad samples above which the conversion gives up.
 
     Returns:
-        How many images it holds, and its pairs.
+        How many samples were read now.
 
     Raises:
-        ConfigError: There are no images.
+        RunError: A sample is bad and may not be left out, or too many are.
     """
-    if source_format == "auto":
-        folder = Path(source)
-        is_folder = not source.endswith(".tar") and not any(folder.glob("*.tar"))
-        source_format = "folder" if is_folder else "webdataset"
-    if source_format == "folder":
-        num_images = len(readers.list_folder(Path(source)))
-        pairs = readers.read_folder(Path(source))
-    else:
-        tars = readers.find_tars(source)
-        num_images = readers.count_tar_images(tars)
-        pairs = readers.read_tars(tars)
-    if not num_images:
-        raise ConfigError(
-            "The source holds no images",
-            value=source,
-            allowed=f"files ending in {', '.join(readers.IMAGE_EXTENSIONS)}",
-            flag="SOURCE or --format",
-        )
-    return num_images, pairs
-
-
-def convert(
-    pairs: Iterable[readers.Pair],
-    out: Path,
-    *,
-    max_images: int | None = None,
-    shard_size_mib: int = 64,
-    skip_bad: bool = False,
-) -> Conversion:
-    """Write pairs as an MDS data set.
-
-    The shards are written to ``OUT.partial``, which becomes ``OUT`` when all is well: what a killed
-    conversion leaves is never taken for a data set.
-
-    Args:
-        pairs: What to write.
-        out: Folder of the data set; must be absent or empty.
-        max_images: Stop after so many pairs were written.
-        shard_size_mib: Size of a shard file.
-        skip_bad: Leave bad pairs out and report them, instead of stopping at the first.
-
-    Raises:
-        ConfigError: `out` is not empty, or another conversion's ``OUT.partial`` is in the way.
-        RunError: A pair is bad and `skip_bad` is not set, or nothing good was found.
-    """
-    from streaming import MDSWriter
-
-    partial = _reserve(out)
-    conversion = Conversion()
-    with MDSWriter(
-        out=str(partial), columns=MDS_TYPES, size_limit=shard_size_mib * 2**20
-    ) as writer:
-        for pair in pairs:
-            if conversion.num_written == max_images:
-                break
-            try:
-                row = make_row(pair)
-            except ValueError as error:
-                if not skip_bad:
-                    raise RunError(
-                        f"{error} Nothing was made of {out}; the flag --skip_bad leaves bad "
-                        f"pairs out and reports them (delete {partial} first)."
-                    ) from error
-                conversion.bad.append(str(error))
-                continue
-            writer.write(row)
-            conversion.num_written += 1
-    if not conversion.num_written:
-        raise RunError(f"All {len(conversion.bad)} pairs are bad, the first: {conversion.bad[:1]}")
-    verify(partial, num_samples=conversion.num_written)
-    partial.rename(out)
-    return conversion
-
-
-def make_row(pair: readers.Pair) -> dict[str, object]:
-    """Check a pair and lay it out in columns.
-
-    Raises:
-        ValueError: The image is missing, empty or undecodable, or there is no caption.
-    """
-    from sdbench.sources.transforms import measure_image
-
-    if pair.image is None:
-        raise ValueError(f"{pair.name}: no image.")
-    if not pair.image:
-        raise ValueError(f"{pair.name}: the image has 0 bytes.")
-    if pair.caption is None:
-        raise ValueError(f"{pair.name}: no caption.")
-    try:
-        width, height = measure_image(pair.image)
-    except Exception as error:
-        # PIL's decoders raise many types; each means that this file cannot be trained on.
-        raise ValueError(f"{pair.name}: the image cannot be decoded ({error}).") from error
-    return {"jpg": pair.image, "caption": pair.caption, "width": width, "height": height}
-
-
-def verify(folder: Path, *, num_samples: int) -> None:
-    """Check that a new data set is complete: every shard's size, and the number of samples.
-
-    Raises:
-        ConfigError: A shard is missing or short.
-        RunError: The index holds another number of samples than was written.
-    """
-    shards = read_shards(folder)
-    for shard in shards:
-        check_shard_file(folder, shard)
-    num_found = sum(shard["samples"] for shard in shards)
-    if num_found != num_samples:
+    output = conversion.output
+    missing = output.missing_chunks()
+    num_missing = sum(len(conversion.indices(number)) for number in missing)
+    num_done = conversion.num_samples - num_missing
+    num_there = output.num_chunks - len(missing)
+    if num_there:
+        print(f"resuming: {num_there} of {output.num_chunks} shards are there", flush=True)
+    bad = output.totals().bad
+    check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
+    with run_work(conversion.write_chunk, missing, num_workers=num_workers) as reports:
+        for report in show_progress(reports, num_samples=conversion.num_samples, num_done=num_done):
+            bad += report.bad
+            check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
+    totals = output.totals()
+    if totals.num_written + totals.num_bad != conversion.num_samples:
         raise RunError(
-            f"{num_samples} pairs were written and the index of {folder} has {num_found}"
+            f"Of {conversion.num_samples} samples {totals.num_written} were written and "
+            f"{totals.num_bad} left out, which is not all: delete {output.partial} and begin anew."
+        )
+    return num_missing
+
+
+def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:
+    """Give up when too many samples are bad.
+
+    Raises:
+        RunError: They are; the first of them are named.
+    """
+    if len(bad) > allowed * num_samples:
+        raise RunError(
+            f"{len(bad)} of {num_samples} samples are bad, more than the {allowed:.2%} of "
+            f"--max_bad_fraction: {' '.join(bad[:5])}"
         )
 
 
-def report_progress(pairs: Iterable[readers.Pair], *, num_expected: int) -> Iterator[readers.Pair]:
-    """Pass pairs on, showing rate and time left: a bar on a terminal, else a line now and then."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        yield from tqdm(pairs, total=num_expected, unit=" images")
-        return
-    started_s = last_line_s = time.monotonic()
-    for num_read, pair in enumerate(pairs):
-        yield pair
-        now_s = time.monotonic()
-        if now_s - last_line_s >= LINE_INTERVAL_S:
-            last_line_s = now_s
-            rate = (num_read + 1) / (now_s - started_s)
-            left_s = max(num_expected - num_read - 1, 0) / rate
-            state = f"{num_read + 1} of {num_expected} images, {rate:.1f} images/s"
-            print(f"{state}, {left_s:.0f} s left", file=sys.stderr)
-
-
-def _reserve(out: Path) -> Path:
-    """Make and return ``OUT.partial``."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _check_flags(flags: argparse.Namespace) -> None:
+    bounds = {"max_samples": 1, "samples_per_shard": 1, "num_workers": 0}
+    for name, smallest in bounds.items():
+        value = getattr(flags, name)
+        if value is not None and value < smallest:
+            raise ConfigError(
+                "Too small", value=value, allowed=f"{smallest} or more", flag=f"--{name}"
+            )
+    if (flags.samples_per_shard or 0) > MAX_ROWS_PER_CHUNK:
         raise ConfigError(
-            "The output exists", value=str(out), allowed="a new or an empty folder", flag="OUT"
+            "Too many samples per shard",
+            value=flags.samples_per_shard,
+            allowed=f"at most {MAX_ROWS_PER_CHUNK}",
+            flag="--samples_per_shard",
         )
-    partial = out.with_name(out.name + ".partial")
+    if not 0 <= flags.max_bad_fraction <= 1:
+        raise ConfigError(
+            "No fraction",
+            value=flags.max_bad_fraction,
+            allowed="0 to 1",
+            flag="--max_bad_fraction",
+        )
+    if flags.latents == "precomputed" and flags.target_format in FILE_FORMATS:
+        raise ConfigError(
+            "Latents have no form in this format",
+            value=flags.target_format,
+            allowed="mds or parquet",
+            flag="--to",
+        )
+
+
+def _parse_filters(text: str) -> dict[str, str]:
+    import yaml
+
     try:
-        partial.mkdir(parents=True)
-    except FileExistsError as error:
-        raise ConfigError(
-            "Another conversion to this folder is running, or was stopped and left its shards",
-            value=str(partial),
-            allowed="delete that folder if nothing runs, or take another name",
-            flag="OUT",
-        ) from error
-    return partial
+        filters = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"no YAML: {error}") from error
+    if not isinstance(filters, dict) or not all(isinstance(c, str) for c in filters.values()):
+        raise argparse.ArgumentTypeError('write {field: "<=0.5", other: ">=512"}')
+    return {str(name): condition for name, condition in filters.items()}
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m sdbench convert",
-        description="Turn WebDataset tars, or a folder of images with captions, into MDS shards.",
+        description="Turn a data set of images with captions, or of latents, into another format.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="a tar, tars in braces, or a folder")
+    stored = [name for name, source in SOURCES.items() if source.open]
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder, file or URL; several in braces; pipe:COMMAND"
+    )
     parser.add_argument("out", metavar="OUT", help="folder of the new data set")
     parser.add_argument(
-        "--format",
-        choices=("auto", "webdataset", "folder"),
+        "--from",
+        dest="source_format",
+        choices=("auto", *stored),
         default="auto",
-        help="what SOURCE is; auto takes a folder without tars for a folder of images",
+        help="format of SOURCE (default: auto, told from the names of files)",
     )
     parser.add_argument(
-        "--shard_size_mib", type=int, default=64, help="size of a shard file (default: 64)"
+        "--to",
+        dest="target_format",
+        choices=tuple(FORMATS),
+        default="mds",
+        help="format of OUT (default: mds)",
     )
-    parser.add_argument("--max_images", type=int, help="stop after so many pairs (default: all)")
     parser.add_argument(
-        "--skip_bad",
-        action="store_true",
-        help="leave out pairs that cannot be used, and report them (default: stop at the first)",
+        "--samples_per_shard",
+        type=int,
+        metavar="N",
+        help=f"samples of SOURCE that make a file of OUT (default: for about {NUM_SHARDS_WANTED} "
+        f"files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
+    )
+    parser.add_argument(
+        "--num_workers",
+        type=int,
+        metavar="N",
+        help="processes that share the work; 0 for none (default: one per core if it takes long)",
+    )
+    parser.add_argument(
+        "--on_bad_sample",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
+    )
+    parser.add_argument(
+        "--max_bad_fraction",
+        type=float,
+        metavar="X",
+        default=0.01,
+        help="share of bad samples above which skipping gives up (default: 0.01)",
+    )
+    parser.add_argument(
+        "--max_samples", type=int, metavar="N", help="take only the first N (default: all)"
+    )
+    parser.add_argument(
+        "--latents",
+        choices=("online", "precomputed"),
+        default="online",
+        help="what SOURCE holds: images, or latents, of which every resolution is taken over "
+        "(default: online, images)",
+    )
+    parser.add_argument(
+        "--text_embedding_dim",
+        type=int,
+        metavar="N",
+        default=1024,
+        help="width of the text embeddings of latents (default: 1024, SD 2)",
+    )
+    parser.add_argument(
+        "--filters",
+        type=_parse_filters,
+        metavar="YAML",
+        default={},
+        help="take only those WebDataset samples whose json meets the conditions, e.g. "
+        "'{pwatermark: \"<=0.5\"}'",
+    )
+    parser.add_argument(
+        "--class_prompts",
+        metavar="FILE",
+        help="JSON file of a caption for each class number (WebDataset member cls)",
+    )
+    parser.add_argument(
+        "--local",
+        metavar="CACHE",
+        help="folder for copies of what a URL names (default: temporary)",
     )
     return parser.parse_args(argv)

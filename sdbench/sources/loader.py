@@ -7,86 +7,216 @@ suite delivers through `CheckedLoader`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sdbench.errors import RunError
+from sdbench.sources.batches import PHASES, Batch, Batches, BatchReport
 from sdbench.sources.config import SourceConfig
+from sdbench.sources.order import EpochOrder, Keys
+from sdbench.sources.slots import Received
+from sdbench.sources.watchdog import time_limit
 
-# A worker that has been silent for this long is taken for stuck. A batch takes well under a
-# second to decode, and a shard of 64 MiB about a minute at 10 Mbit/s.
-WATCHDOG_TIMEOUT_S = 120
+# Bad samples that are named as they are met; the others are only counted.
+NUM_BAD_NAMED = 5
 
-_RUN_ERROR = f"{RunError.__module__}.{RunError.__qualname__}"
+_RUN_ERROR = f"{RunError.__module__}.{RunError.__qualname__}: "
+
+
+class Order(Protocol):
+    """Who decides which samples come, and remembers where an epoch stands."""
+
+    def epoch_ended(self) -> None:
+        """All batches of the epoch have been delivered."""
+        ...
+
+    def state(self, *, num_images: int) -> dict[str, Any]:
+        """What `resume` needs after `num_images` of this epoch on all ranks."""
+        ...
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken."""
+        ...
+
+
+@dataclass
+class LoaderStats:
+    """What a loader has delivered since it was built, or since `reset`.
+
+    Attributes:
+        num_images_delivered: Images handed out.
+        num_bad_samples: Samples among them that could not be used and had a stand-in.
+        num_dropped_samples: Samples that a filter left out of the data set; not reset.
+        bytes_read: Bytes of the stored samples.
+        seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
+    """
+
+    num_images_delivered: int = 0
+    num_bad_samples: int = 0
+    num_dropped_samples: int = 0
+    bytes_read: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def add(self, report: BatchReport) -> None:
+        """Count a batch."""
+        self.num_images_delivered += report.num_images
+        self.num_bad_samples += len(report.bad)
+        self.bytes_read += report.bytes_read
+        for name, seconds in report.seconds.items():
+            self.seconds[name] += seconds
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.__init__(num_dropped_samples=self.num_dropped_samples)
 
 
 class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
     Attributes:
-        num_images_delivered: Images handed out since the loader was built.
+        stats: What has been delivered.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
+        batches: Batches,
+        order: Order,
         config: SourceConfig,
-        sampler: Sampler | None = None,
-        timeout_s: float = WATCHDOG_TIMEOUT_S,
     ) -> None:
         """Set the loader up as `config` says.
 
         Args:
-            dataset: This rank's samples; its length (or the sampler's) is what an epoch must
-                deliver, rounded down to whole batches.
+            dataset: Gives keys: an iterable one this rank's, one after the other; a map-style one
+                whatever `order` asks for.
+            batches: Makes a batch of keys.
+            order: Knows which samples come; for a map-style data set it is the sampler.
             config: Batch size, workers and the like.
-            sampler: Order of a map-style data set.
-            timeout_s: Silence after which workers are taken for stuck. Without workers nothing
-                can watch the training process, which loads by itself.
         """
         super().__init__(
             dataset,
-            sampler=sampler,
-            timeout=timeout_s if config.num_workers else 0,
+            sampler=None if isinstance(dataset, IterableDataset) else order,
+            collate_fn=batches,
+            timeout=config.data_timeout_s if config.num_workers else 0,
             **config.loader_options(),
         )
-        self.num_images_delivered = 0
+        self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
+        self._config = config
+        self._order = order
+        self._received = Received()
+        self._num_in_epoch = 0
+        self._num_resumed = 0
+
+    @property
+    def num_images_delivered(self) -> int:
+        """Images handed out since the loader was built."""
+        return self.stats.num_images_delivered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, the same on every rank."""
+        return self._order.state(num_images=self._num_in_epoch * self._config.world_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken: the next epoch has the remaining batches only.
+
+        Args:
+            state: What `state_dict` gave, with the same data, seed and global batch.
+        """
+        self._order.resume(state)
+        self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the batches of one epoch.
 
         Raises:
-            RunError: The loader failed, was silent for too long, or ended its epoch early.
+            RunError: The loader failed, was silent for too long, or ended its epoch early; or too
+                many samples are bad.
         """
-        delivered_in_epoch = 0
-        batches = super().__iter__()
-        while (batch := self._next(batches, delivered_in_epoch)) is not None:
-            num_images = len(next(iter(batch.values())))
-            delivered_in_epoch += num_images
-            self.num_images_delivered += num_images
-            yield batch
+        self._num_in_epoch, self._num_resumed = self._num_resumed, 0
         expected = len(self) * self.batch_size
-        if delivered_in_epoch != expected:
+        num_bad = 0
+        batches = None
+        while True:
+            with self._limit():
+                # Not before: starting the workers may get stuck as well.
+                batches = super().__iter__() if batches is None else batches
+                batch = self._next(batches)
+            if batch is None:
+                break
+            self._num_in_epoch += batch.report.num_images
+            self.stats.add(batch.report)
+            num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
+            yield self._own(batch)
+        if self._num_in_epoch != expected:
             raise RunError(
                 f"The data ended early: an epoch of this rank has {expected} images, and "
-                f"{delivered_in_epoch} were delivered. A shard is missing or damaged, or a "
-                "download failed; the log above may name it."
+                f"{self._num_in_epoch} were delivered. A shard is missing or damaged, or a "
+                "download failed; the log above may name it.",
+                status="invalid",
             )
+        self._order.epoch_ended()
+        self._num_in_epoch = 0
 
-    def _next(self, batches: Iterator, delivered_in_epoch: int) -> dict | None:
+    def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The batch's tensors, out of the memory that their worker writes to again."""
+        # Page-locked tensors are copies already.
+        if batch.report.slot is None or self.pin_memory:
+            return batch.tensors
+        return self._received.copy(batch.tensors, slot=batch.report.slot)
+
+    def _limit(self):
+        """A limit for a process that loads by itself; workers are watched by torch's timeout."""
+        # Starting workers and their first batch count as one wait, hence twice the time.
+        factor = 2 if self.num_workers else 1
+        return time_limit(
+            factor * self._config.data_timeout_s, message=self._describe_silence("no batch")
+        )
+
+    def _describe_silence(self, what: str) -> str:
+        return (
+            f"The data loader gave {what} for {self._config.data_timeout_s:g} s, after "
+            f"{self._num_in_epoch} images of this epoch: a download or a disk is stuck. "
+            "--data_timeout_s sets how long to wait."
+        )
+
+    def _next(self, batches: Iterator) -> Batch | None:
         """The next batch, or None at the end; torch's loader errors come out as RunError."""
         try:
             return next(batches, None)
         except RunError as error:
             # From a worker it arrives with its traceback in the message; the last line says it.
-            sentence = str(error).strip().splitlines()[-1].removeprefix(f"{_RUN_ERROR}: ")
+            sentence = str(error).strip().splitlines()[-1].removeprefix(_RUN_ERROR)
             raise RunError(sentence) from error
         except RuntimeError as error:
-            # torch says so both when the timeout has passed and when a worker has been killed.
+            if "timed out" in str(error):
+                raise RunError(self._describe_silence("no batch")) from error
+            # torch says so when a worker has been killed.
             raise RunError(
-                f"The data loader failed after {delivered_in_epoch} images of this epoch "
-                f"({self.num_workers} workers, timeout {self.timeout} s): {error}"
+                f"The data loader failed after {self._num_in_epoch} images of this epoch "
+                f"({self.num_workers} workers): {error}"
             ) from error
+
+    def _check_bad(self, report: BatchReport, *, num_bad: int, expected: int) -> int:
+        """Count an epoch's bad samples, name the first ones, and stop when there are too many."""
+        for sentence in report.bad[: max(NUM_BAD_NAMED - num_bad, 0)]:
+            print(f"Skipped a bad sample: {sentence}", file=sys.stderr)
+        num_bad += len(report.bad)
+        limit = self._config.max_bad_fraction
+        if num_bad > limit * expected:
+            raise RunError(
+                f"{num_bad} samples of this epoch are bad, more than {limit:.2%} of {expected} "
+                f"(--max_bad_fraction), the last: {report.bad[-1]}"
+            )
+        return num_bad
+
+
+def build_from_records(batches: Batches, *, config: SourceConfig) -> CheckedLoader:
+    """Build the loader of samples that can be read by number in any order."""
+    order = EpochOrder(batches.blocks, config=config)
+    return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)

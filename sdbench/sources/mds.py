@@ -1,170 +1,214 @@
-"""How does a trainer read an MDS data set of images and captions, and notice when it cannot?
+"""How does a trainer read an MDS data set, and notice when it cannot?
 
+Streaming decides the order and downloads ahead; samples are read by sdbench/sources/mds_shards.py.
 Streaming gives each rank its share by the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
 LOCAL_WORLD_SIZE, which every launcher sets, not by arguments.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from streaming import Stream, StreamingDataset
-from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, SHM_TO_CLEAN
+from PIL import Image
+from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
-from streaming.base.distributed import get_local_rank, get_world_size, maybe_init_dist
+from streaming.base.distributed import get_world_size, maybe_init_dist
 from streaming.base.world import World
 
-from sdbench.errors import RunError
-from sdbench.sources.checks import check_enough_samples, locate_mds
+from sdbench.sources.batches import make_batches
+from sdbench.sources.checks import check_enough_samples
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.loader import CheckedLoader
+from sdbench.sources.loader import CheckedLoader, build_from_records
+from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
+from sdbench.sources.order import Key
+from sdbench.sources.shared_memory import remove_stale_shared_memory
 from sdbench.sources.tokenizer import CaptionTokenizer
-from sdbench.sources.transforms import decode_image, to_float
+from sdbench.sources.transforms import decode_image, to_rgb
 
-SHARED_MEMORY_FOLDER = Path("/dev/shm")
+# Its tokenizer is the vocabulary that we carry; the model itself has been taken off its hub.
+SD2_BASE = "stabilityai/stable-diffusion-2-base"
 
 
-class StreamingImageCaptionDataset(StreamingDataset):
-    """Shuffled images and captions of this rank, from MDS columns ``jpg`` and ``caption``.
+class CheckedStreamingDataset(StreamingDataset):
+    """A StreamingDataset whose failures reach the one who waits for the sample."""
 
-    An epoch has the largest whole number of global batches, so that all ranks get different
-    samples and equally many (Streaming would repeat some); each epoch leaves out others.
-    """
-
-    def __init__(
-        self,
-        *,
-        remote: str | None,
-        local: str,
-        config: SourceConfig,
-        tokenizer: CaptionTokenizer,
-    ) -> None:
-        """Read the index and register with the other ranks of this machine.
-
-        Args:
-            remote: Where shards are downloaded from, or None to read `local` in place.
-            local: Where shards lie or are kept.
-            config: Batch size, image size, seed and the like.
-            tokenizer: Turns a caption into token ids.
-
-        Raises:
-            ConfigError: The data set has fewer samples than one global batch.
-        """
-        assert config.world_size == get_world_size(), "Streaming shards by the environment"
-        self.image_size = config.image_size
-        self.image_dtype = config.image_dtype
-        self.tokenizer = tokenizer
+    def __init__(self, **options: Any) -> None:
+        self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
         remove_stale_shared_memory()
-        # What is read in place cannot be downloaded again: trying would delay the error.
-        num_attempts = 1 if remote is None else 2
-        stream = Stream(
-            remote=remote, local=local, download_retry=num_attempts, download_timeout=60
-        )
-        num_samples = sum(map(len, stream.get_shards(World.detect(), False)))
-        check_enough_samples(config, num_samples=num_samples)
-        super().__init__(
-            streams=[stream],
-            epoch_size=num_samples // config.global_batch_size * config.global_batch_size,
-            batch_size=config.device_batch_size,
-            shuffle=True,
-            shuffle_seed=config.seed,
-        )
+        super().__init__(**options)
         if joined_here:
             torch.distributed.destroy_process_group()
 
-    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, torch.Tensor]:
-        """Read, decode and tokenize one sample.
-
-        Returns:
-            ``{image: (3, S, S) uint8 or float32, input_ids: (77,) int64}``.
-
-        Raises:
-            RunError: The sample cannot be read; its shard is named.
-        """
-        try:
-            sample = super().get_item(sample_id, retry)
-            image = decode_image(sample["jpg"], image_size=self.image_size)
-        except Exception as error:
-            raise RunError(self._describe_failure(sample_id, error)) from error
-        if self.image_dtype == "float32":
-            image = to_float(image)
-        input_ids: np.ndarray = self.tokenizer(sample["caption"])
-        return {"image": torch.from_numpy(image), "input_ids": torch.from_numpy(input_ids)}
-
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Make a shard available, so that a failure reaches the one who waits for the sample.
+        """Make a shard available.
 
         Streaming calls this from background threads too (`blocking` is False there), where an
         exception ends the epoch early without a word and leaves the shard marked as being
         prepared, so that other workers wait for ever. Marked as present instead, the shard's file
-        is missed by whoever reads the sample: `get_item` then calls here again, and raises.
+        is missed by whoever reads the sample, who then calls here again, and raises.
+
+        Streaming takes a file lock here for every sample that it looks ahead, which halves the rate
+        of latents; a shard that this process has found present is not asked for again.
         """
+        if shard_id in self._prepared and not blocking:
+            return
         try:
             super().prepare_shard(shard_id, blocking)
         except Exception:
             self._shard_states[shard_id] = _ShardState.LOCAL
             if blocking:
                 raise
-
-    def _describe_failure(self, sample_id: int, error: Exception) -> str:
-        shard_id, _ = self.spanner[sample_id]
-        raw_file, _ = self.shards[shard_id].file_pairs[0]
-        path = Path(self.streams[0].local, raw_file.basename)
-        on_disk = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
-        reason = " ".join(str(error).split())
-        return (
-            f"Sample {sample_id} cannot be read from shard {path} (on disk: {on_disk}; "
-            f"{raw_file.bytes} bytes by the index): {type(error).__name__}: {reason}"
-        )
+        else:
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
 
 
-def remove_stale_shared_memory() -> None:
-    """Remove what killed runs left behind, which would stop this one.
+class KeyStream(CheckedStreamingDataset):
+    """The keys of this rank's samples in Streaming's order, their shards downloaded ahead.
 
-    Streaming refuses a cache folder that a registration in shared memory names, even when the run
-    that registered it is dead. Its own `clean_stale_shared_memory` removes those of living runs as
-    well; here a registration is stale only when no process on this machine has it mapped. Local
-    rank 0 does it, before any rank looks, and the others wait. Linux only: elsewhere shared memory
-    is not visible as files, and nothing is removed. Processes of other containers that share
-    /dev/shm cannot be seen: give each container its own.
+    An epoch has the largest whole number of global batches, so that all ranks get different
+    samples and equally many (Streaming would repeat some); each epoch leaves out others.
     """
-    if get_local_rank() == 0 and SHARED_MEMORY_FOLDER.is_dir():
-        pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHM_TO_CLEAN)})")
-        in_use = mapped_prefixes()
-        for path in SHARED_MEMORY_FOLDER.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match and match[1] not in in_use and path.stat().st_uid == os.getuid():
-                path.unlink(missing_ok=True)
-                for name in (BARRIER_FILELOCK, CACHE_FILELOCK):
-                    Path(tempfile.gettempdir(), f"{match[1]}_{name}").unlink(missing_ok=True)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
+
+    def __init__(self, *, config: SourceConfig) -> None:
+        """Read the indexes and register with the other ranks of this machine.
+
+        Args:
+            config: Places, batch size, seed and the like.
+
+        Raises:
+            ConfigError: The data set has fewer samples than one global batch.
+        """
+        assert config.world_size == get_world_size(), "Streaming shards by the environment"
+        streams = make_streams(config)
+        super().__init__(
+            streams=streams,
+            epoch_size=_epoch_size(streams, config=config),
+            batch_size=config.device_batch_size,
+            shuffle=config.shuffle,
+            shuffle_seed=config.seed,
+        )
+        self.records = MdsRecords(
+            streams,
+            self.shards,
+            stream_of_shard=self.stream_per_shard.tolist(),
+            config=config,
+            prepare=self.prepare_shard,
+        )
+        self._epoch = 0
+
+    def __getitem__(self, index: int) -> Key:
+        return Key(self._epoch, int(index))
+
+    def _resume_incr_epoch(self) -> tuple[int, int]:
+        # Called by each worker as it begins an epoch; `next_epoch` may be a step ahead or behind.
+        epoch, num_samples = super()._resume_incr_epoch()
+        self._epoch = epoch
+        return epoch, num_samples
+
+    def epoch_ended(self) -> None:
+        """Nothing to do: Streaming counts its epochs as they begin."""
+
+    def state(self, *, num_images: int) -> dict[str, Any]:
+        """What `resume` needs after `num_images` of this epoch have been delivered on all ranks."""
+        return {"num_images": num_images, "streaming": self.state_dict(num_images, True)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken."""
+        self.load_state_dict(state["streaming"])
 
 
-def mapped_prefixes() -> set[str]:
-    """The six-digit prefixes of Streaming's shared memory that living processes have mapped."""
-    prefixes = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            text = maps.read_text(errors="replace")
-        except OSError:
-            # The process has ended meanwhile, or is another user's, whose files we leave alone.
-            continue
-        prefixes.update(re.findall(rf"{SHARED_MEMORY_FOLDER}/(\d{{6}})_", text))
-    return prefixes
+def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
+    num_samples = sum(
+        len(shard) for stream in streams for shard in stream.get_shards(World.detect(), False)
+    )
+    check_enough_samples(config, num_samples=num_samples)
+    return num_samples // config.global_batch_size * config.global_batch_size
+
+
+class StreamingLAIONDataset(CheckedStreamingDataset):
+    """Images and token ids one by one, with the arguments of mosaicml/diffusion-benchmark.
+
+    For one's own loop; `sources.build` makes whole batches, several times faster. A sample is
+    ``{image, input_ids: (77,) int64}``; without a `transform` the image is (3, S, S) uint8.
+    """
+
+    def __init__(
+        self,
+        remote: str | None,
+        local: str,
+        split: str | None,
+        shuffle: bool,
+        tokenizer_name_or_path: str = SD2_BASE,
+        transform: Callable[[Image.Image], Any] | None = None,
+        predownload: int | None = 100_000,
+        download_retry: int = 2,
+        download_timeout: float = 120,
+        batch_size: int | None = None,
+        *,
+        image_size: int = 512,
+    ) -> None:
+        """Read the index.
+
+        Args:
+            remote: Folder or URL of the data set, or None to read `local` in place.
+            local: Where shards lie or are kept.
+            split: Sub-folder of the data set, or None.
+            shuffle: Whether each epoch has an order of its own.
+            tokenizer_name_or_path: Folder of a model with a sub-folder ``tokenizer``; the default
+                needs none.
+            transform: Makes the sample's image of an RGB picture; None for the largest centred
+                square, resized.
+            predownload: Samples to download ahead.
+            download_retry: Attempts after the first.
+            download_timeout: Seconds for one shard.
+            batch_size: Of the loader that reads it.
+            image_size: Side in pixels, without a `transform`.
+        """
+        super().__init__(
+            remote=remote,
+            local=local,
+            split=split,
+            shuffle=shuffle,
+            predownload=predownload,
+            download_retry=download_retry,
+            download_timeout=download_timeout,
+            batch_size=batch_size,
+        )
+        self._transform = transform
+        self._image_size = image_size
+        self._tokenizer = CaptionTokenizer(pad_token_id=0)
+        if tokenizer_name_or_path != SD2_BASE:
+            self._tokenizer = CaptionTokenizer(
+                folder=Path(tokenizer_name_or_path, "tokenizer"), pad_token_id=0
+            )
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        if self._transform is None:
+            image = torch.from_numpy(decode_image(sample["jpg"], image_size=self._image_size))
+        else:
+            with Image.open(io.BytesIO(sample["jpg"])) as picture:
+                image = self._transform(to_rgb(picture))
+        input_ids = torch.from_numpy(self._tokenizer([sample["caption"]])[0])
+        return {"image": image, "input_ids": input_ids}
 
 
 def build(config: SourceConfig) -> CheckedLoader:
-    """Build the loader of `sources.build` for an MDS data set."""
-    remote, local = locate_mds(remote=config.remote, local=config.local)
-    tokenizer = CaptionTokenizer(folder=config.tokenizer_folder, pad_token_id=config.pad_token_id)
-    dataset = StreamingImageCaptionDataset(
-        remote=remote, local=local, config=config, tokenizer=tokenizer
-    )
-    return CheckedLoader(dataset, config=config)
+    """Build the loader of `sources.build` for MDS data.
+
+    One data set in its stored order is read by number: of an epoch that is no whole number of
+    global batches Streaming would leave out any samples, not the last ones. A shard is then copied
+    when it is reached, not ahead.
+    """
+    if not config.shuffle and config.streams is None:
+        batches = make_batches(open_records(config), config=config)
+        return build_from_records(batches, config=config)
+    stream = KeyStream(config=config)
+    batches = make_batches(stream.records, config=config)
+    return CheckedLoader(stream, batches=batches, order=stream, config=config)

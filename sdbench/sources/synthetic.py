@@ -7,10 +7,13 @@ become what is measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
+from sdbench.sources.batches import Batches, BatchReport, GoodBatch
 from sdbench.sources.config import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -19,7 +22,8 @@ from sdbench.sources.config import (
     VOCABULARY_SIZE,
     SourceConfig,
 )
-from sdbench.sources.loader import CheckedLoader
+from sdbench.sources.loader import CheckedLoader, build_from_records
+from sdbench.sources.order import Key
 from sdbench.sources.transforms import to_float
 
 # Distinct samples per rank. 64 images of 512 px take 50 MB as uint8 and 201 MB as float32.
@@ -116,22 +120,43 @@ def draw_latents(
     }
 
 
+class SyntheticBatches(Batches):
+    """Batches of a synthetic data set, gathered in one copy."""
+
+    def __init__(self, *, config: SourceConfig) -> None:
+        """Draw this rank's samples.
+
+        Args:
+            config: Sizes, seed, rank and the like.
+        """
+        dataset = SyntheticImageCaptionDataset(
+            image_size=config.image_size,
+            seed=config.seed,
+            rank=config.rank,
+            num_images=config.num_images or NUM_SYNTHETIC_IMAGES,
+            image_dtype=config.image_dtype,
+            latents=config.latents,
+            text_embedding_dim=config.text_embedding_dim,
+        )
+        super().__init__(blocks=[len(dataset)], config=config)
+        self._samples = dataset.samples
+
+    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+        """Gather the samples; none is ever bad."""
+        report = BatchReport(num_images=len(keys))
+        with report.phase("collate"):
+            tensors, report.slot = self._slots.take(
+                {
+                    name: ((len(keys), *values.shape[1:]), values.dtype)
+                    for name, values in self._samples.items()
+                }
+            )
+            drawn = torch.tensor([key.index % NUM_DISTINCT for key in keys])
+            for name, values in self._samples.items():
+                torch.index_select(values, 0, drawn, out=tensors[name])
+        return GoodBatch(tensors, list(keys), report)
+
+
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `sources.build` for synthetic data."""
-    dataset = SyntheticImageCaptionDataset(
-        image_size=config.image_size,
-        seed=config.seed,
-        rank=config.rank,
-        num_images=config.num_images or NUM_SYNTHETIC_IMAGES,
-        image_dtype=config.image_dtype,
-        latents=config.latents,
-        text_embedding_dim=config.text_embedding_dim,
-    )
-    sampler = DistributedSampler(
-        dataset,
-        num_replicas=config.world_size,
-        rank=config.rank,
-        seed=config.seed,
-        drop_last=True,
-    )
-    return CheckedLoader(dataset, config=config, sampler=sampler)
+    return build_from_records(SyntheticBatches(config=config), config=config)

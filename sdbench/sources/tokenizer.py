@@ -11,6 +11,7 @@ import functools
 import gzip
 import json
 import tempfile
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -25,7 +26,7 @@ EOS_TOKEN = "<|endoftext|>"
 
 
 class CaptionTokenizer:
-    """A callable that turns one caption into 77 token ids: bos, the caption, eos, padding."""
+    """A callable that turns captions into 77 token ids each: bos, the caption, eos, padding."""
 
     def __init__(self, *, folder: Path | None = None, pad_token_id: int) -> None:
         """Load the tokenizer.
@@ -41,15 +42,17 @@ class CaptionTokenizer:
         else:
             self._tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
 
-    def __call__(self, caption: str) -> np.ndarray:
-        """Tokenize one caption.
+    def __call__(self, captions: Sequence[str]) -> np.ndarray:
+        """Tokenize the captions of a batch.
 
         Returns:
-            (77,) int64. A longer caption is cut so that eos is still the last id.
+            (B, 77) int64. A longer caption is cut so that eos is still the last id.
         """
-        ids = self._tokenizer(caption, truncation=True, max_length=NUM_TOKENS)["input_ids"]
-        padded = np.full(NUM_TOKENS, self.pad_token_id, dtype=np.int64)
-        padded[: len(ids)] = ids
+        padded = np.full((len(captions), NUM_TOKENS), self.pad_token_id, dtype=np.int64)
+        if captions:
+            encoded = self._tokenizer(list(captions), truncation=True, max_length=NUM_TOKENS)
+            for row, ids in zip(padded, encoded["input_ids"], strict=True):
+                row[: len(ids)] = ids
         return padded
 
 

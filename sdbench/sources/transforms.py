@@ -1,35 +1,94 @@
 """How does an image file become a training sample?
 
-Every image mode becomes RGB, the largest centred square is cut out (never squashed), and that is
-resized. PIL and numpy only.
+Every image mode becomes RGB, the largest square is cut out (never squashed), and that is resized
+with antialiasing.
+
+Milliseconds per picture on one core of a Xeon (medians of 9 x 10 pictures of OpenMoji, 640 px):
+
+    decode                JPEG  PNG   WebP    resize to 500 px, bicubic, antialias
+    PIL                   1.25  1.95  2.32    3.1
+    torchvision, torch    0.65  1.34  1.17    0.93
+
+so torchvision decodes what it decodes as PIL does, and torch resizes. PIL does the rest: whatever
+has transparency, a palette, a colour profile or an orientation, and JPEG files at least twice as
+large as needed, which it can decode at a half, a quarter or an eighth of their size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+import torch
+from PIL import ExifTags, Image, ImageOps
+from torchvision.io import ImageReadMode
+from torchvision.io import decode_image as decode_with_torchvision
+
+# Kinds that torchvision turns into the same RGB as PIL.
+FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
+
+# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
+MAX_PIXELS = 256 * 2**20 // 3
+
+Phase = Callable[[str], AbstractContextManager[None]]
 
 
-def decode_image(data: bytes, *, image_size: int) -> np.ndarray:
+class Square(NamedTuple):
+    """The largest square of a picture."""
+
+    left: int
+    top: int
+    side: int
+
+
+def _untimed(name: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def decode_image(
+    data: bytes,
+    *,
+    image_size: int,
+    crop: tuple[float, float] | None = None,
+    flip: bool = False,
+    phase: Phase = _untimed,
+) -> np.ndarray:
     """Decode any image file that PIL reads.
 
     Args:
         data: The file's bytes.
         image_size: Side of the result in pixels.
+        crop: Where the largest square is cut out along each side, from 0 (left, top) to 1; None for
+            the centre.
+        flip: Whether to mirror the picture.
+        phase: Is called with ``decode`` and ``transform``; what it returns is entered while that
+            goes on.
 
     Returns:
         (3, image_size, image_size) uint8, RGB.
 
     Raises:
         OSError: The bytes are no image, or a truncated one.
+        ValueError: The image has too many pixels.
     """
-    with Image.open(io.BytesIO(data)) as image:
-        upright = ImageOps.exif_transpose(image)
-        square = crop_to_square(to_rgb(upright))
-    resized = square.resize((image_size, image_size), Image.Resampling.BICUBIC)
-    return np.ascontiguousarray(np.asarray(resized).transpose(2, 0, 1))
+    with phase("decode"), _open(data) as image:
+        if is_fast(image, image_size=image_size):
+            picture = _decode_fast(data)
+        else:
+            picture = _decode_any(image, image_size=image_size)
+    with phase("transform"):
+        left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
+        square = picture[:, top : top + side, left : left + side]
+        if side != image_size:
+            square = torch.nn.functional.interpolate(
+                square[None], size=(image_size, image_size), mode="bicubic", antialias=True
+            )[0]
+        array = square.numpy()
+        return np.ascontiguousarray(array[:, :, ::-1] if flip else array)
 
 
 def measure_image(data: bytes) -> tuple[int, int]:
@@ -37,10 +96,73 @@ def measure_image(data: bytes) -> tuple[int, int]:
 
     Raises:
         OSError: The bytes are no image, or a truncated one.
+        ValueError: The image has too many pixels.
     """
-    with Image.open(io.BytesIO(data)) as image:
-        image.load()
+    with _open(data) as image:
+        _load(image)
         return ImageOps.exif_transpose(image).size
+
+
+def is_fast(image: Image.Image, *, image_size: int) -> bool:
+    """Whether torchvision decodes this file as PIL would, and PIL could not do with a part of it.
+
+    Args:
+        image: Opened, not loaded.
+        image_size: Side of the square that is wanted.
+    """
+    if image.format == "JPEG" and min(image.size) >= 2 * image_size:
+        return False
+    return (
+        (image.format, image.mode) in FAST_KINDS
+        and not image.has_transparency_data
+        # libpng prints a warning for each file with a profile that it does not like.
+        and "icc_profile" not in image.info
+        and ("exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1)
+    )
+
+
+def find_square(width: int, height: int, *, crop: tuple[float, float] | None) -> Square:
+    """The largest square of a picture: in the centre, or where `crop` says."""
+    side = min(width, height)
+    if crop is None:
+        return Square((width - side) // 2, (height - side) // 2, side)
+    return Square(round(crop[0] * (width - side)), round(crop[1] * (height - side)), side)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from error
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
+    return image
+
+
+def _decode_fast(data: bytes) -> torch.Tensor:
+    """(3, H, W) uint8; rows of pixels in memory, as the decoder wrote them."""
+    # A copy, because torch warns of memory that it must not write to.
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        return decode_with_torchvision(encoded, mode=ImageReadMode.RGB)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+def _decode_any(image: Image.Image, *, image_size: int) -> torch.Tensor:
+    """(3, H, W) uint8 of any mode, upright, a JPEG no larger than it has to be."""
+    image.draft("RGB", (image_size, image_size))
+    _load(image)
+    rgb = to_rgb(ImageOps.exif_transpose(image))
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+
+
+def _load(image: Image.Image) -> None:
+    try:
+        image.load()
+    except SyntaxError as error:
+        # PIL's word for a broken PNG.
+        raise OSError(str(error)) from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -57,14 +179,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, "white")
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")
-
-
-def crop_to_square(image: Image.Image) -> Image.Image:
-    """Cut out the largest square around the centre."""
-    side = min(image.size)
-    left = (image.width - side) // 2
-    top = (image.height - side) // 2
-    return image.crop((left, top, left + side, top + side))
 
 
 def to_float(image: np.ndarray) -> np.ndarray:

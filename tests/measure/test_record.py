@@ -11,9 +11,21 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from sdbench.errors import ConfigError, RunError
+from sdbench.measure.hardware import as_dict
 from sdbench.measure.provenance import speed_environment
-from sdbench.measure.record import SCHEMA_FILE, OutputLog, RunFolder, load_record, replace_file
+from sdbench.measure.record import (
+    FEED,
+    SCHEMA_FILES,
+    OutputLog,
+    RunFolder,
+    load_record,
+    replace_file,
+)
+from sdbench.outcome import RunRecord, explain
 from tests.machines import make_cpu_machine, make_machine
+from tests.report.test_feed_table import make_config, make_summary
+from tests.schemas import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -72,12 +84,81 @@ def test_a_record_of_another_schema_is_refused(tmp_path):
         load_record(tmp_path)
 
 
+def test_a_record_of_an_unknown_kind_is_refused(tmp_path):
+    replace_file(tmp_path / "record.json", '{"schema_version": 1, "kind": "dream"}')
+    with pytest.raises(ValueError, match="of kind 'dream'; .* reads benchmark, feed, precompute"):
+        load_record(tmp_path)
+
+
+def begin_feed_record(tmp_path):
+    path = RunFolder.create(str(tmp_path), machine="2-core-cpu", name="feed-mds-512px")
+    described = {"config": make_config(), "machine": as_dict(make_cpu_machine())}
+    record = RunRecord(
+        RunFolder(path), kind=FEED, program="data.py", command=["--seed", "1"], described=described
+    )
+    return path, record
+
+
+def test_a_record_of_another_kind_says_so_from_its_first_moment(tmp_path):
+    path, record = begin_feed_record(tmp_path)
+    record.write_unfinished()
+    content = load_record(path)
+    validate(content)
+    assert (content["kind"], content["status"]) == ("feed", "failed")
+    assert content["command"] == ["data.py", "--seed", "1"]
+    assert "still running, or it was killed" in content["reason"]
+
+    ended = record.end_well(summary=make_summary())
+    content = load_record(path)
+    assert content == json.loads(json.dumps(ended))
+    validate(content)
+    assert (content["status"], content["reason"]) == ("ok", None)
+    assert content["duration_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code"),
+    [
+        (RunError("short", status="invalid"), "invalid", 1),
+        (ConfigError("short", value=1, allowed="2", flag="--x"), "failed", 2),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+)
+def test_a_record_of_another_kind_says_how_its_run_ended(tmp_path, error, status, exit_code):
+    path, record = begin_feed_record(tmp_path)
+    failure = explain(error)
+    record.end_badly(failure)
+    content = load_record(path)
+    validate(content)
+    assert (content["status"], failure.exit_code) == (status, exit_code)
+    assert content["reason"] == (str(error) or "Ctrl-C")
+    assert explain(error, rank=3).reason == f"rank 3: {content['reason']}"
+
+
+def test_no_kind_takes_the_record_of_another(tmp_path):
+    path, record = begin_feed_record(tmp_path)
+    content = record.end_well(summary=make_summary())
+    with pytest.raises(jsonschema.ValidationError, match="'dream' was unexpected"):
+        validate({**content, "dream": 1})
+    del content["kind"]
+    with pytest.raises(jsonschema.ValidationError, match="is a required property"):
+        validate(content)
+    with pytest.raises(jsonschema.ValidationError, match="is not of type 'null'"):
+        validate({**load_record(path), "reason": "a reason", "status": "failed"})
+
+
+@pytest.mark.parametrize("path", SCHEMA_FILES.values(), ids=lambda path: path.name)
+def test_every_kind_has_a_schema(path):
+    jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))
+
+
 def test_the_log_holds_what_was_printed_before_its_folder_was_known(tmp_path, capsys):
     log = OutputLog()
     with log.capture():
         print("before")
         log.move_to(tmp_path)
         print("after")
+        sys.stderr.write("\r 50% of a bar")
         print("wrong", file=sys.stderr)
     assert (tmp_path / "stdout.log").read_text() == "before\nafter\nwrong\n"
     assert capsys.readouterr().out == "before\nafter\n"
@@ -130,6 +211,6 @@ def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
 )
 def test_every_published_record_matches_the_schema(path):
     record = load_record(path)
-    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    validate(record)
     assert record["run_id"] == path.parent.name
     assert record["status"] == "ok"

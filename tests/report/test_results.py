@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from sdbench.measure.record import load_record
+import pytest
+
+from sdbench.errors import ConfigError
+from sdbench.measure.record import BENCHMARK, kind_of, load_record
+from sdbench.report import feed_table
 from sdbench.report.publish import (
+    BEGIN_DATA_MARKER,
     BEGIN_MARKER,
+    END_DATA_MARKER,
     END_MARKER,
     format_csv,
     format_markdown,
@@ -12,26 +18,41 @@ from sdbench.report.publish import (
 )
 
 
-def published_records(results):
-    return [load_record(path) for path in sorted((results / "runs").glob("*/record.json"))]
-
-
 def test_the_committed_tables_are_those_of_the_committed_records(repository):
     results = repository / "results"
-    records = published_records(results)
-    assert (results / "throughput.csv").read_text() == format_csv(records)
-    table = f"{BEGIN_MARKER}\n{format_markdown(records)}\n{END_MARKER}"
-    assert table in (results / "README.md").read_text()
+    records = [load_record(path) for path in sorted((results / "runs").glob("*/record.json"))]
+    trained = [record for record in records if kind_of(record) == BENCHMARK]
+    loaded = [record for record in records if kind_of(record) != BENCHMARK]
+    assert (results / "throughput.csv").read_text() == format_csv(trained)
+    assert (results / "data.csv").read_text() == feed_table.format_csv(loaded)
+    text = (results / "README.md").read_text()
+    assert f"{BEGIN_MARKER}\n{format_markdown(trained)}\n{END_MARKER}" in text
+    table = feed_table.format_markdown(loaded)
+    assert f"{BEGIN_DATA_MARKER}\n{table}\n{END_DATA_MARKER}" in text
 
 
-def test_rebuilding_keeps_the_text_around_the_table(tmp_path):
+def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN_MARKER}\nold table\n{END_MARKER}\nafter\n")
+    readme.write_text(
+        f"before\n{BEGIN_MARKER}\nold table\n{END_MARKER}\n"
+        f"between\n{BEGIN_DATA_MARKER}\n{END_DATA_MARKER}\nafter\n"
+    )
     rebuild_tables(tmp_path)
     text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN_MARKER}\n| device |")
-    assert text.endswith(f"{END_MARKER}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN_MARKER}\n| device | ranks |")
+    assert f"{END_MARKER}\nbetween\n{BEGIN_DATA_MARKER}\n| device | cores |" in text
+    assert text.endswith(f"{END_DATA_MARKER}\nafter\n")
     assert "old table" not in text
+
+
+def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN_MARKER}\n{END_MARKER}\n{BEGIN_DATA_MARKER}\nafter\n")
+    before = readme.read_text()
+    with pytest.raises(ConfigError, match="got 'no <!-- end generated: data -->'"):
+        rebuild_tables(tmp_path)
+    assert readme.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def make_record(rate, **config):

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.convert import convert
-from sdbench.sources.readers import Pair
+from tests.sources import datasets
 
 
 def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
@@ -36,15 +35,9 @@ def encoded():
 
 @pytest.fixture
 def mds_folder(tmp_path):
-    """49 samples, number i grey of value 5 i, in shards of 1 MiB with about 16 samples each."""
-    padding = b"\0" * 65_000  # After the end of a PNG nothing is read.
-    pairs = [
-        Pair(name=str(i), image=make_png(5 * i) + padding, caption=f"picture {i}")
-        for i in range(49)
-    ]
+    """49 samples, number i grey of value 5 i, in four shards."""
     folder = tmp_path / "pairs"
-    convert(pairs, folder, shard_size_mib=1)
-    assert len(list(folder.glob("*.mds"))) == 4
+    datasets.write_mds(folder)
     return folder
 
 

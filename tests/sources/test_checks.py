@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sdbench import sources
+from sdbench.config import FIELDS
 from sdbench.errors import ConfigError
-from sdbench.sources.checks import locate_mds
 
 NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "local": None}
 
@@ -39,22 +39,12 @@ def test_resolve_format(given, expected):
         ({"data_format": "mds", "use_synth_data": True}, "name different sources: got 'mds'"),
         ({"remote": "x", "use_synth_data": True}, "a data folder was given too: got 'x'"),
         ({"local": "x", "data_format": "synthetic"}, "a data folder was given too: got 'x'"),
-        ({"data_format": "mds"}, "MDS data needs a folder: .*change it with --remote or --local"),
+        ({"data_format": "mds"}, "format mds needs a place: .*change it with --remote or --local"),
     ],
 )
 def test_resolve_format_contradictions(given, message):
     with pytest.raises(ConfigError, match=message):
         sources.resolve_format(**NOTHING | given)
-
-
-def test_places_of_shards():
-    assert locate_mds(remote=None, local="a") == (None, "a")
-    assert locate_mds(remote="a", local=None) == (None, "a")
-    assert locate_mds(remote="a", local="a") == (None, "a")
-    assert locate_mds(remote="a", local="b") == ("a", "b")
-    caches = [locate_mds(remote=f"s3://{name}/laion", local=None) for name in ("x", "y")]
-    assert [remote for remote, _ in caches] == ["s3://x/laion", "s3://y/laion"]
-    assert caches[0][1] != caches[1][1]
 
 
 def test_missing_empty_and_wrong_folders(make_config, tmp_path):
@@ -78,7 +68,7 @@ def test_other_columns(make_config, mds_folder):
     for shard in content["shards"]:
         shard["column_names"] = ["image", "text"]
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="images with captions: got 'mds with columns image, t"):
+    with pytest.raises(ConfigError, match="of images with captions: got 'columns image, text'"):
         sources.check(make_config("mds"))
 
 
@@ -92,16 +82,8 @@ def test_missing_and_truncated_shards(make_config, mds_folder):
         sources.check(make_config("mds"))
 
 
-@pytest.mark.parametrize("name", sorted(sources.SOURCES))
-def test_fewer_samples_than_a_batch(name, make_config):
-    sources.check(make_config(name, device_batch_size=24, world_size=2))
-    message = r"has 49 samples, .*25 per rank x 2 ranks\): got 50; allowed: at most 48; .*--batch_"
-    with pytest.raises(ConfigError, match=message):
-        sources.check(make_config(name, device_batch_size=25, world_size=2))
-
-
 def test_other_mistakes(make_config, tmp_path):
-    with pytest.raises(ConfigError, match="holds no latents: got 'precomputed'"):
+    with pytest.raises(ConfigError, match="holds no latents: got 'columns caption, jpg'"):
         sources.check(make_config("mds", latents="precomputed"))
     with pytest.raises(ConfigError, match=r"holds no tokenizer: .*--model_name"):
         sources.check(make_config("mds", tokenizer_folder=Path(tmp_path)))
@@ -120,3 +102,45 @@ def test_checks_import_neither_torch_nor_streaming(mds_folder):
         "assert not {'torch', 'streaming', 'transformers', 'PIL'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["index.json", "shard.00000.mds"], "mds"),
+        (["shard.00000.mds"], "mds"),
+        (["train/index.json"], "mds"),
+        ([], "mds"),
+        (["00000.tar", "a.txt"], "webdataset"),
+        (["part-0.parquet"], "parquet"),
+        (["a.jpg", "a.txt"], "folder"),
+        (["cats/a.jpg"], "folder"),
+    ],
+)
+def test_a_folders_format_is_told_from_its_names(files, expected, tmp_path):
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert sources.resolve_format(**NOTHING | {"remote": str(tmp_path)}) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("s3://bucket/{00000..00009}.tar", "webdataset"),
+        ("pipe:aws s3 cp s3://bucket/a.tar -", "webdataset"),
+        ("s3://bucket/{0..3}.parquet", "parquet"),
+        ("s3://bucket/data", "mds"),
+    ],
+)
+def test_what_is_elsewhere_is_told_from_its_name(place, expected):
+    assert sources.resolve_format(**NOTHING | {"remote": place}) == expected
+    assert sources.resolve_format(**NOTHING | {"streams": f"{place}=1"}) == "mds"
+
+
+def test_the_flag_knows_every_format():
+    assert set(FIELDS["data_format"].metadata["kind"].allowed.split(" | ")) == {
+        "auto",
+        *sources.SOURCES,
+    }

@@ -7,29 +7,61 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from sdbench import sources
-from sdbench.errors import RunError
-from sdbench.sources.loader import CheckedLoader
+from sdbench.errors import ConfigError, RunError
+from sdbench.sources.config import SourceConfig
+from sdbench.sources.tokenizer import CaptionTokenizer
+from tests.sources import datasets
+from tests.sources.datasets import NUM_SAMPLES, indices
 
-SOURCE_NAMES = sorted(sources.SOURCES)
+KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
+STORED = tuple(datasets.WRITERS)
+# Streaming learns its rank from the environment, so those need a process for each rank.
+IN_ONE_PROCESS = tuple(kind for kind in KINDS if not kind.startswith("mds"))
+MDS = tuple(kind for kind in KINDS if kind.startswith("mds"))
 
 READ_AS_RANK = """
 import pickle, sys
 from sdbench import sources
+from tests.sources.datasets import indices
 with open(sys.argv[1], "rb") as file:
-    config = pickle.load(file)
-batches = [batch["image"] for batch in sources.build(config)]
+    configs = pickle.load(file)
+read = [indices(list(sources.build(config))) for config in configs]
 with open(sys.argv[2], "wb") as file:
-    pickle.dump([image.numpy().tobytes() for batch in batches for image in batch], file)
+    pickle.dump(read, file)
 """
 
+MakeConfig = Callable[..., SourceConfig]
 
-def read_all(config) -> list[dict]:
-    return list(sources.build(config))
+
+@pytest.fixture(scope="module")
+def make_config(tmp_path_factory) -> MakeConfig:
+    """A function from a kind of data, and what differs, to the config of its source."""
+    root = tmp_path_factory.mktemp("data")
+    for kind, write in datasets.WRITERS.items():
+        write(root / kind)
+
+    def make(kind: str, **changes) -> SourceConfig:
+        options = {
+            "data_format": kind.split()[0],
+            "latents": "precomputed" if kind.endswith("latents") else "online",
+            "image_size": datasets.IMAGE_SIZE,
+            "text_embedding_dim": datasets.EMBEDDING_SHAPE[1],
+            "device_batch_size": 4,
+            "seed": 3,
+        }
+        if kind in datasets.WRITERS:
+            options["remote"] = str(root / kind)
+        else:
+            options["num_images"] = NUM_SAMPLES
+        return SourceConfig(**{**options, **changes})
+
+    return make
 
 
 def same(left: list[dict], right: list[dict]) -> bool:
@@ -39,52 +71,125 @@ def same(left: list[dict], right: list[dict]) -> bool:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", SOURCE_NAMES)
-def test_two_epochs_have_whole_batches_of_the_contract(name, num_workers, make_config):
-    loader = sources.build(make_config(name, num_workers=num_workers))
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_epochs_have_whole_batches_of_the_contract(kind, num_workers, make_config):
+    loader = sources.build(make_config(kind, num_workers=num_workers))
     assert len(loader) == 12  # 49 // 4
     first, second = list(loader), list(loader)
-    assert loader.num_images_delivered == 2 * 48
+    assert loader.stats.num_images_delivered == 2 * 48
+    assert loader.stats.num_bad_samples == 0
     for batch in first + second:
-        assert set(batch) == {"image", "input_ids"}
-        assert batch["image"].shape == (4, 3, 32, 32)
-        assert batch["image"].dtype == torch.uint8
-        assert batch["input_ids"].shape == (4, 77)
-        assert batch["input_ids"].dtype == torch.int64
+        check_batch(batch, kind=kind)
+    if kind in STORED:
+        assert loader.stats.bytes_read > 0
+        for epoch in (first, second):
+            assert len(set(indices(epoch))) == 48
+        assert indices(first) != indices(second)
+
+
+def check_batch(batch: dict[str, torch.Tensor], *, kind: str) -> None:
+    described = {name: (tuple(values.shape), values.dtype) for name, values in batch.items()}
+    latent = ((4, *datasets.LATENT_SHAPE), torch.float16)
+    embedding = ((4, *datasets.EMBEDDING_SHAPE), torch.float16)
+    if kind == "parquet latents":
+        assert described == {"latent": latent, "text_embedding": embedding}
+    elif kind.endswith("latents"):
+        expected = {"latent_mean": latent, "latent_logvar": latent, "text_embedding": embedding}
+        assert described == expected
+    else:
+        assert described == {
+            "image": ((4, 3, 32, 32), torch.uint8),
+            "input_ids": ((4, 77), torch.int64),
+        }
         assert (batch["input_ids"][:, 0] == 49406).all()
         assert (batch["input_ids"] == 49407).any(dim=1).all()
+    for values in batch.values():
+        assert torch.isfinite(values.float()).all()
 
 
-@pytest.mark.parametrize("name", SOURCE_NAMES)
-def test_seed_decides_samples_and_order_whatever_the_workers(name, make_config):
-    first = read_all(make_config(name))
-    assert same(first, read_all(make_config(name, num_workers=2)))
-    assert not same(first, read_all(make_config(name, seed=4)))
+@pytest.mark.parametrize("kind", STORED)
+def test_each_sample_has_its_own_caption(kind, make_config):
+    batch = next(iter(sources.build(make_config(kind))))
+    numbers = indices([batch])
+    if "image" in batch:
+        captions = [datasets.make_caption(number) for number in numbers]
+        expected = torch.from_numpy(CaptionTokenizer(pad_token_id=0)(captions))
+        assert torch.equal(batch["input_ids"], expected)
+    else:
+        assert batch["text_embedding"][:, 0, 0].tolist() == [number / 16 for number in numbers]
+    if "latent_logvar" in batch:
+        expected = [-number / 8 for number in numbers]
+        assert batch["latent_logvar"][:, 0, 0, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("name", SOURCE_NAMES)
-def test_float32_images_are_the_same_pixels_in_minus_one_to_one(name, make_config):
-    pixels = read_all(make_config(name))[0]["image"]
-    floats = read_all(make_config(name, image_dtype="float32"))[0]["image"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_seed_decides_samples_and_order_whatever_the_workers(kind, make_config):
+    first = list(sources.build(make_config(kind)))
+    assert same(first, list(sources.build(make_config(kind, num_workers=2))))
+    assert not same(first, list(sources.build(make_config(kind, seed=4))))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_without_shuffling_the_order_is_the_stored_one(kind, make_config):
+    loader = sources.build(make_config(kind, shuffle=False))
+    assert indices(list(loader)) == list(range(48))
+    assert indices(list(loader)) == list(range(48))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", STORED)
+def test_a_resumed_epoch_has_exactly_the_remaining_samples(kind, num_workers, make_config):
+    whole = sources.build(make_config(kind))
+    epochs = [list(whole), list(whole), list(whole)]
+    del whole
+
+    stopped = sources.build(make_config(kind, num_workers=num_workers))
+    list(stopped)
+    batches = iter(stopped)
+    seen = [next(batches) for _ in range(5)]
+    state = pickle.loads(pickle.dumps(stopped.state_dict()))
+    del stopped, batches
+
+    resumed = sources.build(make_config(kind, num_workers=num_workers))
+    resumed.load_state_dict(state)
+    assert same(seen + list(resumed), epochs[1])
+    assert same(list(resumed), epochs[2])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "latents" not in kind])
+def test_float32_images_are_the_same_pixels_in_minus_one_to_one(kind, make_config):
+    pixels = next(iter(sources.build(make_config(kind))))["image"]
+    floats = next(iter(sources.build(make_config(kind, image_dtype="float32"))))["image"]
     assert floats.dtype == torch.float32
     assert floats.min() >= -1
     assert floats.max() <= 1
     assert torch.equal(((floats + 1) * 127.5).round().to(torch.uint8), pixels)
 
 
-@pytest.mark.parametrize("name", SOURCE_NAMES)
-def test_two_ranks_get_different_samples(name, make_config, tmp_path):
-    """Each rank is a process: Streaming reads its rank from the environment."""
+@pytest.mark.parametrize("kind", [kind for kind in IN_ONE_PROCESS if kind in STORED])
+def test_two_ranks_share_the_batches_of_one(kind, make_config):
+    alone = sources.build(make_config(kind, device_batch_size=6))
+    ranks = [
+        sources.build(make_config(kind, device_batch_size=3, rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    parts = [list(loader) for loader in ranks]
+    assert [len(part) for part in parts] == [8, 8]  # 49 // 6
+    for batch, *shares in zip(alone, *parts, strict=True):
+        assert indices([batch]) == indices(shares)
+
+
+def test_two_ranks_of_streaming_get_different_samples(make_config, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     processes = []
     for rank in range(2):
-        config = make_config(name, rank=rank, world_size=2)
-        (tmp_path / f"config{rank}").write_bytes(pickle.dumps(config))
+        configs = [make_config(kind, rank=rank, world_size=2) for kind in MDS]
+        (tmp_path / f"config{rank}").write_bytes(pickle.dumps(configs))
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         place = {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        files = [str(tmp_path / f"config{rank}"), str(tmp_path / f"images{rank}")]
+        files = [str(tmp_path / f"config{rank}"), str(tmp_path / f"read{rank}")]
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", READ_AS_RANK, *files],
@@ -92,57 +197,50 @@ def test_two_ranks_get_different_samples(name, make_config, tmp_path):
             )
         )
     assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    images = [pickle.loads((tmp_path / f"images{rank}").read_bytes()) for rank in range(2)]
-    assert [len(rank) for rank in images] == [24, 24]  # 49 // (2 x 4) batches of 4
-    assert not set(images[0]) & set(images[1])
-    assert len(set(images[0])) > 1
+    read = [pickle.loads((tmp_path / f"read{rank}").read_bytes()) for rank in range(2)]
+    for first, second in zip(*read, strict=True):
+        assert len(first) == len(second) == 24  # 49 // (2 x 4) x 4
+        assert len(set(first + second)) == 48
 
 
-def test_synthetic_samples_are_many_and_use_the_whole_vocabulary(make_config):
-    batches = read_all(make_config("synthetic", num_images=6400))
-    images = {image.numpy().tobytes() for batch in batches for image in batch["image"]}
-    assert len(images) == 64
-    ids = torch.cat([batch["input_ids"] for batch in batches])[:, 1:-1]
-    # 64 x 75 = 4,800 draws from 49,408: the chance that none is in the lowest or the highest
-    # thousand is (1 - 1000 / 49408) ^ 4800 < 1e-42.
-    assert ids.min() < 1000
-    assert ids.max() > 48_408
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_samples_than_a_batch(kind, make_config):
+    assert sources.check(make_config(kind, device_batch_size=24, world_size=2)) == NUM_SAMPLES
+    message = r"has 49 samples, .*25 per rank x 2 ranks\): got 50; allowed: at most 48; .*--batch_"
+    with pytest.raises(ConfigError, match=message):
+        sources.check(make_config(kind, device_batch_size=25, world_size=2))
 
 
-def test_synthetic_latents_have_the_shapes_of_the_contract(make_config):
-    config = make_config("synthetic", latents="precomputed", text_embedding_dim=24)
-    batch = read_all(config)[0]
-    assert {name: tuple(values.shape) for name, values in batch.items()} == {
-        "latent_mean": (4, 4, 4, 4),
-        "latent_logvar": (4, 4, 4, 4),
-        "text_embedding": (4, 77, 24),
-    }
-    assert {values.dtype for values in batch.values()} == {torch.float16}
+@pytest.mark.parametrize("kind", STORED)
+def test_a_place_that_is_not_there_is_named(kind, make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.*change it with --remote or --local"):
+        sources.check(make_config(kind, remote=str(tmp_path / "nowhere")))
 
 
-class Short(torch.utils.data.IterableDataset):
-    """Promises 12 samples and gives 8."""
-
-    def __len__(self):
-        return 12
-
-    def __iter__(self):
-        yield from ({"image": torch.zeros(1)} for _ in range(8))
+@pytest.mark.parametrize("kind", [kind for kind in STORED if "latents" not in kind])
+def test_images_are_not_latents(kind, make_config):
+    with pytest.raises(ConfigError, match="change it with .*--(latents|remote)"):
+        sources.check(make_config(kind, latents="precomputed"))
 
 
-class Stuck(Short):
-    def __iter__(self):
-        torch.multiprocessing.Event().wait()
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["folder", "mds latents"])
+def test_silence_is_an_error(kind, num_workers, make_config, monkeypatch):
+    loader = sources.build(make_config(kind, num_workers=num_workers, data_timeout_s=1))
+
+    def never(index: int) -> None:
+        import time
+
+        time.sleep(60)
+
+    monkeypatch.setattr(loader.collate_fn.records, "read", never)
+    with pytest.raises(RunError, match=r"no batch for 1 s, after 0 images.*--data_timeout_s"):
+        next(iter(loader))
 
 
-def test_a_short_epoch_is_an_error_with_both_counts(make_config):
-    loader = CheckedLoader(Short(), config=make_config("synthetic"))
-    with pytest.raises(RunError, match=r"has 12 images, and 8 were delivered"):
+def test_a_short_epoch_is_an_error(make_config, monkeypatch):
+    loader = sources.build(make_config("folder"))
+    monkeypatch.setattr(type(loader), "__len__", lambda self: 13)
+    with pytest.raises(RunError, match="has 52 images, and 48 were delivered") as caught:
         list(loader)
-    assert loader.num_images_delivered == 8
-
-
-def test_a_stuck_worker_is_an_error(make_config):
-    loader = CheckedLoader(Stuck(), config=make_config("synthetic", num_workers=1), timeout_s=1)
-    with pytest.raises(RunError, match=r"failed after 0 images .*timed out after 1 seconds"):
-        list(loader)
+    assert caught.value.status == "invalid"

@@ -1,135 +1,222 @@
-"""Does a conversion keep every image and caption, or say which not?"""
+"""Does a conversion keep every image and caption, or say which not, however it is interrupted?"""
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from streaming import StreamingDataset
+from PIL import Image
+from streaming.base.format.mds.reader import MDSReader
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.sources.convert import main
+from sdbench.sources.convert import choose_samples_per_shard
+from sdbench.sources.convert import main as convert
+from tests.sources import datasets
 
-OPENMOJI = Path(__file__).parents[3] / "shared" / "data" / "openmoji.tar"
-
-
-def read_back(folder: Path) -> list[dict]:
-    dataset = StreamingDataset(local=str(folder), batch_size=1)
-    return [dataset[i] for i in range(len(dataset))]
+ROOT = Path(__file__).parents[2]
 
 
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            header = tarfile.TarInfo(name)
-            header.size = len(data)
-            tar.addfile(header, io.BytesIO(data))
+def main(*arguments: object) -> int:
+    """Convert in this process, unless told otherwise."""
+    return convert(["--num_workers", "0", *map(str, arguments)])
 
 
-def test_tars_in_braces_and_in_a_folder(tmp_path, png, capsys):
-    images = [png(value) for value in (10, 20, 30)]
-    write_tar(
-        tmp_path / "00.tar",
-        {"a.png": images[0], "a.txt": b"one\n", "b.png": images[1], "b.txt": "\u00e9".encode()},
-    )
-    write_tar(
-        tmp_path / "01.tar",
-        {"c.png": images[2], "c.json": json.dumps({"caption": "three"}).encode()},
-    )
-    for source, name in ((f"{tmp_path}/{{00..01}}.tar", "x"), (str(tmp_path), "y")):
-        assert main([source, str(tmp_path / name)]) == 0
-        rows = read_back(tmp_path / name)
-        assert [row["caption"] for row in rows] == ["one", "\u00e9", "three"]
-        assert [row["jpg"] for row in rows] == images
-        assert {(row["width"], row["height"]) for row in rows} == {(60, 40)}
-    assert "Wrote 3 pairs" in capsys.readouterr().out
+def read_mds(folder: Path) -> list[dict]:
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
+    return [reader[index] for reader in readers for index in range(len(reader))]
 
 
-def test_folder_with_text_files_and_with_a_table(tmp_path, png):
+def content(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_there_and_back_through_all_formats(tmp_path, mds_folder):
+    before = mds_folder
+    for data_format in ("webdataset", "parquet", "folder", "mds"):
+        after = tmp_path / data_format
+        assert main(before, after, "--to", data_format, "--samples_per_shard", 20) == 0
+        before = after
+    rows = read_mds(tmp_path / "mds")
+    original = read_mds(mds_folder)
+    assert len(rows) == datasets.NUM_SAMPLES
+    assert [row["jpg"] for row in rows] == [row["jpg"] for row in original]
+    assert [row["caption"] for row in rows] == [row["caption"] for row in original]
+    assert {(row["width"], row["height"]) for row in rows} == {(60, 40)}
+    assert len(list((tmp_path / "mds").glob("*.mds"))) == 3
+
+
+def test_latents_there_and_back(tmp_path, capsys):
+    datasets.write_mds_latents(tmp_path / "latents")
+    flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
+    assert main(tmp_path / "latents", tmp_path / "parquet", "--to", "parquet", *flags) == 0
+    assert "latents caption are not taken over" in capsys.readouterr().out
+    assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
+    rows = read_mds(tmp_path / "mds")
+    assert len(rows) == datasets.NUM_SAMPLES
+    for index, row in enumerate(rows):
+        arrays = datasets.make_arrays(index)
+        assert (row["latent_moments_32"] == arrays["moments"]).all()
+        assert (row["text_embedding"] == arrays["text_embedding"]).all()
+
+
+def test_latents_of_seed_000(tmp_path):
+    datasets.write_parquet_latents(tmp_path / "parquet")
+    flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
+    assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
+    rows = read_mds(tmp_path / "mds")
+    assert set(rows[0]) == {"latents_32", "text_embedding"}
+    for index, row in enumerate(rows):
+        arrays = datasets.make_arrays(index)
+        assert row["latents_32"].dtype == "float16"
+        assert (row["latents_32"] == arrays["latent"]).all()
+
+
+def test_tars_in_braces_with_a_filter_and_a_limit(tmp_path, capsys):
+    datasets.write_tars(tmp_path / "tars")
+    source = f"{tmp_path}/tars/{{00000..00001}}.tar"
+    flags = ("--filters", '{original_width: ">=100"}', "--max_samples", 3)
+    assert main(source, tmp_path / "out", *flags) == 0
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == ["picture 10", "picture 11", "picture 12"]
+    assert "10 samples are left out by --filters" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bad_folder(tmp_path):
+    """Number 0 is good, then 0 bytes, a cut image, no caption, no image; 5 to 9 are good."""
     folder = tmp_path / "photos"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a.PNG").write_bytes(png(10))
-    (folder / "a.txt").write_text("one")
-    (folder / "sub" / "b.png").write_bytes(png(20))
-    (folder / "sub" / "b.txt").write_text("two")
-    main([str(folder), str(tmp_path / "x")])
-    assert [row["caption"] for row in read_back(tmp_path / "x")] == ["one", "two"]
-    (folder / "captions.csv").write_text('file,caption\nsub/b.png,"two, again"\n')
-    main([str(folder), str(tmp_path / "y")])
-    rows = read_back(tmp_path / "y")
-    assert [(row["caption"], row["jpg"]) for row in rows] == [("two, again", png(20))]
+    folder.mkdir()
+    lines = ["file,caption"]
+    for number in range(10):
+        (folder / f"{number}.png").write_bytes(datasets.make_png(number))
+        lines.append(f"{number}.png,{'' if number == 3 else f'picture {number}'}")
+    (folder / "1.png").write_bytes(b"")
+    (folder / "2.png").write_bytes(datasets.make_png(2)[:60])
+    (folder / "4.png").unlink()
+    (folder / "captions.csv").write_text("\n".join(lines))
+    return folder
 
 
-def make_bad_tar(path: Path, png) -> None:
-    good = png(10)
-    write_tar(
-        path,
-        {
-            "a.png": good,
-            "a.txt": b"fine",
-            "b.png": b"",
-            "b.txt": b"empty",
-            "c.png": good[:40],
-            "c.txt": b"cut",
-            "d.png": good,
-            "e.txt": b"alone",
-        },
-    )
+BAD = ("1.png: the image has 0 bytes", "2.png: the image cannot", "3.png: no c", "4.png: no i")
 
 
-def test_bad_pairs_stop_the_conversion_and_leave_no_data_set(tmp_path, png):
-    make_bad_tar(tmp_path / "bad.tar", png)
-    with pytest.raises(RunError, match=r"bad.tar:b: the image has 0 bytes.*--skip_bad"):
-        main([str(tmp_path / "bad.tar"), str(tmp_path / "out")])
+def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, bad_folder, capsys):
+    job = (bad_folder, tmp_path / "out", "--samples_per_shard", 1)
+    with pytest.raises(RunError, match=r"photos/1.png: the image has 0 bytes.*--on_bad_sample"):
+        main(*job)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match=r"left its shards: .*out.partial"):
-        main([str(tmp_path / "bad.tar"), str(tmp_path / "out")])
-
-
-def test_bad_pairs_are_left_out_by_name_on_request(tmp_path, png, capsys):
-    make_bad_tar(tmp_path / "bad.tar", png)
-    assert main([str(tmp_path / "bad.tar"), str(tmp_path / "out"), "--skip_bad"]) == 0
-    assert [row["caption"] for row in read_back(tmp_path / "out")] == ["fine"]
+    with pytest.raises(RunError, match=r"1 of 10 samples are bad, more than the 5.00% of .*1.png"):
+        main(*job, "--on_bad_sample", "skip", "--max_bad_fraction", 0.05)
+    assert "resuming: 1 of 10 shards are there" in capsys.readouterr().out
+    assert main(*job, "--on_bad_sample", "skip", "--max_bad_fraction", 0.4) == 0
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == [f"picture {number}" for number in (0, 5, 6, 7, 8, 9)]
     printed = capsys.readouterr().out
-    assert "Wrote 1 pairs" in printed
-    assert "4 bad ones left out" in printed
-    for sentence in ("b: the image has 0", "c: the image cannot be", "d: no capt", "e: no image"):
-        assert f"bad.tar:{sentence}" in printed
+    assert "resuming: 2 of 10 shards are there" in printed
+    assert "Wrote 6 samples" in printed and "4 bad ones left out: together the 10 of" in printed
+    assert all(sentence in printed for sentence in BAD)
+    with pytest.raises(ConfigError, match="The output exists"):
+        main(*job)
 
 
-def test_max_images(tmp_path, png):
-    write_tar(
-        tmp_path / "0.tar",
-        {f"{i}.{kind}": data for i in range(5) for kind, data in (("png", png(i)), ("txt", b"x"))},
-    )
-    main([str(tmp_path / "0.tar"), str(tmp_path / "out"), "--max_images", "2"])
-    assert [row["jpg"] for row in read_back(tmp_path / "out")] == [png(0), png(1)]
+def test_an_image_of_another_type_is_kept_where_types_have_no_names(tmp_path, encoded):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(encoded(Image.new("RGB", (4, 4)), file_format="BMP"))
+    (folder / "a.txt").write_text("a")
+    with pytest.raises(RunError, match=r"a.jpg: .*neither a JPEG, nor a PNG, nor a WebP"):
+        main(folder, tmp_path / "tars", "--to", "webdataset")
+    assert main(folder, tmp_path / "mds") == 0
 
 
-def test_mistakes(tmp_path, png):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="The source holds no images"):
-        main([str(tmp_path / "empty"), str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match=r"No such tar file: .*x\.tar"):
-        main([str(tmp_path / "x.tar"), str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match="No such source"):
-        main([str(tmp_path / "x"), str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match=r"got 0; allowed: 1 or more; .*--max_images"):
-        main([str(tmp_path), str(tmp_path / "out"), "--max_images", "0"])
-    write_tar(tmp_path / "0.tar", {"a.png": png(1), "a.txt": b"x"})
+def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
+    main(mds_folder, tmp_path / "undisturbed", "--samples_per_shard", 10)
+    from sdbench.sources import rows
+
+    measure, calls = rows.measure_image, []
+
+    def interrupt(data):
+        calls.append(data)
+        if len(calls) == 25:
+            raise KeyboardInterrupt
+        return measure(data)
+
+    monkeypatch.setattr(rows, "measure_image", interrupt)
+    job = (mds_folder, tmp_path / "out", "--samples_per_shard", 10)
+    assert main(*job) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert main(*job) == 0
+    assert "resuming: 2 of 5 shards are there" in capsys.readouterr().out
+    assert len(calls) == 25 + 29
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    image = encoded(Image.new("RGB", (1800, 1800)))  # Small, and slow to decode.
+    for number in range(40):
+        (folder / f"{number:02d}.png").write_bytes(image)
+        (folder / f"{number:02d}.txt").write_text(f"picture {number}")
+    job = (folder, tmp_path / "out", "--samples_per_shard", 1)
+    command = [sys.executable, "-m", "sdbench", "convert", *map(str, job), "--num_workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    notes = tmp_path / "out.partial" / "chunks"
+    while len(list(notes.glob("*.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert not (tmp_path / "out").exists()
+    num_there = len(list(notes.glob("*.json")))
+    assert 3 <= num_there < 40
+    assert main(*job) == 0
+    assert main(folder, tmp_path / "undisturbed", "--samples_per_shard", 1) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == [f"picture {number}" for number in range(40)]
+
+
+def test_progress_lines(tmp_path, mds_folder, monkeypatch, capsys):
+    monkeypatch.setattr("sdbench.sources.pool.LINE_INTERVAL_S", 0)
+    main(mds_folder, tmp_path / "out", "--samples_per_shard", 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "20 of 49 samples",
+        "40 of 49 samples",
+        "49 of 49 samples",
+    ]
+    assert lines[-1].endswith("0 s left")
+
+
+def test_shards_are_neither_tiny_nor_huge():
+    assert [choose_samples_per_shard(num) for num in (1, 492, 3_200, 10**7)] == [32, 32, 200, 512]
+
+
+def test_mistakes(tmp_path, mds_folder):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"got 0; allowed: 1 or more; .*--max_samples"):
+        main(mds_folder, out, "--max_samples", 0)
+    with pytest.raises(ConfigError, match=r"got 1000001; .*--samples_per_shard"):
+        main(mds_folder, out, "--samples_per_shard", 1_000_001)
+    with pytest.raises(ConfigError, match=r"got 1.5; .*--max_bad_fraction"):
+        main(mds_folder, out, "--max_bad_fraction", 1.5)
+    with pytest.raises(ConfigError, match=r"got 'folder'; allowed: mds or parquet; .*--to"):
+        main(mds_folder, out, "--to", "folder", "--latents", "precomputed")
+    with pytest.raises(ConfigError, match=r"holds no latents"):
+        main(mds_folder, out, "--latents", "precomputed")
+    with pytest.raises(ConfigError, match="No such"):
+        main(tmp_path / "none", out)
     with pytest.raises(ConfigError, match=r"The output exists: .*change it with OUT"):
-        main([str(tmp_path / "0.tar"), str(tmp_path)])
-    (tmp_path / "empty" / "captions.csv").write_text("path,text\n")
-    with pytest.raises(ConfigError, match="lacks a column: got 'path, text'"):
-        main([str(tmp_path / "empty"), str(tmp_path / "out")])
-
-
-@pytest.mark.skipif(not OPENMOJI.is_file(), reason="needs the openmoji pairs")
-def test_openmoji(tmp_path):
-    main([str(OPENMOJI), str(tmp_path / "out")])
-    rows = read_back(tmp_path / "out")
-    assert len(rows) == 492
-    assert rows[0]["caption"] == "yen banknote: bank"
+        main(mds_folder, mds_folder)
+    assert not out.exists()

@@ -1,79 +1,174 @@
-"""Are real faults of an MDS data set loud, and are its samples right?"""
+"""Are an MDS data set's caches, streams and registrations what they should be?"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from sdbench import sources
-from sdbench.errors import RunError
+from sdbench.errors import ConfigError, RunError
+from sdbench.sources.config import SourceConfig
 from sdbench.sources.tokenizer import CaptionTokenizer
+from tests.sources import datasets
+from tests.sources.datasets import indices
 
 
-def captions_by_value(loader) -> dict[int, list[int]]:
-    return {
-        int(image[0, 0, 0]): ids.tolist()
-        for batch in loader
-        for image, ids in zip(batch["image"], batch["input_ids"], strict=True)
-    }
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    datasets.write_mds(tmp_path / "pairs", hashes=("sha1", "xxh64"))
+    return tmp_path / "pairs"
 
 
-def test_images_keep_their_captions(make_config):
-    found = captions_by_value(sources.build(make_config("mds")))
-    assert len(found) == 48
-    tokenizer = CaptionTokenizer(pad_token_id=0)
-    assert found == {5 * i: tokenizer(f"picture {i}").tolist() for i in (v // 5 for v in found)}
+def make_config(folder: Path, **changes) -> SourceConfig:
+    options = {"image_size": 32, "device_batch_size": 4, "seed": 3, "remote": str(folder)}
+    return SourceConfig(data_format="mds", **{**options, **changes})
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("fault", ["missing", "truncated"])
-def test_a_shard_lost_after_the_start_is_an_error_that_names_it(fault, num_workers, make_config):
-    config = make_config("mds", num_workers=num_workers)
-    loader = sources.build(config)
-    shard = Path(config.remote, "shard.00001.mds")
-    if fault == "missing":
-        shard.unlink()
-    else:
-        os.truncate(shard, 3000)
-    with pytest.raises(RunError, match=r"^Sample \d+ cannot be read from shard .*shard.00001.mds"):
-        list(loader)
-    assert loader.num_images_delivered < 48
-
-
-def test_each_epoch_has_another_order(make_config):
-    loader = sources.build(make_config("mds"))
-    first, second = (list(captions_by_value(loader)) for _ in range(2))
-    assert first != second
-
-
-def test_a_shard_missing_at_the_remote_is_an_error(make_config, tmp_path):
-    cache = str(tmp_path / "cache")
-    config = make_config("mds", num_workers=2, local=cache)
-    loader = sources.build(config)
-    Path(config.remote, "shard.00002.mds").unlink()
-    with pytest.raises(RunError, match=r"shard.00002.mds \(on disk: missing"):
-        list(loader)
-
-
-def test_both_folders_given_means_a_copy(make_config, tmp_path):
+def test_both_folders_given_means_a_copy(folder, tmp_path):
     cache = tmp_path / "cache"
-    list(sources.build(make_config("mds", local=str(cache))))
-    assert len(list(cache.glob("*.mds"))) == 4
+    list(sources.build(make_config(folder, local=str(cache))))
+    assert sorted(path.name for path in cache.iterdir()) == sorted(
+        path.name for path in folder.iterdir()
+    )
+
+
+def test_a_cut_copy_is_made_again(folder, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    list(sources.build(make_config(folder, local=str(cache))))
+    os.truncate(cache / "shard.00001.mds", 3000)
+    loader = sources.build(make_config(folder, local=str(cache)))
+    assert sorted(indices(list(loader)))[:3] == [0, 1, 2]
+    assert "shard.00001.mds is an incomplete copy" in capsys.readouterr().err
+    copied = (cache / "shard.00001.mds").read_bytes()
+    assert copied == (folder / "shard.00001.mds").read_bytes()
+
+
+def test_a_cache_of_other_data_is_refused(folder, tmp_path):
+    cache = tmp_path / "cache"
+    list(sources.build(make_config(folder, local=str(cache))))
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"] = index["shards"][:3]
+    (folder / "index.json").write_text(json.dumps(index))
+    message = r"holds another data set, or another version .*cache'; .*change it with --local"
+    with pytest.raises(ConfigError, match=message):
+        sources.check(make_config(folder, local=str(cache)))
+
+
+def test_streams_are_mixed_by_proportion(folder, tmp_path):
+    other = tmp_path / "other"
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(other), columns={"jpg": "bytes", "caption": "str"}) as writer:
+        for index in range(49):
+            writer.write({"jpg": datasets.make_png(50), "caption": f"other {index}"})
+    streams = f"{folder}=0.75,{other}=0.25"
+    config = make_config(folder, remote=None, streams=streams)
+    assert sources.check(config) == 98
+    found = indices(list(sources.build(config)))
+    assert len(found) == 96
+    assert found.count(50) == 24
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "a=0.5,b", "a=-1", "=1", "a=inf"])
+def test_streams_of_another_form(folder, text):
+    with pytest.raises(ConfigError, match="no place or no proportion: .*--streams"):
+        sources.check(make_config(folder, remote=None, streams=text))
+
+
+def test_hashes_that_are_not_there(folder):
+    with pytest.raises(ConfigError, match="got 'md5'; allowed: auto, none, sha1, xxh64"):
+        sources.check(make_config(folder, validate_hash="md5"))
+
+
+def test_of_several_resolutions_the_wanted_one_is_read(tmp_path):
+    from streaming import MDSWriter
+
+    columns = {
+        "latents_256": "ndarray:float16:4,32,32",
+        "latents_512": "ndarray:float32:4,64,64",
+        "caption_latents": "ndarray:float16:77,8",
+    }
+    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
+        for index in range(8):
+            writer.write(
+                {
+                    "latents_256": np.full((4, 32, 32), index, np.float16),
+                    "latents_512": np.full((4, 64, 64), -index, np.float32),
+                    "caption_latents": np.zeros((77, 8), np.float16),
+                }
+            )
+    options = {"latents": "precomputed", "text_embedding_dim": 8, "shuffle": False}
+    for size, sign in ((256, 1), (512, -1)):
+        config = make_config(tmp_path / "data", image_size=size, **options)
+        batch = next(iter(sources.build(config)))
+        assert batch["latent"].shape == (4, 4, size // 8, size // 8)
+        assert batch["latent"].dtype == torch.float16
+        assert batch["latent"][:, 0, 0, 0].tolist() == [0, sign, 2 * sign, 3 * sign]
+    with pytest.raises(ConfigError, match="256, 512.*--image_size"):
+        sources.check(make_config(tmp_path / "data", image_size=768, **options))
+
+
+def test_augmentation_is_of_the_sample_and_its_epoch(folder):
+    options = {"crop": "random", "horizontal_flip_probability": 0.5, "shuffle": False}
+    drop = {"caption_drop_probability": 0.5}
+    loader = sources.build(make_config(folder, **options, **drop))
+    again = sources.build(make_config(folder, num_workers=2, **options, **drop))
+    empty = torch.from_numpy(CaptionTokenizer(pad_token_id=0)([""]))[0]
+    dropped = []
+    for _ in range(2):
+        first, second = list(loader), list(again)
+        ids = torch.cat([batch["input_ids"] for batch in first])
+        assert torch.equal(ids, torch.cat([batch["input_ids"] for batch in second]))
+        dropped.append((ids == empty).all(dim=1))
+        assert 12 < int(dropped[-1].sum()) < 36  # of 48; 4 standard deviations are 14
+    assert not torch.equal(*dropped)
+
+
+def test_latents_are_not_augmented(tmp_path):
+    datasets.write_mds_latents(tmp_path / "data")
+    options = {"latents": "precomputed", "text_embedding_dim": 8}
+    config = make_config(tmp_path / "data", caption_drop_probability=0.1, **options)
+    with pytest.raises(ConfigError, match="got 0.1; .*change it with --caption_drop_probability"):
+        sources.check(config)
+
+
+def test_diffusion_benchmarks_data_set(folder):
+    from data import StreamingLAIONDataset
+
+    dataset = StreamingLAIONDataset(None, str(folder), None, False, image_size=32)
+    assert len(dataset) == 49
+    sample = dataset[7]
+    assert sample["image"].shape == (3, 32, 32)
+    assert (sample["image"] == 35).all()
+    expected = CaptionTokenizer(pad_token_id=0)(["picture 7"])[0]
+    assert sample["input_ids"].tolist() == expected.tolist()
+    del dataset
+
+    sizes = StreamingLAIONDataset(
+        remote=None,
+        local=str(folder),
+        split=None,
+        shuffle=False,
+        transform=lambda image: image.size,
+    )
+    assert sizes[0]["image"] == (60, 40)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is not a folder here")
-def test_what_a_killed_run_leaves_does_not_stop_the_next(make_config, tmp_path):
+def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, tmp_path):
     cache = str(tmp_path / "cache")
-    config = make_config("mds", local=cache)
+    config = make_config(folder, local=cache)
     script = (
         "import os, signal\n"
         "from multiprocessing import resource_tracker\n"
-        "from pathlib import PosixPath\n"
         "from sdbench import sources\n"
         "from sdbench.sources.config import SourceConfig\n"
         f"loader = sources.build({config!r})\n"
@@ -84,7 +179,7 @@ def test_what_a_killed_run_leaves_does_not_stop_the_next(make_config, tmp_path):
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     names = [path for path in Path("/dev/shm").glob("*_locals") if cache.encode() in _read(path)]
     assert len(names) == 1
-    assert len(list(sources.build(config))) == 12
+    assert len(set(indices(list(sources.build(config))))) == 48
 
 
 def _read(path: Path) -> bytes:
@@ -94,10 +189,27 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def test_living_registrations_are_kept(make_config, tmp_path):
-    config = make_config("mds", local=str(tmp_path / "cache"))
-    living = sources.build(config)
+def test_living_registrations_are_kept(folder, tmp_path):
+    living = sources.build(make_config(folder, local=str(tmp_path / "cache")))
     other = tmp_path / "other"
-    shutil.copytree(config.remote, other)
-    list(sources.build(make_config("mds", remote=str(other))))
+    shutil.copytree(folder, other)
+    list(sources.build(make_config(other)))
     assert len(list(living)) == 12
+
+
+def test_another_data_set_in_the_same_process_is_its_own(folder, tmp_path):
+    datasets.write_mds_latents(tmp_path / "latents")
+    images = sources.build(make_config(folder))
+    latents = sources.build(
+        make_config(tmp_path / "latents", latents="precomputed", text_embedding_dim=8)
+    )
+    assert set(next(iter(images))) == {"image", "input_ids"}
+    assert set(next(iter(latents))) == {"latent_mean", "latent_logvar", "text_embedding"}
+
+
+def test_a_shard_lost_after_the_start_is_an_error_that_names_it(folder):
+    loader = sources.build(make_config(folder))
+    (folder / "shard.00001.mds").unlink()
+    with pytest.raises(RunError, match=r"Shard shard.00001.mds cannot be had from .*pairs"):
+        list(loader)
+    assert loader.stats.num_images_delivered < 48

@@ -47,7 +47,7 @@ CAPTIONS = [
 def test_captions_become_these_ids(caption, ids, pad_token_id):
     expected = [BOS, *ids, EOS]
     expected += [pad_token_id] * (77 - len(expected))
-    found = CaptionTokenizer(pad_token_id=pad_token_id)(caption)
+    found = CaptionTokenizer(pad_token_id=pad_token_id)([caption])[0]
     assert found.dtype == np.int64
     assert found.tolist() == expected
 
@@ -56,5 +56,5 @@ def test_a_tokenizer_folder_is_used_and_survives_pickling(tmp_path):
     carried = CaptionTokenizer(pad_token_id=0)
     carried._tokenizer.save_pretrained(tmp_path)
     loaded = pickle.loads(pickle.dumps(CaptionTokenizer(folder=tmp_path, pad_token_id=0)))
-    for caption, _ in CAPTIONS:
-        assert loaded(caption).tolist() == carried(caption).tolist()
+    captions = [caption for caption, _ in CAPTIONS]
+    assert loaded(captions).tolist() == carried(captions).tolist()

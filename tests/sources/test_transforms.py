@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import struct
+import tarfile
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from sdbench.sources.transforms import decode_image, to_float
+from sdbench.sources.transforms import decode_image, is_fast, to_float
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -86,9 +89,67 @@ def test_every_mode_becomes_rgb(image, file_format, rgb, encoded):
 @pytest.mark.parametrize("cut", [0, 40, -100])
 def test_damaged_images_raise(cut, encoded):
     noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
-    with pytest.raises(OSError, match=r"truncated|cannot identify"):
+    with pytest.raises(OSError, match=r"truncated|cannot identify|Out of bound read"):
         decode_image(encoded(Image.fromarray(noise))[:cut], image_size=8)
 
 
 def test_to_float_is_exact_at_the_ends():
     assert to_float(np.array([0, 255], dtype=np.uint8)).tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(("image_size", "tolerance"), [(300, 0.02), (128, 1.0)])
+def test_real_pictures_are_what_pil_makes_of_them(image_size, tolerance, repository):
+    """PIL's own crop and bicubic filter, for every kind of file; at 128 px JPEGs are cut short."""
+    kinds = set()
+    with tarfile.open(repository / "tests/assets/openmoji-slice.tar") as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}
+    for name, data in files.items():
+        if name.endswith((".txt", ".json")):
+            continue
+        picture = Image.open(io.BytesIO(data))
+        kinds.add((picture.format, picture.mode))
+        side = min(picture.size)
+        left, top = ((length - side) // 2 for length in picture.size)
+        square = picture.convert("RGB").crop((left, top, left + side, top + side))
+        expected = np.asarray(square.resize((image_size, image_size), Image.Resampling.BICUBIC))
+        found = decode_image(data, image_size=image_size).transpose(1, 2, 0)
+        assert np.abs(found.astype(int) - expected).mean() < tolerance, name
+    assert kinds == {("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "L"), ("WEBP", "RGB")}
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(encoded):
+    ramp = np.linspace(0, 255, 800, dtype=np.uint8)
+    picture = Image.fromarray(np.broadcast_to(ramp[None, :, None], (600, 800, 3)).copy())
+    data = encoded(picture, file_format="JPEG")
+    assert not is_fast(Image.open(io.BytesIO(data)), image_size=100)
+    assert is_fast(Image.open(io.BytesIO(data)), image_size=400)
+    small = decode_image(data, image_size=100)
+    # The square is columns 100 to 700 of the ramp, 6 of them for each column of the result.
+    expected = np.interp(np.arange(100) * 6 + 102.5, np.arange(800), ramp)
+    assert np.abs(small[0, 50] - expected).max() < 2
+
+
+@pytest.mark.parametrize(
+    ("crop", "expected"), [(None, 10), ((0.0, 0.0), 0), ((1.0, 1.0), 20), ((0.25, 0.9), 5)]
+)
+def test_where_the_square_is_cut_out(crop, expected, encoded):
+    columns = np.arange(30, dtype=np.uint8)
+    for values, axis in ((np.broadcast_to(columns, (10, 30)), 0), (columns[:, None], 1)):
+        picture = np.broadcast_to(values, (10, 30) if axis == 0 else (30, 10))
+        data = encoded(Image.fromarray(np.ascontiguousarray(picture)))
+        place = crop if crop is None or axis == 0 else crop[::-1]
+        square = decode_image(data, image_size=10, crop=place)
+        first = square[0, 0, 0]
+        assert first == expected
+        flipped = decode_image(data, image_size=10, crop=place, flip=True)
+        assert np.array_equal(flipped, square[:, :, ::-1])
+
+
+def test_a_decompression_bomb_is_refused(encoded):
+    header = encoded(Image.new("L", (8, 8)))
+    for side in (12_000, 60_000):
+        size = struct.pack(">II", side, side)
+        chunk = b"IHDR" + size + header[24:29]
+        bomb = header[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + header[33:]
+        with pytest.raises(ValueError, match="pixels"):
+            decode_image(bomb, image_size=8)

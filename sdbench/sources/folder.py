@@ -1,0 +1,125 @@
+"""Which images and captions does a plain folder hold?
+
+What a person has on day one: pictures, each with a text file beside it, or a table of captions.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from sdbench.errors import ConfigError
+from sdbench.sources.checks import (
+    PLACE_FLAGS,
+    check_enough_samples,
+    check_images_wanted,
+    check_tokenizer_folder,
+)
+from sdbench.sources.config import SourceConfig
+from sdbench.sources.records import ImageRecord
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+# Ours, and the name and columns that Hugging Face's image folders have.
+TABLE_NAMES = ("captions.csv", "metadata.csv")
+FILE_COLUMNS = ("file", "file_name")
+CAPTION_COLUMNS = ("caption", "text")
+LAYOUT = (
+    f"images ({', '.join(IMAGE_EXTENSIONS)}), each with a .txt of the same name beside it, or "
+    "captions.csv with the columns file and caption"
+)
+
+
+class FolderRecords:
+    """The images of a folder and its sub-folders, in the order of their paths."""
+
+    num_dropped = 0
+    columns: Mapping[str, str] = {}
+
+    def __init__(self, folder: Path) -> None:
+        """List the folder; nothing is read but its table of captions.
+
+        Args:
+            folder: With images in it.
+
+        Raises:
+            ConfigError: There is no such folder, no image in it, or no caption for any.
+        """
+        if not folder.is_dir():
+            _raise_missing("No such data folder", folder)
+        table = next((folder / name for name in TABLE_NAMES if (folder / name).is_file()), None)
+        if table is None:
+            self._images = _list_images(folder)
+            self._captions: list[str] | None = None
+        else:
+            self._images, self._captions = _read_table(table)
+        if not self._images:
+            _raise_missing("The data folder holds no images", folder)
+        if table is None and not any(path.with_suffix(".txt").is_file() for path in self._images):
+            _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
+        self.blocks = [len(self._images)]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> ImageRecord:
+        """Read one image and its caption; either may be missing."""
+        path = self._images[index]
+        if self._captions is None:
+            caption = _read_if_there(path.with_suffix(".txt"))
+            text = "" if caption is None else caption.decode("utf-8", errors="replace")
+        else:
+            text = self._captions[index]
+        return ImageRecord(str(path), _read_if_there(path), text.strip() or None)
+
+
+def _read_if_there(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _raise_missing(what: str, folder: Path) -> None:
+    raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
+
+
+def _list_images(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.is_file()
+    )
+
+
+def _read_table(table: Path) -> tuple[list[Path], list[str]]:
+    """Images and captions of a table, in its order; paths are relative to its folder."""
+    with table.open(newline="", encoding="utf-8-sig") as lines:
+        reader = csv.DictReader(lines)
+        columns = reader.fieldnames or []
+        file_column = next((name for name in FILE_COLUMNS if name in columns), None)
+        caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
+        if file_column is None or caption_column is None:
+            raise ConfigError(
+                f"{table} lacks a column",
+                value=", ".join(columns),
+                allowed="a header line with the columns file and caption (or file_name and text)",
+                flag=PLACE_FLAGS,
+            )
+        rows = [(row[file_column], row[caption_column] or "") for row in reader]
+    return [table.parent / name for name, _ in rows], [caption for _, caption in rows]
+
+
+def check(config: SourceConfig) -> int:
+    """Check a folder by the names in it; return its number of samples."""
+    check_images_wanted(config, what="A folder of images")
+    check_tokenizer_folder(config.tokenizer_folder)
+    num_samples = len(open_records(config))
+    check_enough_samples(config, num_samples=num_samples)
+    return num_samples
+
+
+def open_records(config: SourceConfig) -> FolderRecords:
+    """Open the folder that `config` names.
+
+    Raises:
+        ConfigError: As `FolderRecords`.
+    """
+    return FolderRecords(Path(config.remote or config.local))

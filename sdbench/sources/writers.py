@@ -1,0 +1,562 @@
+"""How does a data set come into being so that a kill at any moment costs one chunk at most?
+
+A chunk is a fixed run of samples that becomes one file (a folder, for a folder of images). It is
+written under a temporary name, brought to the disk and renamed; after that a small note says what
+is in it. All of it happens in ``OUT.partial``, whose data becomes OUT at the end by one rename, so
+OUT is either whole or absent::
+
+    OUT.partial/job.json            what is being written; a resume must want the same
+    OUT.partial/chunks/00007.json   what the finished chunk 7 holds
+    OUT.partial/tmp/                chunks that are being written, or were when a process died
+    OUT.partial/data/               what becomes OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import struct
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.errors import ConfigError, RunError
+from sdbench.sources.checks import INDEX_NAME
+
+# Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
+MDS_HASHES = ["sha1", "xxh64"]
+
+# MDS stores offsets in a shard as uint32.
+MAX_SHARD_BYTES = 2**32 - 1
+
+# A reader that shuffles takes a row group at a time: 64 samples of VAE moments and a text embedding
+# for 512 px are 14 MB.
+ROWS_PER_GROUP = 64
+
+# Room for the number of a row in a file name, so that names sort as rows do.
+NUM_ROW_DIGITS = 6
+MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
+
+# What is in OUT.partial.
+JOB_NAME = "job.json"
+PARTIAL_FOLDERS = ("chunks", "tmp", "data")
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+class Totals(NamedTuple):
+    """What has been written.
+
+    Attributes:
+        num_written: Samples in finished chunks.
+        num_bad: Samples that were left out of them.
+        bad: One sentence for each of those, with its name.
+    """
+
+    num_written: int
+    num_bad: int
+    bad: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A data set that is being written; made by `open_output`, may be pickled.
+
+    Attributes:
+        out: Folder that the data set will be.
+        data_format: A key of `FORMATS`.
+        columns: Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
+        num_chunks: Into how many chunks the samples are cut.
+    """
+
+    out: Path
+    data_format: str
+    columns: Mapping[str, str]
+    num_chunks: int
+
+    @property
+    def partial(self) -> Path:
+        """Folder that everything is written to."""
+        return self.out.with_name(self.out.name + ".partial")
+
+    def missing_chunks(self) -> list[int]:
+        """Numbers of the chunks that are not yet whole on disk."""
+        return [number for number in range(self.num_chunks) if not self._is_whole(number)]
+
+    def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
+        """Write one chunk: afterwards it is whole, or after any error or kill absent.
+
+        Several processes may write chunks at once, each its own.
+
+        Args:
+            number: Of the chunk, from 0.
+            rows: Columns to values; may be empty.
+            bad: One sentence for each sample left out; may grow while `rows` is consumed.
+
+        Raises:
+            RunError: The disk is full, writing is not permitted, a row cannot be read, or a shard
+                is beyond the 4 GiB that MDS can address.
+        """
+        target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
+        note = self.partial / "tmp" / f"{number}.json"
+        with self._errors_named():
+            _remove(temporary)
+            try:
+                num_rows, details = self._format.write(temporary, _name_source_errors(rows), self)
+            except BaseException:
+                _remove(temporary)
+                raise
+            _remove(target)
+            num_bytes = 0
+            if num_rows:
+                num_bytes = _synchronize(temporary)
+                temporary.rename(target)
+            _remove(temporary)
+            facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
+            _write_json(note, facts._asdict())
+            note.rename(self._note(number))
+
+    def totals(self) -> Totals:
+        """Count what the finished chunks hold."""
+        notes = [self._read_note(number) for number in range(self.num_chunks)]
+        notes = [note for note in notes if note is not None]
+        bad = [sentence for note in notes for sentence in note.bad]
+        return Totals(num_written=sum(note.rows for note in notes), num_bad=len(bad), bad=bad)
+
+    def finish(self) -> Totals:
+        """Check every chunk's file against what was noted of it, and make OUT of them all.
+
+        Only one process may call this, when none writes any more.
+
+        Raises:
+            RunError: A chunk is missing, another size or number of rows is found, or there is not
+                a single sample.
+        """
+        if missing := self.missing_chunks():
+            raise RunError(
+                f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing, the first "
+                f"is {missing[0]}: the same command again writes them."
+            )
+        totals = self.totals()
+        if not totals.num_written:
+            raise RunError(
+                f"Nothing can be written to {self.out}: all {totals.num_bad} samples are bad. "
+                f"{' '.join(totals.bad[:1])}"
+            )
+        with self._errors_named():
+            for number in range(self.num_chunks):
+                self._verify(number)
+            self._format.finish(self)
+            _synchronize(self.partial / "data")
+            (self.partial / "data").rename(self.out)
+            shutil.rmtree(self.partial)
+        return totals
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep a second command from writing to the same OUT; its death ends the lock.
+
+        Raises:
+            ConfigError: Another process has it.
+        """
+        with (self.partial / JOB_NAME).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    "Another command is writing to this folder",
+                    value=str(self.out),
+                    allowed="another folder, or the same one when that command has ended",
+                    flag="OUT",
+                ) from error
+            yield
+
+    def details(self) -> list[Any]:
+        """What the format noted of each chunk that holds rows, in order."""
+        notes = [self._read_note(number) for number in range(self.num_chunks)]
+        return [note.details for note in notes if note is not None and note.rows]
+
+    def row_name(self, chunk: str, row: int) -> str:
+        """Name of a sample's files: the chunk's number and its own in it."""
+        return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
+
+    @property
+    def _format(self) -> _Format:
+        return FORMATS[self.data_format]
+
+    def _number(self, number: int) -> str:
+        return f"{number:0{max(5, len(str(self.num_chunks - 1)))}d}"
+
+    def _data(self, number: int) -> Path:
+        return self.partial / "data" / self._format.name.format(self._number(number))
+
+    def _note(self, number: int) -> Path:
+        return self.partial / "chunks" / f"{self._number(number)}.json"
+
+    def _read_note(self, number: int) -> _ChunkNote | None:
+        note = self._note(number)
+        return _ChunkNote(**json.loads(note.read_bytes())) if note.is_file() else None
+
+    def _is_whole(self, number: int) -> bool:
+        note = self._read_note(number)
+        return note is not None and (not note.rows or self._data(number).exists())
+
+    def _verify(self, number: int) -> None:
+        note, path = self._read_note(number), self._data(number)
+        if not note.rows:
+            return
+        num_bytes, num_rows = _count_bytes(path), self._format.count_rows(path)
+        if (num_bytes, num_rows) != (note.bytes, note.rows):
+            raise RunError(
+                f"{path} has {num_bytes} bytes and {num_rows} rows, and {note.bytes} bytes and "
+                f"{note.rows} rows were written: delete it and give the same command again."
+            )
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = "finished chunks are kept, and the same command goes on from them"
+            if error.errno == errno.ENOSPC:
+                raise RunError(f"No space is left for {self.out}; {kept}.") from error
+            raise RunError(f"{self.out} cannot be written ({error}); {kept}.") from error
+
+
+def open_output(
+    out: Path,
+    *,
+    data_format: str,
+    columns: Mapping[str, str],
+    num_chunks: int,
+    job: Mapping[str, object],
+) -> Output:
+    """Begin a data set, or go on with one that was not finished.
+
+    Args:
+        out: Folder of the new data set.
+        data_format: A key of `FORMATS`.
+        columns: Column to its MDS encoding. Tars and folders take ``jpg`` and ``caption`` alone.
+        num_chunks: Into how many chunks the samples are cut.
+        job: What decides the content of the chunks, as JSON can hold it. How the work is done
+            (workers, what happens on bad samples) is no part of it.
+
+    Raises:
+        ConfigError: `out` exists, or holds the beginnings of another job.
+        RunError: The folder cannot be made.
+    """
+    out = out.resolve()
+    output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)
+    facts = {
+        "job": job,
+        "data_format": data_format,
+        "columns": output.columns,
+        "num_chunks": num_chunks,
+    }
+    with output._errors_named():
+        _check_absent(output)
+        _check_ours(output.partial)
+        for name in PARTIAL_FOLDERS:
+            (output.partial / name).mkdir(parents=True, exist_ok=True)
+        path = output.partial / JOB_NAME
+        if not path.is_file():
+            note = output.partial / "tmp" / f"job.{os.getpid()}.json"
+            _write_json(note, facts)
+            note.rename(path)
+        found = json.loads(path.read_bytes())
+    _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
+    return output
+
+
+def _check_absent(output: Output) -> None:
+    out = output.out
+    if out.is_dir() and not any(out.iterdir()) and not out.is_mount():
+        return
+    if not out.exists():
+        return
+    if (output.partial / JOB_NAME).is_file() and not (output.partial / "data").exists():
+        # Killed between the rename that made OUT and the removal of the notes.
+        shutil.rmtree(output.partial)
+    raise ConfigError(
+        "The output exists",
+        value=str(out),
+        allowed="a new or an empty folder, not a mount point",
+        flag="OUT",
+    )
+
+
+def _check_ours(partial: Path) -> None:
+    """Never take, and in the end delete, a folder of somebody else."""
+    names = {path.name for path in partial.iterdir()} if partial.is_dir() else set()
+    if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
+        raise ConfigError(
+            "The folder that OUT is to be prepared in holds other files",
+            value=str(partial),
+            allowed="another OUT, or move that folder away",
+            flag="OUT",
+        )
+
+
+def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
+    if found == wanted:
+        return
+    flat = [{**facts, **facts["job"]} for facts in (found, wanted)]
+    differing = sorted(
+        key
+        for key in flat[0].keys() | flat[1].keys()
+        if key != "job" and flat[0].get(key) != flat[1].get(key)
+    )
+    key = differing[0]
+    raise ConfigError(
+        f"{output.partial} holds the beginnings of another job, with another "
+        f"{', '.join(differing)}",
+        value=flat[1].get(key),
+        allowed=f"{flat[0].get(key)!r} as before, another OUT, or delete that folder",
+        flag="OUT",
+    )
+
+
+class _ChunkNote(NamedTuple):
+    """What a finished chunk holds, as its note says; `details` belong to the format."""
+
+    rows: int
+    bytes: int
+    bad: list[str]
+    details: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Format:
+    """How one data format stores a chunk.
+
+    Attributes:
+        name: File or folder of a chunk; takes its number.
+        write: Takes the path to make, the rows and the output; returns how many rows there were
+            and what to note. Makes nothing, or something to be thrown away, where there are none.
+        count_rows: Counts the rows of a chunk on disk without opening samples.
+        finish: Called when all chunks are there and verified.
+    """
+
+    name: str
+    write: Callable[[Path, Rows, Output], tuple[int, Any]]
+    count_rows: Callable[[Path], int]
+    finish: Callable[[Output], None] = field(default=lambda output: None)
+
+
+def _write_mds(path: Path, rows: Rows, output: Output) -> tuple[int, dict | None]:
+    from streaming import MDSWriter
+
+    # The writer names its shards itself, so it gets a folder of its own.
+    folder = path.with_name(f"{path.name}.folder")
+    _remove(folder)
+    try:
+        # Not as a context manager: that would write a shard on the way out of an error.
+        writer = MDSWriter(
+            out=str(folder),
+            columns=dict(output.columns),
+            hashes=MDS_HASHES,
+            size_limit=MAX_SHARD_BYTES,
+        )
+        num_rows = 0
+        for row in rows:
+            writer.write(row)
+            num_rows += 1
+        writer.finish()
+        if len(writer.shards) > 1:
+            raise RunError(
+                f"A shard of {num_rows} samples is larger than the 4 GiB that MDS can address: "
+                "take fewer samples per shard."
+            )
+        if not writer.shards:
+            return 0, None
+        shard = writer.shards[0]
+        (folder / shard["raw_data"]["basename"]).rename(path)
+        shard["raw_data"]["basename"] = path.name
+        return num_rows, shard
+    finally:
+        _remove(folder)
+
+
+def _count_mds_rows(path: Path) -> int:
+    # A shard begins with the number of its samples.
+    with path.open("rb") as file:
+        return struct.unpack("<I", file.read(4))[0]
+
+
+def _finish_mds(output: Output) -> None:
+    from streaming import Stream
+    from streaming.base.world import World
+
+    shards = output.details()
+    folder = output.partial / "data"
+    _write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
+    opened = Stream(local=str(folder)).get_shards(World.detect(), False)
+    num_samples = sum(len(shard) for shard in opened)
+    assert num_samples == output.totals().num_written
+
+
+def _write_parquet(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([_parquet_field(*column) for column in sorted(output.columns.items())])
+    num_rows = 0
+    # Images and latents do not get smaller by compression or by a dictionary.
+    with pyarrow.parquet.ParquetWriter(
+        path, schema, compression="none", use_dictionary=False
+    ) as writer:
+        remaining = iter(rows)
+        while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
+            columns = [[_parquet_value(row[name]) for row in group] for name in schema.names]
+            arrays = [
+                pyarrow.array(values, type=column.type)
+                for values, column in zip(columns, schema, strict=True)
+            ]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+            num_rows += len(group)
+    return num_rows, None
+
+
+def _parquet_field(name: str, encoding: str) -> Any:
+    """A column of parquet for an MDS encoding; arrays are bytes whose shape the metadata have."""
+    import numpy as np
+    import pyarrow
+
+    kind, *rest = encoding.split(":")
+    if kind == "ndarray":
+        dtype, shape = rest
+        num_bytes = np.dtype(dtype).itemsize * int(np.prod([int(n) for n in shape.split(",")]))
+        return pyarrow.field(
+            name, pyarrow.binary(num_bytes), metadata={"dtype": dtype, "shape": shape}
+        )
+    types = {"bytes": pyarrow.binary(), "str": pyarrow.string(), "int": pyarrow.int64()}
+    return pyarrow.field(name, types[kind])
+
+
+def _parquet_value(value: Any) -> Any:
+    return value.tobytes() if hasattr(value, "tobytes") else value
+
+
+def _count_parquet_rows(path: Path) -> int:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path).metadata.num_rows
+
+
+def _write_tar(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+    import webdataset
+
+    num_rows = 0
+    # A constant time, so that the same samples make the same file.
+    with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
+        for row in rows:
+            key = output.row_name(path.stem, num_rows)
+            writer.write({"__key__": key, **_image_files(row)})
+            num_rows += 1
+    return num_rows, None
+
+
+def _count_tar_rows(path: Path) -> int:
+    with tarfile.open(path) as tar:
+        return sum(name.endswith(".txt") for name in tar.getnames())
+
+
+def _write_folder(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+    path.mkdir()
+    num_rows = 0
+    for row in rows:
+        name = output.row_name(path.name, num_rows)
+        for extension, content in _image_files(row).items():
+            if extension != "json":
+                (path / f"{name}.{extension}").write_bytes(content)
+        num_rows += 1
+    return num_rows, None
+
+
+def _count_folder_rows(path: Path) -> int:
+    return sum(file.suffix == ".txt" for file in path.iterdir())
+
+
+def _image_files(row: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of an image with its caption, by extension."""
+    size = {"width": row["width"], "height": row["height"]}
+    return {
+        image_extension(row["jpg"]): row["jpg"],
+        "txt": row["caption"].encode(),
+        "json": json.dumps(size).encode(),
+    }
+
+
+def image_extension(data: bytes) -> str:
+    """The extension that fits an image's bytes, whatever it was called.
+
+    Raises:
+        ValueError: It is not one of those that WebDataset and folders of images are read with.
+    """
+    if data.startswith(b"\xff\xd8\xff"):
+        return "jpg"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    raise ValueError("it is neither a JPEG, nor a PNG, nor a WebP image")
+
+
+FORMATS = {
+    "mds": _Format(
+        name="shard.{}.mds", write=_write_mds, count_rows=_count_mds_rows, finish=_finish_mds
+    ),
+    "webdataset": _Format(name="{}.tar", write=_write_tar, count_rows=_count_tar_rows),
+    "parquet": _Format(
+        name="part-{}.parquet", write=_write_parquet, count_rows=_count_parquet_rows
+    ),
+    "folder": _Format(name="{}", write=_write_folder, count_rows=_count_folder_rows),
+}
+
+
+def _name_source_errors(rows: Rows) -> Rows:
+    """Pass rows on; where they cannot be read, it is not the output's fault."""
+    try:
+        yield from rows
+    except OSError as error:
+        raise RunError(f"A sample cannot be read ({error}).") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def _count_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def _synchronize(path: Path) -> int:
+    """Bring a file, or a folder with its files, to the disk; return the number of bytes."""
+    for file in {*_files(path), path}:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return _count_bytes(path)
+
+
+def _write_json(path: Path, content: object) -> None:
+    with path.open("w") as file:
+        json.dump(content, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,273 @@
+"""What is printed, tabulated and published of runs that load data without a model."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from sdbench.measure.hardware import as_dict
+from sdbench.report.feed_table import format_csv, format_feed, format_markdown
+from sdbench.report.publish import (
+    BEGIN_DATA_MARKER,
+    BEGIN_MARKER,
+    END_DATA_MARKER,
+    END_MARKER,
+    main,
+)
+from tests.machines import make_cpu_machine, make_machine
+from tests.schemas import validate
+
+INTERVAL = {"low": 198.0, "high": 202.5, "level": 0.95, "kind": "within-run", "num_samples": 20}
+
+
+def make_config(**changes):
+    config = {
+        "data_format": "mds",
+        "use_synth_data": False,
+        "remote": "data/pairs",
+        "local": None,
+        "streams": None,
+        "latents": "online",
+        "shuffle": True,
+        "crop": "center",
+        "horizontal_flip_probability": 0.0,
+        "caption_drop_probability": 0.0,
+        "filters": None,
+        "class_prompts": None,
+        "on_bad_sample": "error",
+        "max_bad_fraction": 0.01,
+        "data_timeout_s": 300.0,
+        "validate_hash": "auto",
+        "image_size": 512,
+        "batch_size": 32,
+        "num_workers": 2,
+        "prefetch_factor": 2,
+        "seed": 17,
+        "num_batches": 100,
+        "num_warmup_batches": 5,
+        "max_seconds": None,
+        "emulate_step_seconds": None,
+        "target_images_per_second": None,
+        "results_dir": "runs",
+    }
+    assert changes.keys() <= config.keys()
+    return {**config, **changes}
+
+
+def make_summary(**changes):
+    summary = {
+        "images_per_second": 200.0,
+        "images_per_second_interval": INTERVAL,
+        "images_per_second_per_process": 100.0,
+        "images_per_second_per_core": 100.0,
+        "num_processes": 2,
+        "num_workers_for_target": None,
+        "num_measured_steps": 100,
+        "window_s": 16.0,
+        "data_wait_percent": None,
+        "megabytes_per_second": 20.0,
+        "ms_per_image": {
+            "read": 0.5,
+            "decode": 6.25,
+            "transform": 2.0,
+            "tokenize": 0.25,
+            "collate": 0.5,
+        },
+        "num_images": 3200,
+        "num_bad_samples": 1,
+        "num_dropped_samples": 12,
+    }
+    assert changes.keys() <= summary.keys()
+    return {**summary, **changes}
+
+
+def make_record(*, config=None, summary=None, machine=None):
+    record = {
+        "schema_version": 1,
+        "kind": "feed",
+        "run_id": "20261121T080000Z_2-core-cpu_feed-mds-512px",
+        "status": "ok",
+        "reason": None,
+        "started_utc": "2026-11-21T08:00:00+00:00",
+        "duration_s": 20.0,
+        "command": ["data.py"],
+        "config": make_config(**(config or {})),
+        "machine": as_dict(machine or make_cpu_machine()),
+        "versions": {},
+        "git": {"commit": "0" * 40, "dirty": False},
+        "environment": {},
+        "summary": make_summary(**(summary or {})),
+    }
+    validate(json.loads(json.dumps(record)))
+    return record
+
+
+def test_a_person_reads_every_figure_with_its_unit():
+    assert format_feed(make_record()).splitlines() == [
+        "  images/s              200 (198 to 202.5, 95 % within-run)",
+        "  images/s per process  100 (2 workers; 2 CPU cores)",
+        "  read from storage     20 MB/s, 100 kB per image",
+        "  time per image        9.5 ms of a process: read 0.5, decode 6.25, transform 2, "
+        "tokenize 0.25, collate 0.5",
+        "  samples               3200 delivered, 1 bad; filters leave out 12 of the data set",
+    ]
+
+
+def test_a_person_reads_who_loads_without_workers():
+    text = format_feed(make_record(config={"num_workers": 0}, summary={"num_processes": 1}))
+    assert "100 (the trainer's own, without workers; 2 CPU cores)" in text
+
+
+def test_a_large_rate_has_no_exponent():
+    summary = {"images_per_second": 123456.0, "images_per_second_interval": None}
+    text = format_feed(make_record(summary=summary))
+    assert "  images/s              123500 (no interval" in text
+
+
+def test_a_person_reads_how_long_the_trainer_waits():
+    record = make_record(
+        config={"emulate_step_seconds": 0.3},
+        summary={
+            "data_wait_percent": 25.0,
+            "window_s": 40.0,
+            "images_per_second_per_core": None,
+        },
+    )
+    assert format_feed(record).splitlines()[:2] == [
+        "  images/s of the trainer  200 (198 to 202.5, 95 % within-run)",
+        "  it waits for data        25.0 % of the time: 0.1 s for each batch, beside steps of "
+        "0.3 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "num_needed", "answer"),
+    [
+        (
+            150,
+            2,
+            "yes. It takes 2 workers of 100 images/s, if each has a CPU core of its own; "
+            "this machine has 2",
+        ),
+        (
+            100,
+            1,
+            "yes. It takes 1 worker of 100 images/s, if each has a CPU core of its own; "
+            "this machine has 2",
+        ),
+        (
+            800,
+            8,
+            "no. It takes 8 workers of 100 images/s, if each has a CPU core of its own; "
+            "this machine has only 2",
+        ),
+        (
+            201,
+            3,
+            "no, but so close that another run may say otherwise. It takes 3 workers of "
+            "100 images/s, if each has a CPU core of its own; this machine has only 2",
+        ),
+    ],
+)
+def test_a_person_reads_whether_it_is_enough(target, num_needed, answer):
+    record = make_record(
+        config={"target_images_per_second": target}, summary={"num_workers_for_target": num_needed}
+    )
+    name, _, rest = format_feed(record).splitlines()[-1].partition("images/s?")
+    assert name.strip() == str(target)
+    assert rest.strip() == answer
+
+
+def test_a_run_is_a_row():
+    (row,) = csv.DictReader(format_csv([make_record()]).splitlines())
+    expected = {
+        "source": "20261121T080000Z_2-core-cpu_feed-mds-512px",
+        "kind": "measured",
+        "job": "feed",
+        "device": "CPU",
+        "data": "data/pairs",
+        "data_format": "mds",
+        "latents": "online",
+        "images_per_second": "200.0",
+        "images_per_second_low": "198.0",
+        "images_per_second_high": "202.5",
+        "images_per_second_per_core": "100.0",
+        "decode_ms_per_image": "6.25",
+        "data_wait_percent": "",
+        "num_bad_samples": "1",
+        "status": "ok",
+        "reason": "",
+    }
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_a_gpu_is_not_what_loads():
+    gpu = make_machine(cpu_name="Xeon")
+    feed = make_record(machine=gpu)
+    encode = {**feed, "kind": "precompute"}
+    rows = csv.DictReader(format_csv([feed, encode]).splitlines())
+    assert [row["device"] for row in rows] == ["Xeon", "NVIDIA H100 80GB HBM3"]
+
+
+def test_runs_of_one_configuration_become_one_line():
+    rates = (50.0, 100.0, 200.0)
+    records = [make_record(summary={"images_per_second": rate}) for rate in rates]
+    emulated = make_record(
+        config={"emulate_step_seconds": 0.3},
+        summary={"data_wait_percent": 25.0, "images_per_second_per_core": None},
+    )
+    first, second = format_markdown([*records, emulated]).splitlines()[2:]
+    # Logs have sd 0.693147: 100 x exp(+-4.302653 x 0.693147 / sqrt(3)) = 17.87 and 559.5.
+    assert first == (
+        "| CPU | 2 | feed | `data/pairs` | mds | images | 512 | 32 | 2 | - | 3 "
+        "| median 100 (17.87 to 559.5, between-runs) | 100 | 20 | 0.5, 6.25, 2, 0.25, 0.5 | - |"
+    )
+    assert "| 0.3 | 1 | 200 (198 to 202.5, 95 % within-run) | - | 20 |" in second
+    assert second.endswith("| 25 % |")
+
+
+def test_a_record_with_fewer_figures_has_dashes():
+    record = make_record()
+    record["kind"] = "precompute"
+    for name in ("ms_per_image", "megabytes_per_second", "images_per_second_per_core"):
+        del record["summary"][name]
+    (line,) = format_markdown([record]).splitlines()[2:]
+    assert line.endswith("| 200 (198 to 202.5, 95 % within-run) | - | - | - | - |")
+
+
+def test_publishing_leaves_the_paths_of_the_machine_behind(tmp_path, capsys):
+    place, other = "/" + "somewhere/my pairs", "/" + "elsewhere/a"
+    config = {
+        "local": place,
+        "remote": None,
+        "streams": f"s3://bucket/b=1,{other}=2",
+        "results_dir": str(tmp_path / "runs"),
+    }
+    record = make_record(config=config)
+    run = tmp_path / "runs" / record["run_id"]
+    run.mkdir(parents=True)
+    (run / "record.json").write_text(json.dumps({**record, "command": ["data.py", place]}))
+    (run / "stdout.log").write_text(f"Reading {other} and {place}\nrecord: {run}\n")
+    results = tmp_path / "results"
+    results.mkdir()
+    markers = (BEGIN_MARKER, END_MARKER, BEGIN_DATA_MARKER, END_DATA_MARKER)
+    (results / "README.md").write_text("\n".join(markers))
+
+    assert main([str(run), "--results", str(results)]) == 0
+    copied = results / "runs" / record["run_id"]
+    assert sorted(path.name for path in copied.iterdir()) == ["record.json", "stdout.log"]
+    published = json.loads((copied / "record.json").read_text())
+    validate(published)
+    assert published["command"] == ["data.py", "<local>"]
+    assert published["config"]["local"] == "<local>"
+    assert published["config"]["streams"] == "s3://bucket/b=1,<streams>=2"
+    log = (copied / "stdout.log").read_text()
+    assert log == f"Reading <streams> and <local>\nrecord: <results_dir>/{record['run_id']}\n"
+
+    (row,) = csv.DictReader((results / "data.csv").read_text().splitlines())
+    assert row["source"] == record["run_id"]
+    assert (results / "throughput.csv").read_text().count("\n") == 1
+    assert (results / "README.md").read_text().count("| CPU | 2 | feed |") == 1
+    assert "published" in capsys.readouterr().out

@@ -1,0 +1,168 @@
+"""The same 49 samples in every format, written without the code under test.
+
+Sample i is a picture of 60 x 40 pixels, all of the value 5 i, with the caption "picture i"; as
+latents it has the mean i / 8, the log-variance -i / 8 and the embedding i / 16.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+NUM_SAMPLES = 49
+IMAGE_SIZE = 32
+LATENT_SHAPE = (4, IMAGE_SIZE // 8, IMAGE_SIZE // 8)
+EMBEDDING_SHAPE = (77, 8)
+
+
+def make_png(index: int) -> bytes:
+    """The picture of a sample, as a file."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((40, 60, 3), 5 * index, dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_caption(index: int) -> str:
+    """The caption of a sample."""
+    return f"picture {index}"
+
+
+def make_arrays(index: int) -> dict[str, np.ndarray]:
+    """A sample as moments, as a latent, and its embedded caption."""
+    moments = np.stack([np.full(LATENT_SHAPE, index / 8), np.full(LATENT_SHAPE, -index / 8)])
+    return {
+        "moments": moments.reshape(8, *LATENT_SHAPE[1:]).astype(np.float16),
+        "latent": np.full(LATENT_SHAPE, index / 8, dtype=np.float16),
+        "text_embedding": np.full(EMBEDDING_SHAPE, index / 16, dtype=np.float16),
+    }
+
+
+def index_of(batch: dict, position: int) -> int:
+    """Which sample a batch has at a position."""
+    if "image" in batch:
+        value = float(batch["image"][position].float().mean())
+        return round(value / 5)
+    if "latent" in batch:
+        return round(float(batch["latent"][position].float().mean()) * 8)
+    return round(float(batch["latent_mean"][position].float().mean()) * 8)
+
+
+def indices(batches: list[dict]) -> list[int]:
+    """Which samples a list of batches has, in order."""
+    return [
+        index_of(batch, position)
+        for batch in batches
+        for position in range(len(next(iter(batch.values()))))
+    ]
+
+
+def write_mds(folder: Path, *, hashes: tuple[str, ...] = ("xxh64",)) -> None:
+    """Four shards of at most 16 samples each; padding behind a PNG's end is not read."""
+    from streaming import MDSWriter
+
+    columns = {"jpg": "bytes", "caption": "str"}
+    with MDSWriter(
+        out=str(folder), columns=columns, size_limit=2**20, hashes=list(hashes)
+    ) as writer:
+        for index in range(NUM_SAMPLES):
+            jpg = make_png(index) + b"\0" * 64_000
+            writer.write({"jpg": jpg, "caption": make_caption(index)})
+    assert len(list(folder.glob("*.mds"))) == 4
+
+
+def write_mds_latents(folder: Path) -> None:
+    """VAE moments and embeddings in our own columns."""
+    from streaming import MDSWriter
+
+    def encoding(shape: tuple[int, ...]) -> str:
+        return f"ndarray:float16:{','.join(map(str, shape))}"
+
+    columns = {
+        f"latent_moments_{IMAGE_SIZE}": encoding((8, *LATENT_SHAPE[1:])),
+        "text_embedding": encoding(EMBEDDING_SHAPE),
+        "caption": "str",
+    }
+    with MDSWriter(out=str(folder), columns=columns, size_limit=2**15, hashes=["sha1"]) as writer:
+        for index in range(NUM_SAMPLES):
+            arrays = make_arrays(index)
+            values = (arrays["moments"], arrays["text_embedding"], make_caption(index))
+            writer.write(dict(zip(columns, values, strict=True)))
+
+
+def write_tars(folder: Path) -> None:
+    """Three tars with 5, 30 and 14 samples."""
+    folder.mkdir(parents=True)
+    bounds = (0, 5, 35, NUM_SAMPLES)
+    for number in range(3):
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
+            for index in range(bounds[number], bounds[number + 1]):
+                members = {
+                    "png": make_png(index),
+                    "txt": make_caption(index).encode(),
+                    "json": json.dumps({"original_width": 10 * index}).encode(),
+                }
+                for extension, content in members.items():
+                    member = tarfile.TarInfo(f"{index:06d}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def write_parquet(folder: Path) -> None:
+    """Two files, LAION's columns, row groups of 8."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(parents=True)
+    for number, numbers in enumerate((range(30), range(30, NUM_SAMPLES))):
+        table = pyarrow.table(
+            {
+                "hash": list(numbers),
+                "jpg": [make_png(index) for index in numbers],
+                "caption": [make_caption(index) for index in numbers],
+                "width": [60.0 for _ in numbers],
+            }
+        )
+        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=8)
+
+
+def write_parquet_latents(folder: Path) -> None:
+    """One file in the spelling of seed 000: sampled latents and captions as float32 bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(parents=True)
+    arrays = [make_arrays(index) for index in range(NUM_SAMPLES)]
+    table = pyarrow.table(
+        {
+            f"latents_{IMAGE_SIZE}_bytes": [
+                sample["latent"].astype(np.float32).tobytes() for sample in arrays
+            ],
+            "caption_latents": [
+                sample["text_embedding"].astype(np.float32).tobytes() for sample in arrays
+            ],
+        }
+    )
+    pyarrow.parquet.write_table(table, folder / "part.parquet", row_group_size=16)
+
+
+def write_folder(folder: Path) -> None:
+    """Pictures with a .txt beside each."""
+    folder.mkdir(parents=True)
+    for index in range(NUM_SAMPLES):
+        (folder / f"{index:03d}.png").write_bytes(make_png(index))
+        (folder / f"{index:03d}.txt").write_text(make_caption(index))
+
+
+WRITERS = {
+    "mds": write_mds,
+    "mds latents": write_mds_latents,
+    "webdataset": write_tars,
+    "parquet": write_parquet,
+    "parquet latents": write_parquet_latents,
+    "folder": write_folder,
+}

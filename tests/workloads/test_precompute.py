@@ -1,0 +1,361 @@
+"""Do precomputed latents train as the images do, and does a kill or another rank count matter?"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import benchmark
+from sdbench import sources
+from sdbench.measure.record import load_record
+from sdbench.sources.config import SourceConfig
+from sdbench.sources.writers import Output
+from sdbench.workloads import precompute
+from sdbench.workloads.encode import Encoder, Step
+from tests.schemas import validate
+
+NUM_PICTURES = 10  # of the fixture picture_folder
+TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
+
+
+@pytest.fixture
+def run(tmp_path, picture_folder):
+    """A function that precomputes in this process: to its exit code and its record."""
+
+    def run_once(out: str, *argv: str) -> tuple[int, dict | None]:
+        results = tmp_path / "runs"
+        before = set(results.glob("*/record.json"))
+        exit_code = precompute.main(
+            [
+                *("--out", str(tmp_path / out), "--results_dir", str(results)),
+                *("--remote", str(picture_folder), *TINY, *argv),
+            ]
+        )
+        new = set(results.glob("*/record.json")) - before
+        assert len(new) <= 1
+        return exit_code, load_record(new.pop()) if new else None
+
+    return run_once
+
+
+def read(folder: Path, *, image_size: int = 64, data_format: str = "mds") -> list[dict]:
+    config = SourceConfig(
+        data_format=data_format,
+        remote=str(folder),
+        latents="precomputed",
+        image_size=image_size,
+        text_embedding_dim=32,
+        device_batch_size=1,
+        seed=0,
+    )
+    records = sources.open_records(config)
+    return [
+        {name: np.array(values) for name, values in records.read(index).arrays.items()}
+        for index in range(len(records))
+    ]
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def losses(results: Path, *argv: str) -> list[float]:
+    options = (*TINY, "--precision", "fp32", "--no_shuffle", "--num_workers", "0")
+    window = ("--warmup_batches", "1", "--measure_batches", "7")
+    assert benchmark.main([*options, *window, *argv, "--results_dir", str(results)]) == 0
+    (steps,) = results.glob("*/steps.csv")
+    with steps.open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("out_format", ["mds", "parquet"])
+def test_training_on_latents_gives_the_losses_of_training_on_the_images(
+    run, tmp_path, picture_folder, out_format
+):
+    generator = np.random.default_rng(0)
+    for path in picture_folder.glob("*.png"):
+        pixels = generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    exit_code, _ = run("latents", "--out_format", out_format, "--samples_per_shard", "4")
+    assert exit_code == 0
+    online = losses(tmp_path / "online", "--remote", str(picture_folder))
+    precomputed = losses(
+        tmp_path / "precomputed", "--remote", str(tmp_path / "latents"), "--latents", "precomputed"
+    )
+    # Eight steps, an epoch has five. Storing as float16 changes a loss by about 1e-5 of it here;
+    # images that are mirrored, or captions that are dropped, by 1e-2.
+    assert len(set(online)) == 8
+    assert precomputed == pytest.approx(online, rel=5e-5)
+
+
+def test_the_record_tells_how_fast_and_where_the_time_went(run, capsys):
+    _, record = run("latents", "--batch_size", "1", "--samples_per_shard", "4")
+    validate(record)
+    assert (record["kind"], record["status"]) == ("precompute", "ok")
+    assert record["workload"]["num_shards"] == 3
+    summary = record["summary"]
+    assert (summary["num_images"], summary["num_images_written"]) == (NUM_PICTURES, NUM_PICTURES)
+    assert summary["num_measured_steps"] == 8
+    assert summary["images_per_second"] == pytest.approx(8 / summary["window_s"])
+    split_ms = sum(summary["step_ms_per_image"].values())
+    assert split_ms == pytest.approx(1000 * summary["window_s"] / 8)
+    assert summary["ms_per_image"]["decode"] > 0
+    assert "Wrote 10 samples" in capsys.readouterr().out
+
+
+def make_steps(*seconds: float, num_images: int = 2) -> list[Step]:
+    steps = []
+    for number in seconds:
+        step = Step(num_images=num_images, bytes_read=1_000_000)
+        step.seconds |= {"data_wait": number / 4, "vae": number / 2, "write": number / 4}
+        steps.append(step)
+    return steps
+
+
+def test_the_slowest_rank_decides_the_rate():
+    fast, slow = make_steps(9.0, *[1.0] * 12), make_steps(5.0, *[2.0] * 10)
+    summary = precompute.summarize([fast, slow, []], num_warmup_steps=1)
+    assert summary["num_measured_steps"] == 10
+    assert summary["window_s"] == pytest.approx(20.0)
+    assert summary["images_per_second"] == pytest.approx(2.0)  # 2 ranks x 10 x 2 images
+    assert summary["images_per_second_per_device"] == pytest.approx(1.0)
+    assert summary["images_per_second_interval"]["low"] == pytest.approx(2.0)
+    assert summary["megabytes_per_second"] == pytest.approx(1.0)
+    assert summary["step_ms_per_image"]["vae"] == pytest.approx(1000 * 15 / 40)
+    assert summary["num_images"] == 2 * (13 + 11)
+
+
+def test_a_short_run_has_no_rate():
+    summary = precompute.summarize([make_steps(1.0, 1.0)], num_warmup_steps=2)
+    assert summary["images_per_second"] is None
+    assert (summary["num_measured_steps"], summary["num_images"]) == (0, 4)
+
+
+# --- Kills and ranks -----------------------------------------------------------------------------
+
+
+def start_ranks(argv: list[str], *, world_size: int) -> list[multiprocessing.Process]:
+    """Fork a process for each rank, which saves importing torch anew."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=be_rank, args=(argv, rank, world_size, port))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def be_rank(argv: list[str], rank: int, world_size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os._exit(precompute.main(argv))
+
+
+def exit_codes(ranks: list[multiprocessing.Process]) -> list[int]:
+    for process in ranks:
+        process.join(timeout=60)
+    return [process.exitcode for process in ranks]
+
+
+def test_two_ranks_write_what_one_writes(run, tmp_path, picture_folder):
+    options = ["--image_size", "64,128", "--samples_per_shard", "3", "--latents", "sampled"]
+    run("alone", *options)
+    places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
+    argv = [*TINY, *options, *places, "--out", str(tmp_path / "together")]
+    assert exit_codes(start_ranks(argv, world_size=2)) == [0, 0]
+    assert shards(tmp_path / "together") == shards(tmp_path / "alone")
+    (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
+    record = load_record(path)
+    validate(record)
+    assert record["ranks"]["world_size"] == 2
+    assert record["summary"]["num_images"] == NUM_PICTURES
+
+
+def test_a_killed_run_goes_on_with_another_number_of_ranks(
+    run, tmp_path, picture_folder, monkeypatch
+):
+    options = ["--samples_per_shard", "1"]
+    run("whole", *options)
+    places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
+    argv = [*TINY, *options, *places, "--out", str(tmp_path / "latents")]
+    write_chunk = Output.write_chunk
+
+    def write_and_die(output, number, rows, *, bad):
+        """The sixth shard's rank is killed when it has the rows and not yet a file."""
+
+        def rows_and_death():
+            yield from rows
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        write_chunk(output, number, rows_and_death() if number == 5 else rows, bad=bad)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "write_chunk", write_and_die)
+        codes = exit_codes(start_ranks(argv, world_size=2))
+    assert codes == [1, -signal.SIGKILL]
+    assert not (tmp_path / "latents").exists()
+    num_kept = len(list((tmp_path / "latents.partial" / "chunks").iterdir()))
+    assert 2 <= num_kept < NUM_PICTURES  # rank 1 had finished two
+
+    exit_code, record = run("latents", *options)
+    assert exit_code == 0
+    assert record["summary"]["num_images"] == NUM_PICTURES - num_kept
+    assert record["summary"]["num_images_written"] == NUM_PICTURES
+    assert shards(tmp_path / "latents") == shards(tmp_path / "whole")
+    assert not (tmp_path / "latents.partial").exists()
+
+
+def test_a_resume_may_not_change_what_is_written(run, picture_folder, capsys):
+    (picture_folder / "3.png").write_bytes(b"no image")
+    options = ["--samples_per_shard", "2", "--seed", "1"]
+    assert run("latents", *options)[0] == 1
+    exit_code, record = run("latents", "--samples_per_shard", "2", "--seed", "2")
+    assert (exit_code, record) == (2, None)
+    assert "another job, with another seed" in capsys.readouterr().err
+    exit_code, record = run(
+        "latents", *options, "--on_bad_sample", "skip", "--max_bad_fraction", "0.1"
+    )
+    assert exit_code == 0
+    assert (record["summary"]["num_images"], record["summary"]["num_bad_samples"]) == (7, 1)
+
+
+# --- What is written -----------------------------------------------------------------------------
+
+
+def test_several_resolutions_are_those_of_single_runs(run, tmp_path):
+    for out, sizes in (("64", "64"), ("128", "128"), ("both", "128,64")):
+        assert run(out, "--image_size", sizes, "--num_workers", "1")[0] == 0
+    for size in (64, 128):
+        several = read(tmp_path / "both", image_size=size)
+        single = read(tmp_path / str(size), image_size=size)
+        assert several[0]["moments"].shape == (8, size // 8, size // 8)
+        for one, other in zip(several, single, strict=True):
+            for name in ("moments", "text_embedding"):
+                np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_sampled_latents_are_drawn_from_the_moments_by_the_seed(run, tmp_path):
+    run("moments")
+    run("sampled", "--latents", "sampled", "--out_format", "parquet")
+    run("again", "--latents", "sampled", "--samples_per_shard", "3")
+    moments = read(tmp_path / "moments")
+    sampled = read(tmp_path / "sampled", data_format="parquet")
+    again = read(tmp_path / "again")
+    drawn = []
+    for stored, sample, same in zip(moments, sampled, again, strict=True):
+        # Another batch gives other roundings.
+        np.testing.assert_allclose(sample["latent"], same["latent"], atol=1e-3)
+        mean, logvar = np.split(stored["moments"].astype(np.float32), 2)
+        drawn.append((sample["latent"] / 0.18215 - mean) / np.exp(logvar / 2))
+    values = np.stack(drawn)
+    # 2,560 standard normal numbers: five standard errors.
+    assert abs(values.mean()) < 5 / np.sqrt(values.size)
+    assert values.std() == pytest.approx(1, abs=5 / np.sqrt(2 * values.size))
+    assert abs(np.corrcoef(values[0].ravel(), values[1].ravel())[0, 1]) < 0.4
+
+
+def test_dropped_captions_are_stored_as_they_are_encoded(run, tmp_path):
+    import pyarrow.parquet
+
+    run("latents", "--out_format", "parquet", "--caption_drop_probability", "1")
+    table = pyarrow.parquet.read_table(tmp_path / "latents")
+    assert table["caption"].to_pylist() == [""] * NUM_PICTURES
+    assert len(set(table["text_embedding"].to_pylist())) == 1
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_bad_samples_are_left_out_and_counted(run, tmp_path, picture_folder, capsys, num_workers):
+    run("whole")
+    (picture_folder / "3.png").write_bytes(b"")
+    broken = (picture_folder / "7.png").read_bytes()
+    (picture_folder / "7.png").write_bytes(broken[: len(broken) // 2])
+    skip = ["--on_bad_sample", "skip", "--image_size", "64,128", "--num_workers", num_workers]
+    exit_code, record = run("latents", *skip, "--max_bad_fraction", "0.2")
+    assert exit_code == 0
+    output = capsys.readouterr().out
+    assert "3.png" in output and "7.png" in output
+    assert record["summary"]["num_bad_samples"] == 2
+    assert record["summary"]["num_images_written"] == NUM_PICTURES - 2
+
+    whole, good = read(tmp_path / "whole"), read(tmp_path / "latents")
+    assert len(good) == NUM_PICTURES - 2
+    kept = [sample for index, sample in enumerate(whole) if index not in (3, 7)]
+    for one, other in zip(kept, good, strict=True):
+        np.testing.assert_allclose(one["moments"], other["moments"], atol=2e-3)
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_a_bad_sample_stops_the_run_and_is_named(run, tmp_path, picture_folder, num_workers):
+    (picture_folder / "3.png").write_bytes(b"no image")
+    exit_code, record = run("latents", "--num_workers", num_workers)
+    assert exit_code == 1
+    validate(record)
+    assert record["status"] == "failed"
+    assert "3.png" in record["reason"] and "--on_bad_sample skip" in record["reason"]
+    assert "Traceback" not in record["reason"]
+    assert not (tmp_path / "latents").exists()
+
+
+def test_too_many_bad_samples_stop_the_run(run, picture_folder):
+    for index in (3, 7):
+        (picture_folder / f"{index}.png").write_bytes(b"no image")
+    options = ["--on_bad_sample", "skip", "--max_bad_fraction", "0.1", "--samples_per_shard", "2"]
+    exit_code, record = run("latents", *options)
+    assert exit_code == 1
+    assert "2 of 10 samples are bad" in record["reason"]
+
+
+def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
+    encode = Encoder.encode_images
+
+    def overflow(self, images, *, indices):
+        values = encode(self, images, indices=indices)
+        values[[index == 4 for index in indices], 0, 0, 0] = np.inf
+        return values
+
+    monkeypatch.setattr(Encoder, "encode_images", overflow)
+    exit_code, record = run("latents")
+    assert exit_code == 1
+    assert "4.png, latent_moments_64: a value is NaN, infinite" in record["reason"]
+    exit_code, record = run("latents", "--on_bad_sample", "skip", "--max_bad_fraction", "0.1")
+    assert (exit_code, record["summary"]["num_bad_samples"]) == (0, 1)
+    assert record["summary"]["num_images_written"] == NUM_PICTURES - 1
+
+
+def test_synthetic_images_measure_the_speed(tmp_path):
+    argv = [*TINY, "--use_synth_data", "--max_samples", "5", "--out", str(tmp_path / "latents")]
+    assert precompute.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
+    assert len(read(tmp_path / "latents")) == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "There is nothing to encode"),
+        (["--use_synth_data", "--encoder_dtype", "fp16"], "A CPU cannot run the encoders"),
+        (["--use_synth_data", "--image_size", "64,100"], "allowed: multiples of 64"),
+        (["--remote", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_there_is_a_record(tmp_path, capsys, argv, message):
+    places = ["--out", str(tmp_path / "latents"), "--results_dir", str(tmp_path / "runs")]
+    assert precompute.main(["--model_name", "tiny", *places, *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
