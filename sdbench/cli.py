@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "check a data set: every file, and on request every sample",
     ),
     "precompute": (
-        "sdbench.workloads.precompute:main",
+        "sdbench.precompute:main",
         "encode images and captions once, to train without the encoders",
     ),
     "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),

@@ -195,12 +195,11 @@ class _Resolver:
             self._choose("cpu_allocator", "default", "the C library is not glibc")
 
     def _resolve_image_size(self) -> None:
-        default = self.architecture.default_image_size
         if self.config.image_size is None:
-            if self.on_gpu or default <= CPU_IMAGE_SIZE:
-                self._choose("image_size", default, f"default of {self.architecture.name}")
-            else:
-                self._choose("image_size", CPU_IMAGE_SIZE, "no GPU")
+            size = default_image_size(self.architecture, on_gpu=self.on_gpu)
+            is_models = size == self.architecture.default_image_size
+            reason = f"default of {self.architecture.name}" if is_models else "no GPU"
+            self._choose("image_size", size, reason)
         self.architecture.check_image_size(self.config.image_size)
 
     def _resolve_data(self) -> None:
@@ -397,6 +396,12 @@ class _Resolver:
             (True, lambda: f"--image_size (below {config.image_size})"),
         ]
         return ", ".join(text() for applies, text in options if applies)
+
+
+def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
+    """Side of the images in pixels when nobody says: the model's own, less without a GPU."""
+    size = architecture.default_image_size
+    return size if on_gpu else min(size, CPU_IMAGE_SIZE)
 
 
 def _check_source(source: SourceConfig) -> int | None:

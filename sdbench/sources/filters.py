@@ -1,15 +1,16 @@
 """Does a sample's metadata meet the user's conditions?
 
-A condition is ``<=0.5``, ``>= 512``, ``== en``, or several joined by ``and``. Nothing is ever
-evaluated as a program.
+A condition is ``<=0.5``, ``>= 512``, ``== en``, ``!= 'two words'``, or several joined by ``and``.
+Nothing is ever evaluated as a program.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from sdbench.errors import ConfigError
 
@@ -21,7 +22,8 @@ OPERATORS = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_TERM = re.compile(r"(<=|>=|==|!=|<|>)\s*(\S.*)")
+_TERM = r"""(<=|>=|==|!=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"<>=!]+)"""
+_CONDITION = re.compile(rf"{_TERM}(?:\s+and\s+{_TERM})*")
 
 
 class Term(NamedTuple):
@@ -49,32 +51,33 @@ def parse_filters(filters: Mapping[str, str]) -> list[Term]:
     Raises:
         ConfigError: A condition is none of this grammar.
     """
-    return [
-        _parse_term(field, part.strip())
-        for field, condition in filters.items()
-        for part in re.split(r"\sand\s", condition)
-    ]
+    terms = []
+    for field, condition in filters.items():
+        if _CONDITION.fullmatch(condition.strip()) is None:
+            _raise_condition(field, condition)
+        for sign, value in re.findall(_TERM, condition):
+            number = _parse_number(value)
+            if number is None and sign not in ("==", "!="):
+                _raise_condition(field, condition)
+            terms.append(Term(field, sign, value.strip("'\"") if number is None else number))
+    return terms
 
 
-def _parse_term(field: str, text: str) -> Term:
-    match = _TERM.fullmatch(text)
-    if match is None:
-        _raise_condition(field, text)
-    sign, value = match.groups()
+def _parse_number(value: str) -> float | None:
+    """The number that is meant, or None where it is a text."""
     try:
-        return Term(field, sign, float(value))
+        number = float(value)
     except ValueError:
-        if sign not in ("==", "!="):
-            _raise_condition(field, text)
-        return Term(field, sign, value.strip("'\""))
+        return None
+    return number if math.isfinite(number) else None
 
 
-def _raise_condition(field: str, text: str) -> None:
+def _raise_condition(field: str, condition: str) -> NoReturn:
     raise ConfigError(
         f"The condition on {field} cannot be understood",
-        value=text,
-        allowed="<=, >=, ==, !=, < or > and a number, or == or != and a text; several joined by "
-        "and, e.g. '>= 512 and < 2048'",
+        value=condition,
+        allowed="<=, >=, ==, !=, < or > and a number, or == or != and a word or a quoted text; "
+        "several joined by and, e.g. '>= 512 and < 2048'",
         flag="--filters",
     )
 

@@ -29,7 +29,6 @@ from sdbench.sources.records import (
     check_whole,
     undecodable,
 )
-from sdbench.sources.transforms import measure_image
 from sdbench.sources.writers import image_extension
 
 
@@ -64,6 +63,9 @@ class ImageRows:
             BadSampleError: Image or caption are missing, or the image cannot be decoded.
             RunError: The file that holds it is missing or damaged.
         """
+        # Here, because it brings torch, which the help of a command has no use for.
+        from sdbench.sources.transforms import measure_image
+
         record = self._records.read(index)
         assert isinstance(record, ImageRecord)
         check_whole(record)

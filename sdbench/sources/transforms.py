@@ -76,7 +76,7 @@ def decode_image(
         ValueError: The image has too many pixels.
     """
     with phase("decode"), _open(data) as image:
-        if is_fast(image, image_size=image_size):
+        if is_fast(image, data, image_size=image_size):
             picture = _decode_fast(data)
         else:
             picture = _decode_any(image, image_size=image_size)
@@ -103,22 +103,36 @@ def measure_image(data: bytes) -> tuple[int, int]:
         return ImageOps.exif_transpose(image).size
 
 
-def is_fast(image: Image.Image, *, image_size: int) -> bool:
+def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
     """Whether torchvision decodes this file as PIL would, and PIL could not do with a part of it.
 
     Args:
         image: Opened, not loaded.
+        data: The file's bytes.
         image_size: Side of the square that is wanted.
     """
     if image.format == "JPEG" and min(image.size) >= 2 * image_size:
         return False
     return (
         (image.format, image.mode) in FAST_KINDS
+        # 16 bits a channel, which PIL brings to 8, are told by the raw mode alone: RGB;16B.
+        and not (image.format == "PNG" and image.tile[0].args != image.mode)
         and not image.has_transparency_data
+        and not getattr(image, "is_animated", False)
         # libpng prints a warning for each file with a profile that it does not like.
         and "icc_profile" not in image.info
-        and ("exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1)
+        and is_upright(image, data)
     )
+
+
+def is_upright(image: Image.Image, data: bytes) -> bool:
+    """Whether nothing in the file can ask for a turn, as far as can be told without loading it."""
+    if "xmp" in image.info or "XML:com.adobe.xmp" in image.info:
+        return False
+    if image.format == "PNG":
+        # Its chunk may come after the pixels, and PIL knows it only once they are loaded.
+        return b"eXIf" not in data
+    return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
 def find_square(width: int, height: int, *, crop: tuple[float, float] | None) -> Square:

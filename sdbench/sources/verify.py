@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streaming import Stream
-from streaming.base.hashing import get_hash, is_hash
-from streaming.base.world import World
-
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources import SOURCES
 from sdbench.sources.checks import INDEX_NAME, Place, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_image_sizes
-from sdbench.sources.mds_shards import make_streams
 from sdbench.sources.pool import Work, WorkReport, run_work, show_progress
 from sdbench.sources.records import BadSampleError
 from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
@@ -86,6 +81,9 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
         return _report([f"{error.value}: {error.what}."])
     for name in _find_orphans(place, shards):
         print(f"note: {name} is not named in {INDEX_NAME}")
+    # Here, because it brings torch, which --help has no use for.
+    from sdbench.sources.mds_shards import make_streams
+
     work = ShardWork(place=place, shards=shards, streams=make_streams(config))
     num_samples = sum(shard["samples"] for shard in shards)
     broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
@@ -138,7 +136,7 @@ class ShardWork:
 
     place: Place
     shards: Sequence[dict]
-    streams: Sequence[Stream]
+    streams: Sequence[Any]
 
     def __call__(self, number: int) -> WorkReport:
         """Verify a shard by its number."""
@@ -162,6 +160,8 @@ class ShardWork:
                 yield f"{path}{origin}: {fault}."
 
     def _download(self, number: int) -> str | None:
+        from streaming.base.world import World
+
         (stream,) = self.streams
         try:
             stream.prepare_shard(stream.get_shards(World.detect(), False)[number])
@@ -175,6 +175,8 @@ class ShardWork:
 
 def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
     """How a file differs from its entry in the index."""
+    from streaming.base.hashing import get_hash, is_hash
+
     num_bytes = path.stat().st_size
     if num_bytes != file["bytes"]:
         yield f"{num_bytes} bytes, {file['bytes']} by {INDEX_NAME}"

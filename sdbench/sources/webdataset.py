@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import tarfile
 import tempfile
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.checks import (
@@ -35,16 +36,28 @@ from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Members that a caption may come from, the first one that is there.
-CAPTION_EXTENSIONS = ("txt", "cls", "json")
+CAPTION_EXTENSIONS = ("txt", "json", "cls")
+# Where the user says what the classes are called.
+CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
+
+# WebDataset 1.0.2, webdataset/tariterators.py: `base_plus_ext` and `tar_file_iterator(skip_meta)`;
+# importing it would load torch.
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
 
 BLOCK_BYTES = 512
+# Tars are filled up with zeros to whole records, of 10 KiB unless their writer was told otherwise.
+MAX_END_BYTES = 2**20
+# Changes whenever the content of an index does.
+INDEX_VERSION = 2
+TAR_PLACES = "a tar, a folder of tars, or a quoted pattern like 'data/{00000..00009}.tar'"
 LINE_PERIOD_S = 5.0
 
 # A place in a tar: first byte and number of bytes; None where a sample has no such member.
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Where the members of one sample are.
 
@@ -63,8 +76,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The samples of one tar that meet the conditions, and how many do not."""
+    """What a tar holds.
 
+    Attributes:
+        state: Of the tar, as `_state` gives it.
+        entries: The samples that meet the conditions.
+        num_dropped: How many do not.
+    """
+
+    state: tuple[int, ...]
     entries: Sequence[Entry]
     num_dropped: int
 
@@ -89,20 +109,31 @@ class WebDatasetRecords:
         self._tars = tars
         self._class_prompts = _read_class_prompts(config.class_prompts)
         terms = parse_filters(config.filters)
-        self._indexes = list(_show_progress((load_index(tar, terms) for tar in tars), len(tars)))
+        captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
+        indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
+        self._indexes = list(_show_progress(indexes, len(tars)))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         # Any order is as cheap as any other.
         self.blocks = [sum(sizes)]
-        self._files: dict[int, BinaryIO] = {}
         if not self.blocks[0]:
+            self._raise_empty(config)
+
+    def _raise_empty(self, config: SourceConfig) -> NoReturn:
+        if self.num_dropped:
             raise ConfigError(
                 f"No sample is left: the filters drop all {self.num_dropped}",
                 value=dict(config.filters),
                 allowed="conditions that some samples meet",
-                flag="--filters" if config.filters else PLACE_FLAGS,
+                flag="--filters",
             )
+        raise ConfigError(
+            "The tars hold no sample",
+            value=config.remote or config.local,
+            allowed=f"tars with {', '.join(IMAGE_EXTENSIONS)} and {', '.join(CAPTION_EXTENSIONS)}",
+            flag=PLACE_FLAGS,
+        )
 
     def __len__(self) -> int:
         return self.blocks[0]
@@ -112,61 +143,76 @@ class WebDatasetRecords:
 
         Raises:
             BadSampleError: Its class has no prompt, or its json or text cannot be read.
-            RunError: The tar has been cut or removed since it was indexed.
+            RunError: The tar has been changed or removed since it was indexed.
         """
         number = bisect.bisect_right(self._starts, index) - 1
         entry = self._indexes[number].entries[index - self._starts[number]]
+        image, text = self._read_spans(number, entry.image, entry.caption_at)
         name = f"{self._tars[number]}: {entry.key}"
-        image = None if entry.image is None else self._read(number, entry.image)
         caption = None
-        if entry.caption is not None:
-            assert entry.caption_at is not None
-            text = self._read(number, entry.caption_at)
+        if text is not None:
             caption = self._take_caption(entry.caption, text, name=name)
         return ImageRecord(name, image, caption)
 
-    def _read(self, number: int, span: Span) -> bytes:
-        begin, num_bytes = span
+    def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
         path = self._tars[number]
         try:
-            # Forked workers may share an open file: pread has no position to disagree about.
-            file = self._files.get(number) or self._files.setdefault(number, path.open("rb"))
-            data = os.pread(file.fileno(), num_bytes, begin)
+            # Not kept open: there may be more tars than files that a process may open.
+            with path.open("rb", buffering=0) as file:
+                state = _state(os.fstat(file.fileno()))
+                contents = [_read_span(file.fileno(), span) for span in spans]
         except OSError as error:
             raise RunError(f"{path} cannot be read any more: {error}") from error
-        if len(data) != num_bytes:
-            raise RunError(f"{path} has been cut since it was indexed.")
-        return data
+        if state != self._indexes[number].state:
+            raise RunError(f"{path} has been changed since it was indexed.")
+        return contents
 
     def _take_caption(self, extension: str, data: bytes, *, name: str) -> str | None:
         try:
             text = data.decode("utf-8")
+            if extension == "cls":
+                return self._class_prompts[int(text)]
             if extension == "json":
                 text = json.loads(text).get("caption") or ""
-            elif extension == "cls":
-                return self._class_prompts[int(text)]
+            return text.strip() or None
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
             ) from error
         except (ValueError, AttributeError) as error:
             raise BadSampleError(f"{name}: {extension} cannot be read ({error}).") from error
-        return text.strip() or None
 
 
-def load_index(tar: Path, terms: list[Term]) -> TarIndex:
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """What differs when another file, or another version, has the same name."""
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _read_span(file: int, span: Span | None) -> bytes | None:
+    if span is None:
+        return None
+    begin, num_bytes = span
+    return os.pread(file, num_bytes, begin)
+
+
+def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
     """The index of a tar, made now or read from the one made before.
 
-    Indexes are kept in the system's temporary directory, named after the tar's path, size and time
-    of change and after the filters, so that no other tar's is ever taken.
+    Indexes are kept in the system's temporary directory, named after the tar's path and state and
+    after what is wanted of it, so that no other tar's is ever taken.
+
+    Args:
+        tar: The tar.
+        terms: Conditions on the samples.
+        captions: Extensions that a caption may come from, the first one that is there.
 
     Raises:
         RunError: The tar is damaged.
     """
     from filelock import FileLock
 
-    state = tar.stat()
-    identity = f"{tar.absolute()}\n{state.st_size}\n{state.st_mtime_ns}\n{terms}"
+    state = _state(tar.stat())
+    identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir(), "sdbench-cache", "tar-indexes")
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,65 +221,75 @@ def load_index(tar: Path, terms: list[Term]) -> TarIndex:
         if path.is_file():
             stored = json.loads(path.read_text(encoding="utf-8"))
         else:
-            stored = _make_index(tar, terms)
+            stored = _make_index(tar, terms=terms, captions=captions)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(stored), encoding="utf-8")
             partial.replace(path)
-    return TarIndex([Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
+    return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
 
 
-def _make_index(tar: Path, terms: list[Term]) -> dict[str, Any]:
+def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dict[str, Any]:
     entries, num_dropped = [], 0
     with tar.open("rb") as file:
-        for key, members in itertools.groupby(_list_members(tar), key=lambda member: member[0]):
-            spans = {extension: span for _, extension, span in members}
-            if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
+        for key, spans in _group_members(tar):
+            # "a.b.jpg" is no image by WebDataset's rule, but somebody's: a bad sample, not none.
+            kinds = {extension.rpartition(".")[2] for extension in spans}
+            if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
+                continue
+            if terms and not accepts(terms, _read_metadata(file.fileno(), spans.get("json"))):
                 num_dropped += 1
                 continue
             image = next((spans[name] for name in IMAGE_EXTENSIONS if name in spans), None)
-            caption = next((name for name in CAPTION_EXTENSIONS if name in spans), None)
-            if image is not None or caption is not None:
-                entries.append((key, image, caption, spans.get(caption)))
+            caption = next((name for name in captions if name in spans), None)
+            entries.append((key, image, caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}
 
 
+def _group_members(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
+    """Samples as WebDataset makes them: neighbours with the same key, by extension.
+
+    Raises:
+        RunError: As `_list_members`, or a sample has two members of the same extension.
+    """
+    for key, members in itertools.groupby(_list_members(tar), key=lambda member: member[0]):
+        spans: dict[str, Span] = {}
+        for _, extension, span in members:
+            if extension in spans:
+                raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
+            spans[extension] = span
+        yield key, spans
+
+
 def _list_members(tar: Path) -> Iterator[tuple[str, str, Span]]:
-    """Key, extension and place of each file in a tar.
+    """Key, extension and place of each file in a tar that WebDataset reads.
 
     Raises:
         RunError: The tar ends too early, or is none.
     """
     end = 0
     try:
-        with tarfile.open(tar) as members:
+        # Not compressed: what is compressed cannot be read by number.
+        with tarfile.open(tar, "r:") as members:
             for member in members:
                 end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
-                if member.isfile():
-                    key, extension = split_key(member.name)
-                    yield key, extension, (member.offset_data, member.size)
-    except tarfile.TarError as error:
-        raise RunError(f"{tar} is damaged: {error}.") from error
-    # Python takes a tar without its end for a whole one: after the last member comes a block of
-    # zeros.
-    with tar.open("rb") as file:
-        file.seek(end)
-        if file.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
-            raise RunError(f"{tar} is damaged: it is cut after byte {tar.stat().st_size}.")
+                parts = _MEMBER.fullmatch(member.name)
+                if member.isfile() and parts and not _META.match(member.name):
+                    yield parts[1], parts[2].lower(), (member.offset_data, member.size)
+        with tar.open("rb") as file:
+            file.seek(end)
+            rest = file.read(MAX_END_BYTES + 1)
+    except (tarfile.TarError, OSError) as error:
+        raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
+    # Python takes a tar that is cut, or has a broken header, for one that ends there: behind the
+    # last member come zeros, and nothing else.
+    if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
+        raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
 
 
-def split_key(name: str) -> tuple[str, str]:
-    """Split a member's path as WebDataset does: at the first dot of the file name."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, extension = base.partition(".")
-    return folder + slash + stem, extension.lower()
-
-
-def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
+def _read_metadata(file: int, span: Span | None) -> Mapping[str, Any]:
     """The fields of a sample's json; none where there is no json, or a broken one."""
-    if span is None:
-        return {}
     try:
-        metadata = json.loads(os.pread(file.fileno(), span[1], span[0]))
+        metadata = json.loads(_read_span(file, span) or "{}")
     except ValueError:
         return {}
     return metadata if isinstance(metadata, dict) else {}
@@ -245,11 +301,13 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
         return {}
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, list | dict):
+            raise ValueError("neither list nor object")
         pairs = content.items() if isinstance(content, dict) else enumerate(content)
         prompts = {int(number): prompt for number, prompt in pairs}
         if not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise ValueError("a caption is no text")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"The file of class prompts cannot be read ({error})",
             value=path,
@@ -277,10 +335,16 @@ def find_tars(place: str) -> list[str]:
     Raises:
         ConfigError: One of them does not exist, or there is none.
     """
-    from braceexpand import braceexpand
+    from braceexpand import UnbalancedBracesError, braceexpand
 
+    try:
+        names = list(braceexpand(place))
+    except UnbalancedBracesError as error:
+        raise ConfigError(
+            "The braces are not closed", value=place, allowed=TAR_PLACES, flag=PLACE_FLAGS
+        ) from error
     tars: list[str] = []
-    for name in braceexpand(place):
+    for name in names:
         if name.startswith("s3://") and not name.endswith(".tar"):
             tars += list_urls(name, suffix=".tar")
         elif not is_url(name) and Path(name).is_dir():
@@ -292,7 +356,7 @@ def find_tars(place: str) -> list[str]:
         raise ConfigError(
             "No such tar file" if missing else "The folder holds no tar file",
             value=missing[0] if missing else place,
-            allowed="a tar, a folder of tars, or a quoted pattern like 'data/{00000..00009}.tar'",
+            allowed=TAR_PLACES,
             flag=PLACE_FLAGS,
         )
     return tars

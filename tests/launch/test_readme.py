@@ -51,8 +51,26 @@ def workplace(tmp_path, picture_folder) -> Path:
     return tmp_path
 
 
+def is_tool(command: str) -> bool:
+    """Whether it is `python -m sdbench`: these work on each other's output."""
+    return "-m sdbench" in command
+
+
 def is_quick(command: str) -> bool:
     return "--model_name tiny" in command or "benchmark.py" not in command or "--help" in command
+
+
+def make_data(folder: Path) -> None:
+    """Do what the README's tools do, in its order, with the small model."""
+    from sdbench.cli import main
+
+    tools = [shlex.split(command) for command in launched() if is_tool(command)]
+    assert [tool[3] for tool in tools] == ["convert", "verify-data", "precompute"]
+    for tool in tools:
+        argv = tool[3:]
+        if argv[0] == "precompute":
+            argv += ["--model_name", "tiny"]
+        assert main(argv) == 0
 
 
 def test_the_readme_has_its_commands():
@@ -64,24 +82,31 @@ def test_the_readme_has_its_commands():
     assert len([command for command in launched() if is_quick(command)]) >= 6
 
 
-@pytest.mark.parametrize("command", [command for command in launched() if is_quick(command)])
+@pytest.mark.parametrize(
+    "command", [command for command in launched() if is_quick(command) and not is_tool(command)]
+)
 def test_a_quick_command_runs_as_it_stands(command, workplace):
     completed = run(command, folder=workplace)
     assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-@pytest.mark.parametrize("command", [command for command in launched() if not is_quick(command)])
-def test_a_long_command_is_a_valid_plan(command, workplace, capsys, monkeypatch):
+def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
+    workplace, capsys, monkeypatch
+):
     import benchmark
-    from sdbench.cli import main
 
     monkeypatch.chdir(workplace)
-    assert main(["convert", "my-images", "my-mds"]) == 0
-    words = shlex.split(command)
-    argv = words[words.index("benchmark.py") + 1 :]
-    # The memory of the machine that runs the tests is not what is tested here.
-    argv = [word for word in argv if word != "--print_config"] + ["--no_check_memory"]
-    assert benchmark.main([*argv, "--print_config"]) == 0, capsys.readouterr().err
+    make_data(workplace)
+    for command in launched():
+        if is_quick(command) or is_tool(command):
+            continue
+        words = shlex.split(command)
+        argv = words[words.index("benchmark.py") + 1 :]
+        # The memory of the machine that runs the tests is not what is tested here.
+        argv = [word for word in argv if word != "--print_config"] + ["--no_check_memory"]
+        if "--latents" in argv:
+            argv += ["--model_name", "tiny"]
+        assert benchmark.main([*argv, "--print_config"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -139,9 +139,10 @@ def test_an_image_of_another_type_is_kept_where_types_have_no_names(tmp_path, en
 
 def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     main(mds_folder, tmp_path / "undisturbed", "--samples_per_shard", 10)
-    from sdbench.sources import rows
 
-    measure, calls = rows.measure_image, []
+    from sdbench.sources import transforms
+
+    measure, calls = transforms.measure_image, []
 
     def interrupt(data):
         calls.append(data)
@@ -149,7 +150,7 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
             raise KeyboardInterrupt
         return measure(data)
 
-    monkeypatch.setattr(rows, "measure_image", interrupt)
+    monkeypatch.setattr(transforms, "measure_image", interrupt)
     job = (mds_folder, tmp_path / "out", "--samples_per_shard", 10)
     assert main(*job) == 130
     assert "the same command goes on" in capsys.readouterr().err

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import tarfile
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
-from sdbench.sources.transforms import decode_image, is_fast, to_float
+from sdbench.sources.transforms import decode_image, is_fast, measure_image, to_float
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -121,8 +122,8 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(encoded):
     ramp = np.linspace(0, 255, 800, dtype=np.uint8)
     picture = Image.fromarray(np.broadcast_to(ramp[None, :, None], (600, 800, 3)).copy())
     data = encoded(picture, file_format="JPEG")
-    assert not is_fast(Image.open(io.BytesIO(data)), image_size=100)
-    assert is_fast(Image.open(io.BytesIO(data)), image_size=400)
+    assert not is_fast(Image.open(io.BytesIO(data)), data, image_size=100)
+    assert is_fast(Image.open(io.BytesIO(data)), data, image_size=400)
     small = decode_image(data, image_size=100)
     # The square is columns 100 to 700 of the ramp, 6 of them for each column of the result.
     expected = np.interp(np.arange(100) * 6 + 102.5, np.arange(800), ramp)
@@ -153,3 +154,57 @@ def test_a_decompression_bomb_is_refused(encoded):
         bomb = header[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + header[33:]
         with pytest.raises(ValueError, match="pixels"):
             decode_image(bomb, image_size=8)
+
+
+def make_chunk(name: bytes, content: bytes) -> bytes:
+    """A piece of a PNG file."""
+    check = struct.pack(">I", zlib.crc32(name + content))
+    return struct.pack(">I", len(content)) + name + content + check
+
+
+def test_16_bits_a_channel_become_8():
+    """25700 = 100 x 257, written by hand: PIL writes no such file."""
+    row = b"\0" + struct.pack(">H", 25_700) * 3 * 8
+
+    header = make_chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    pixels = make_chunk(b"IDAT", zlib.compress(row * 8))
+    data = b"\x89PNG\r\n\x1a\n" + header + pixels + make_chunk(b"IEND", b"")
+    for image_size in (8, 4):
+        found = decode_image(data, image_size=image_size)
+        assert found.dtype == np.uint8
+        assert (found == 100).all()
+
+
+def test_of_an_animation_the_first_picture_is_taken():
+    buffer = io.BytesIO()
+    first, second = (Image.new("RGB", (8, 8), color) for color in (RED, BLUE))
+    first.save(buffer, "WEBP", save_all=True, append_images=[second], lossless=True)
+    assert decode_image(buffer.getvalue(), image_size=8)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "kind"),
+    [
+        *itertools.product(["JPEG", "PNG", "WEBP"], ["exif", "xmp"]),
+        ("PNG", "late exif"),
+    ],
+)
+def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
+    picture = stripes()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    options = {"exif": {"exif": exif.tobytes()}, "late exif": {}, "xmp": {"xmp": xmp}}[kind]
+    if file_format == "PNG" and kind == "xmp":
+        options = {"pnginfo": PngImagePlugin.PngInfo()}
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", xmp.decode())
+    buffer = io.BytesIO()
+    picture.save(buffer, file_format, **options)
+    data = buffer.getvalue()
+    if kind == "late exif":
+        end = data[-12:]
+        data = data[:-12] + make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + end
+    assert measure_image(data) == (32, 96)
+    # Turned, red is at the top; as stored, blue is at the right.
+    found = decode_image(data, image_size=32, crop=(1.0, 0.0))
+    assert np.abs(found[:, 16, 16].astype(int) - RED).max() < 6

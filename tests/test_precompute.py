@@ -14,11 +14,10 @@ import pytest
 from PIL import Image
 
 import benchmark
-from sdbench import sources
+from sdbench import precompute, sources
 from sdbench.measure.record import load_record
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.writers import Output
-from sdbench.workloads import precompute
 from sdbench.workloads.encode import Encoder, Step
 from tests.schemas import validate
 

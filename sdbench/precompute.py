@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from sdbench.measure.record import PRECOMPUTE, OutputLog, RunFolder
 from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import resolve_architecture
 from sdbench.outcome import RunRecord, explain
+from sdbench.resolve import default_image_size
 from sdbench.signals import stop_signals_raise
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.convert import choose_samples_per_shard
@@ -141,7 +141,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--image_size",
         type=_read_sizes,
         metavar="N,...",
-        help="side of the square images in pixels, or several (default: the model's own)",
+        help="side of the square images in pixels, or several (default: the model's own, "
+        "at most 256 without a GPU, as benchmark.py)",
     )
     parser.add_argument(
         "--batch_size",
@@ -238,7 +239,8 @@ def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Pl
 
     architecture, note = resolve_architecture(flags.model_name, revision=flags.model_revision)
     config = vars(flags) | _choose(flags, machine=machine, ranks=ranks)
-    sizes = flags.image_size or [architecture.default_image_size]
+    on_gpu = machine.device_type == "cuda"
+    sizes = flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]
     for size in sizes:
         architecture.check_image_size(size)
     # Every rank may read every sample, so the source is the same for all.
@@ -527,21 +529,8 @@ def _run_in_folder(
             }
         )
         print(f"\n{_describe_result(plan, content, totals)}\n\nrecord: {folder.path}")
-    _leave(ranks)
-    return 0
-
-
-def _leave(ranks: Ranks) -> None:
-    """Leave the process group when all ranks have ended well."""
-    if ranks.world_size > 1:
-        import torch
-
-        torch.distributed.barrier()
-        # Right after a gather, torch 2.7 may wait for ever: ending a gloo group holds the
-        # interpreter's lock, and freeing the gather's tensors in gloo's thread asks for it.
-        # Sleeping gives the lock to that thread.
-        time.sleep(0.1)
     distributed.disconnect()
+    return 0
 
 
 def _encode(

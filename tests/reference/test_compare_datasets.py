@@ -1,0 +1,45 @@
+"""Do the reference data set and ours read the same pictures and captions?"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from sdbench import sources
+from sdbench.sources.config import SourceConfig
+from tests.reference import compare_datasets
+from tests.reference.diffusion_benchmark_dataset import ReferenceDataset, load_slow_tokenizer
+from tests.sources import datasets
+
+
+def test_both_read_the_same_square_pictures_and_captions(tmp_path):
+    datasets.write_mds(tmp_path / "data")
+    reference = ReferenceDataset(
+        tmp_path / "data", image_size=16, tokenizer=load_slow_tokenizer(tmp_path)
+    )
+    expected = [reference[index] for index in range(8)]
+    del reference
+    config = SourceConfig(
+        data_format="mds",
+        remote=str(tmp_path / "data"),
+        image_size=16,
+        device_batch_size=8,
+        seed=0,
+        shuffle=False,
+    )
+    batch = next(iter(sources.build(config)))
+    pixels = torch.stack([sample["image"] for sample in expected]) * 255
+    assert torch.equal(pixels.round().to(torch.uint8), batch["image"])
+    assert torch.equal(torch.stack([sample["caption"] for sample in expected]), batch["input_ids"])
+
+
+def test_the_comparison_ends_with_a_ratio(tmp_path, capsys):
+    datasets.write_mds(tmp_path / "data")
+    output = tmp_path / "comparison.json"
+    argv = [str(tmp_path / "data"), "--image_size", "16", "--repeats", "2"]
+    assert compare_datasets.main([*argv, "--output", str(output)]) == 0
+    assert "ours / reference" in capsys.readouterr().out
+    result = json.loads(output.read_text())
+    assert len(result["images_per_second"]["ours"]) == 2
+    assert result["ratio"] > 0
