@@ -28,7 +28,6 @@ from sdbench.measure.record import PRECOMPUTE, OutputLog, RunFolder
 from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import resolve_architecture
 from sdbench.outcome import RunRecord, explain
-from sdbench.resolve import default_image_size
 from sdbench.signals import stop_signals_raise
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.convert import choose_samples_per_shard
@@ -235,6 +234,7 @@ def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Pl
         ConfigError: The request cannot be run here.
         RunError: The source cannot be reached.
     """
+    from sdbench.resolve import default_image_size
     from sdbench.workloads.encode import EncodeJob, ImageReader
 
     architecture, note = resolve_architecture(flags.model_name, revision=flags.model_revision)

@@ -128,18 +128,21 @@ class MdsRecords:
 
     def _fetch(self, shard_id: int) -> None:
         path = self.path_of(shard_id)
-        try:
-            self._prepare(shard_id)
-        except Exception as error:
-            # Each object store raises its own types; all mean that the shard cannot be had.
-            stream = self._streams[self._stream_of_shard[shard_id]]
-            source = stream.remote or stream.local
-            reason = " ".join(str(error).split())
-            raise RunError(
-                f"Shard {path.name} cannot be had from {source}: {type(error).__name__}: {reason}"
-            ) from error
-        if not path.is_file():
-            raise RunError(f"Shard {path} is missing.")
+        stream = self._streams[self._stream_of_shard[shard_id]]
+        source = stream.remote or stream.local
+        # The first time another process may be at it, and fail without telling this one why.
+        for _ in range(2):
+            try:
+                self._prepare(shard_id)
+            except Exception as error:
+                # Each object store raises its own types; all mean that the shard cannot be had.
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise RunError(
+                    f"Shard {path.name} cannot be had from {source}: {reason}"
+                ) from error
+            if path.is_file():
+                return
+        raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
         # Streaming's copy goes through a temporary file of one name for all processes.

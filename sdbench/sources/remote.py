@@ -12,8 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +27,8 @@ S3 = "s3://"
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
 SILENCE_TIMEOUT_S = 20.0
 NUM_ATTEMPTS = 5
+# A command may have to think before it prints.
+PIPE_SILENCE_TIMEOUT_S = 300.0
 NUM_PARALLEL_DOWNLOADS = 8
 PLAIN_LINE_PERIOD_S = 10.0
 
@@ -48,8 +48,12 @@ def cache_folder(place: str, local: str | None) -> Path:
     """
     if local is not None:
         return Path(local)
-    digest = hashlib.sha256(place.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir(), "sdbench-cache", digest)
+    return cache_root() / hashlib.sha256(place.encode()).hexdigest()[:12]
+
+
+def cache_root() -> Path:
+    """This user's folder for whatever can be made or copied again."""
+    return Path(tempfile.gettempdir(), f"sdbench-cache-{os.getuid()}")
 
 
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
@@ -157,9 +161,10 @@ def _version(url: str) -> str:
         bucket, key = _split_s3(url)
         return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
     if url.startswith(("http://", "https://")):
-        request = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=SILENCE_TIMEOUT_S) as answer:
-            return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
+        answer = _get(url)
+        answer.close()
+        return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
     return ""
 
 
@@ -178,26 +183,50 @@ def _copy(url: str, path: Path) -> None:
 
 
 def _run(command: str, path: Path) -> None:
-    with path.open("wb") as file:
+    """Write what a command prints, as long as it prints something now and then."""
+    with path.open("wb") as file, tempfile.TemporaryFile() as errors:
         # WebDataset's "pipe:" is a command line for the shell, given by the user.
-        completed = subprocess.run(
-            command, shell=True, stdout=file, stderr=subprocess.PIPE, check=False
-        )
-    if completed.returncode:
-        said = " ".join(completed.stderr.decode(errors="replace").split())[-500:]
-        raise RunError(f"{PIPE}{command} ended with exit code {completed.returncode}: {said}")
+        process = subprocess.Popen(command, shell=True, stdout=file, stderr=errors)
+        num_bytes = -1
+        while True:
+            try:
+                exit_code = process.wait(PIPE_SILENCE_TIMEOUT_S)
+                break
+            except subprocess.TimeoutExpired:
+                if path.stat().st_size == num_bytes:
+                    process.kill()
+                    process.wait()
+                    raise RunError(
+                        f"{PIPE}{command} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s."
+                    ) from None
+                num_bytes = path.stat().st_size
+        errors.seek(0)
+        said = " ".join(errors.read().decode(errors="replace").split())[-500:]
+    if exit_code:
+        raise RunError(f"{PIPE}{command} ended with exit code {exit_code}: {said}")
 
 
 def _download(url: str, path: Path) -> None:
-    import shutil
+    answer = _get(url)
+    with path.open("wb") as file:
+        # Shorter than promised is an error of urllib3's.
+        for piece in answer.stream(2**20):
+            file.write(piece)
 
-    with urllib.request.urlopen(url, timeout=SILENCE_TIMEOUT_S) as answer, path.open("wb") as file:
-        shutil.copyfileobj(answer, file, 2**20)
-        expected = answer.headers.get("Content-Length")
-    if expected is not None and path.stat().st_size != int(expected):
-        raise urllib.error.ContentTooShortError(
-            f"{path.stat().st_size} of {expected} bytes came", None
-        )
+
+def _get(url: str) -> Any:
+    """An answer whose content has not been read yet."""
+    import urllib3
+
+    retries = urllib3.Retry(
+        NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
+    )
+    answer = urllib3.request(
+        "GET", url, preload_content=False, timeout=SILENCE_TIMEOUT_S, retries=retries
+    )
+    if answer.status != 200:
+        raise RunError(f"{url} cannot be read: the server answers {answer.status}")
+    return answer
 
 
 def _split_s3(url: str) -> tuple[str, str]:

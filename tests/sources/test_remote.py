@@ -158,6 +158,31 @@ def test_what_a_command_prints(tmp_path):
         fetch("pipe:echo no >&2; exit 3", cache=tmp_path)
 
 
+def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "PIPE_SILENCE_TIMEOUT_S", 0.3)
+    with pytest.raises(RunError, match="pipe:echo a; sleep 60 printed nothing for 0.3 s"):
+        fetch("pipe:echo a; sleep 60", cache=tmp_path)
+
+
+def test_plain_http(s3, upload, tmp_path):  # noqa: F811
+    key = f"{upload('webdataset')}/00001.tar".removeprefix("s3://")
+    whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    signed = s3.client().generate_presigned_url(
+        "get_object", Params=dict(zip(("Bucket", "Key"), key.split("/", 1), strict=True))
+    )
+    url = signed.replace(f"http://127.0.0.1:{s3.port}", s3.url)
+    s3.num_busy = 2
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
+    num_requests = s3.num_requests
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
+    assert s3.num_requests == num_requests + 1
+    with pytest.raises(RunError, match=r"the server answers 404"):
+        fetch(url.replace("00001.tar", "none.tar"), cache=tmp_path)
+    s3.cut_after = 100
+    with pytest.raises(RunError, match=r"IncompleteRead|ProtocolError"):
+        fetch(url, cache=tmp_path / "other")
+
+
 def test_each_place_has_its_own_cache(tmp_path):
     assert cache_folder("s3://a/b", str(tmp_path)) == tmp_path
     assert cache_folder("s3://a/b", None) != cache_folder("s3://a/c", None)
