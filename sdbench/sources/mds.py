@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from streaming import StreamingDataset
@@ -191,7 +192,8 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
         if self._transform is None:
-            image = torch.from_numpy(decode_image(sample["jpg"], image_size=self._image_size))
+            pixels = decode_image(sample["jpg"], image_size=self._image_size)
+            image = torch.from_numpy(np.ascontiguousarray(pixels))
         else:
             with Image.open(io.BytesIO(sample["jpg"])) as picture:
                 image = self._transform(to_rgb(picture))

@@ -69,7 +69,7 @@ def decode_image(
             goes on.
 
     Returns:
-        (3, image_size, image_size) uint8, RGB.
+        (3, image_size, image_size) uint8, RGB; in any layout, as it is copied into a batch anyway.
 
     Raises:
         OSError: The bytes are no image, or a truncated one.
@@ -88,7 +88,7 @@ def decode_image(
                 square[None], size=(image_size, image_size), mode="bicubic", antialias=True
             )[0]
         array = square.numpy()
-        return np.ascontiguousarray(array[:, :, ::-1] if flip else array)
+        return array[:, :, ::-1] if flip else array
 
 
 def measure_image(data: bytes) -> tuple[int, int]:
