@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -251,3 +252,33 @@ def test_a_failed_run_is_not_published(tmp_path, capsys):
     assert main(["publish", str(folder), "--results", str(tmp_path)]) == 2
     assert "only a run that ended well is published" in capsys.readouterr().err
     assert not Path(tmp_path, "runs", "runs").exists()
+
+
+def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
+    (picture_folder / "3.png").write_bytes(b"no picture")
+    argv = [
+        "--model_name",
+        "tiny",
+        "--remote",
+        str(picture_folder),
+        "--on_bad_sample",
+        "skip",
+        "--batch_size",
+        "2",
+    ]
+    steps = ["--warmup_batches", "1", "--measure_batches", "4"]
+    record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.1")
+    assert code == 0
+    assert record["workload"]["num_images"] == 10
+    assert record["workload"]["num_bad_samples"] == 1
+    output = capsys.readouterr()
+    assert re.search(r"bad samples +1, replaced by others", output.out)
+    assert "Skipped a bad sample: " in output.err and "3.png: the image cannot" in output.err
+
+    record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.05")
+    assert code == 1
+    assert "1 samples of this epoch are bad, more than 5.00% of 10" in record["reason"]
+
+    record, code = run(tmp_path, *argv, *steps, "--on_bad_sample", "error")
+    assert code == 1
+    assert "--on_bad_sample skip goes on without such samples" in record["reason"]

@@ -31,6 +31,11 @@ def format_summary(record: dict[str, Any]) -> str:
         ("MFU", _mfu(record)),
         ("loss first / last", f"{summary['loss_first']:.4f} / {summary['loss_last']:.4f}"),
     ]
+    # Records made before samples were counted have neither.
+    for name, meaning in (("bad", "replaced by others"), ("dropped", "left out by the filters")):
+        number = record["workload"].get(f"num_{name}_samples")
+        if number:
+            rows.append((f"{name} samples", f"{number}, {meaning}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

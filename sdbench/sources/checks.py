@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.errors import ConfigError
 from sdbench.sources.config import NUM_SYNTHETIC_IMAGES, SourceConfig
-from sdbench.sources.latent_columns import find_latent_columns
+from sdbench.sources.latent_columns import array_shapes, find_latent_columns
 from sdbench.sources.remote import cache_folder, fetch, is_url
 
 INDEX_NAME = "index.json"
@@ -224,7 +225,9 @@ def check_columns(shards: list[dict], *, source: str, config: SourceConfig) -> N
     """
     columns = set.intersection(*(set(shard["column_names"]) for shard in shards))
     if config.latents == "precomputed":
-        find_latent_columns(columns, image_size=config.image_size)
+        found = find_latent_columns(columns, image_size=config.image_size)
+        for shard in shards:
+            check_encodings(shard, found, source=source, config=config)
     elif not columns >= MDS_COLUMNS:
         raise ConfigError(
             f"{source} is not a data set of images with captions",
@@ -232,6 +235,27 @@ def check_columns(shards: list[dict], *, source: str, config: SourceConfig) -> N
             allowed="columns jpg and caption; for latents --latents precomputed",
             flag=PLACE_FLAGS,
         )
+
+
+def check_encodings(
+    shard: dict, columns: Mapping[str, str], *, source: str, config: SourceConfig
+) -> None:
+    """Check that the arrays of a shard have the shapes that the model wants.
+
+    Raises:
+        ConfigError: One has another shape. Those without a fixed shape are checked as they come.
+    """
+    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+    for name, shape in array_shapes(columns, config=config).items():
+        encoding = encodings[columns[name]]
+        stored = encoding.split(":")[2:]
+        if stored and stored[0] != ",".join(map(str, shape)):
+            raise ConfigError(
+                f"The column {columns[name]} of {source} is of another model",
+                value=encoding,
+                allowed=f"arrays of the shape {shape}",
+                flag="--model_name",
+            )
 
 
 def check_hashes(shards: list[dict], *, source: str, wanted: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources import SOURCES
+from sdbench.sources.chunk_formats import FORMATS
 from sdbench.sources.pool import WorkReport, run_work, show_progress
 from sdbench.sources.records import BadSampleError
 from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
-from sdbench.sources.writers import FORMATS, MAX_ROWS_PER_CHUNK, Output, open_output
+from sdbench.sources.writers import MAX_ROWS_PER_CHUNK, Output, open_output
 
 EPILOG = """\
 examples:

@@ -38,7 +38,8 @@ class Term(NamedTuple):
         found = metadata.get(self.field)
         if isinstance(self.value, float):
             is_number = isinstance(found, int | float) and not isinstance(found, bool)
-            return is_number and OPERATORS[self.sign](found, self.value)
+            # Python's json reads NaN as a number, which differs from every other.
+            return is_number and found == found and OPERATORS[self.sign](found, self.value)
         return isinstance(found, str) and OPERATORS[self.sign](found, self.value)
 
 

@@ -6,6 +6,7 @@ What a person has on day one: pictures, each with a text file beside it, or a ta
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sdbench.sources.checks import (
     check_tokenizer_folder,
 )
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.records import ImageRecord
+from sdbench.sources.records import BadSampleError, ImageRecord
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Ours, and the name and columns that Hugging Face's image folders have.
@@ -54,20 +55,34 @@ class FolderRecords:
         else:
             self._images, self._captions = _read_table(table)
         if not self._images:
-            _raise_missing("The data folder holds no images", folder)
-        if table is None and not any(path.with_suffix(".txt").is_file() for path in self._images):
+            what = "holds no images" if table is None else f"has a {table.name} without rows"
+            _raise_missing(f"The data folder {what}", folder)
+        if table is None:
+            has_caption = any(path.with_suffix(".txt").is_file() for path in self._images)
+        else:
+            has_caption = any(caption.strip() for caption in self._captions or ())
+            _tell_unlisted(folder, table, self._images)
+        if not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
+        if not any(path.is_file() for path in self._images):
+            _raise_missing(f"None of the files that {table} names is there", folder)
         self.blocks = [len(self._images)]
 
     def __len__(self) -> int:
         return len(self._images)
 
     def read(self, index: int) -> ImageRecord:
-        """Read one image and its caption; either may be missing."""
+        """Read one image and its caption; either may be missing.
+
+        Raises:
+            BadSampleError: The caption is not UTF-8.
+        """
         path = self._images[index]
         if self._captions is None:
-            caption = _read_if_there(path.with_suffix(".txt"))
-            text = "" if caption is None else caption.decode("utf-8", errors="replace")
+            try:
+                text = (_read_if_there(path.with_suffix(".txt")) or b"").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise BadSampleError(f"{path}: its caption is not UTF-8 ({error}).") from error
         else:
             text = self._captions[index]
         return ImageRecord(str(path), _read_if_there(path), text.strip() or None)
@@ -81,6 +96,12 @@ def _raise_missing(what: str, folder: Path) -> None:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 
+def _tell_unlisted(folder: Path, table: Path, listed: list[Path]) -> None:
+    num_unlisted = len(set(_list_images(folder)) - set(listed))
+    if num_unlisted:
+        print(f"{num_unlisted} images of {folder} are not in {table.name}.", file=sys.stderr)
+
+
 def _list_images(folder: Path) -> list[Path]:
     return sorted(
         path
@@ -91,20 +112,30 @@ def _list_images(folder: Path) -> list[Path]:
 
 def _read_table(table: Path) -> tuple[list[Path], list[str]]:
     """Images and captions of a table, in its order; paths are relative to its folder."""
-    with table.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines)
-        columns = reader.fieldnames or []
-        file_column = next((name for name in FILE_COLUMNS if name in columns), None)
-        caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
-        if file_column is None or caption_column is None:
-            raise ConfigError(
-                f"{table} lacks a column",
-                value=", ".join(columns),
-                allowed="a header line with the columns file and caption (or file_name and text)",
-                flag=PLACE_FLAGS,
-            )
-        rows = [(row[file_column], row[caption_column] or "") for row in reader]
-    return [table.parent / name for name, _ in rows], [caption for _, caption in rows]
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines)
+            columns = reader.fieldnames or []
+            rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"The table of captions cannot be read ({error})",
+            value=str(table),
+            allowed="CSV in UTF-8",
+            flag=PLACE_FLAGS,
+        ) from error
+    file_column = next((name for name in FILE_COLUMNS if name in columns), None)
+    caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
+    if file_column is None or caption_column is None:
+        raise ConfigError(
+            f"{table} lacks a column",
+            value=", ".join(columns),
+            allowed="a header line with the columns file and caption (or file_name and text)",
+            flag=PLACE_FLAGS,
+        )
+    # A short row has None where it ends: then there is no such file, or no caption.
+    pairs = [(row[file_column] or "", row[caption_column] or "") for row in rows]
+    return [table.parent / name for name, _ in pairs], [caption for _, caption in pairs]
 
 
 def check(config: SourceConfig) -> int:

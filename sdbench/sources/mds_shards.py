@@ -31,7 +31,7 @@ from sdbench.errors import RunError
 from sdbench.sources.checks import INDEX_NAME, locate_mds
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_latent_columns
-from sdbench.sources.records import ImageRecord, LatentRecord
+from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord
 
 # Shards that a process keeps open, well below the usual limit of 1,024 files.
 MAX_OPEN_SHARDS = 128
@@ -88,6 +88,7 @@ class MdsRecords:
         """Read one sample, downloading its shard if that is not here yet.
 
         Raises:
+            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes.
             RunError: The shard is missing or damaged.
         """
         shard_id = bisect.bisect_right(self._starts, index) - 1
@@ -95,7 +96,11 @@ class MdsRecords:
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
         name = f"{shard.path}, sample {position}"
         data = shard.read(position)
-        values = {key: shard.value(data, column) for key, column in self.columns.items()}
+        try:
+            values = {key: shard.value(data, column) for key, column in self.columns.items()}
+        except (ValueError, struct.error) as error:
+            reason = " ".join(str(error).split())
+            raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         if self._holds_latents:
             return LatentRecord(name, values)
         return ImageRecord(name, values["image"], values["caption"].strip() or None)

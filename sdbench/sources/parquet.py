@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ CAPTION_COLUMNS = ("caption", "text", "TEXT")
 
 # Decoded row groups that a process keeps: the one being read, and the next one.
 MAX_OPEN_GROUPS = 2
+MAX_OPEN_FILES = 8
+# Rows that may be bad before a data set is taken for another model's.
+NUM_FIRST_SAMPLES = 8
 
 
 class ParquetRecords:
@@ -58,18 +62,20 @@ class ParquetRecords:
         for number, path in enumerate(files):
             with _explain_damage(path, ConfigError):
                 metadata = _open(path).metadata
-            names = metadata.schema.to_arrow_schema().names
-            found = _find_columns(names, path=path, config=config)
+            schema = metadata.schema.to_arrow_schema()
             if number == 0:
-                self.columns = found
-            elif found != self.columns:
-                _raise_columns(path, names, wanted=", ".join(self.columns.values()))
+                self.columns = _find_columns(schema.names, path=path, config=config)
+            if not set(self.columns.values()) <= set(schema.names):
+                _raise_columns(path, schema.names, wanted=", ".join(self.columns.values()))
+            if not self._holds_latents:
+                _check_types(schema, self.columns, path=path)
             for group in range(metadata.num_row_groups):
                 self._groups.append((number, group))
                 self.blocks.append(metadata.row_group(group).num_rows)
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self._shapes = array_shapes(self.columns, config=config) if self._holds_latents else {}
         self._decoded: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
+        self._opened: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -86,6 +92,7 @@ class ParquetRecords:
         file, group = self._groups[block]
         name = f"{self._files[file]}, row {row} of row group {group}"
         columns = self._decoded.get(block) or self._decode(block)
+        self._decoded.move_to_end(block)
         if self._holds_latents:
             arrays = {
                 key: columns[key].read(row, name=f"{name}, {column}")
@@ -99,11 +106,33 @@ class ParquetRecords:
             (caption.as_py() or "").strip() or None,
         )
 
+    def _take_arrays(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        arrays: dict[str, Any] = {}
+        # 77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: what the numbers are is told
+        # by the latents, whose shape is known, and holds for the captions beside them.
+        dtype = None
+        for key, column in columns.items():
+            if _is_bytes(column.type):
+                arrays[key] = _Bytes(column, shape=self._shapes[key], dtype=dtype)
+            else:
+                arrays[key] = _Lists(column, shape=self._shapes[key])
+            dtype = dtype or arrays[key].dtype
+        return arrays
+
+    def _open_here(self, number: int) -> Any:
+        """The file, opened by this process, as forked workers must not share one."""
+        key = (os.getpid(), number)
+        if key not in self._opened:
+            self._opened[key] = _open(self._files[number])
+            if len(self._opened) > MAX_OPEN_FILES:
+                self._opened.popitem(last=False)
+        return self._opened[key]
+
     def _decode(self, block: int) -> Mapping[str, Any]:
         file, group = self._groups[block]
         path = self._files[file]
         with _explain_damage(path, RunError):
-            table = _open(path).read_row_group(
+            table = self._open_here(file).read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
             )
             columns = {
@@ -111,60 +140,92 @@ class ParquetRecords:
                 for key, column in self.columns.items()
             }
         if self._holds_latents:
-            columns = {
-                key: _Arrays(column, shape=self._shapes[key]) for key, column in columns.items()
-            }
+            columns = self._take_arrays(columns)
         self._decoded[block] = columns
         if len(self._decoded) > MAX_OPEN_GROUPS:
             self._decoded.popitem(last=False)
         return columns
 
 
-class _Arrays:
-    """The arrays in one column of a row group: raw bytes, or lists of numbers, nested or flat."""
+class _Bytes:
+    """Arrays that one column of a row group holds as raw bytes."""
 
-    def __init__(self, column: Any, *, shape: tuple[int, ...]) -> None:
-        """Take the numbers of all rows out of the column, without copying them.
+    def __init__(self, column: Any, *, shape: tuple[int, ...], dtype: np.dtype | None) -> None:
+        """Find the bytes of all rows, without copying them.
 
         Args:
-            column: Of one chunk, of any type.
+            column: Of one chunk, binary.
             shape: Of one row's array.
+            dtype: Type of the numbers; None to tell it from the first row's length.
         """
-        import pyarrow
-
-        self._column = column
         self._shape = shape
-        self._is_bytes = pyarrow.types.is_binary(column.type) or (
-            pyarrow.types.is_large_binary(column.type)
-            or pyarrow.types.is_fixed_size_binary(column.type)
-        )
-        if not self._is_bytes:
-            self._numbers, self._bounds = _flatten(column)
+        self._num_values = math.prod(shape)
+        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
+        self._data = column.buffers()[-1]
+        self._bounds = _byte_bounds(column)
+        self.dtype = dtype or self._tell_dtype()
+
+    def _tell_dtype(self) -> np.dtype | None:
+        """Float16, or float32 as seed 002 stores it, because its writer has no float16."""
+        sizes = {2 * self._num_values: np.dtype(np.float16), 4 * self._num_values: np.dtype("f4")}
+        lengths = np.diff(self._bounds)[~self._is_null]
+        return sizes.get(int(lengths[0])) if len(lengths) else None
 
     def read(self, row: int, *, name: str) -> np.ndarray:
-        """One row's array.
+        """One row's array, a view.
 
         Args:
             row: In the row group.
             name: For the message.
 
         Raises:
-            BadSampleError: The row is empty or has another number of values.
+            BadSampleError: The row is empty or has another number of bytes.
         """
-        num_values = math.prod(self._shape)
-        value = self._column[row]
-        if not value.is_valid:
+        if self._is_null[row]:
             raise BadSampleError(f"{name}: no value.")
-        if self._is_bytes:
-            data = value.as_buffer()
-            # Seed 002 stores float32, because its writer has no float16.
-            dtype = {2 * num_values: np.float16, 4 * num_values: np.float32}.get(data.size)
-            if dtype is None:
-                raise BadSampleError(
-                    f"{name}: {data.size} bytes; {self._shape} is {2 * num_values} as float16 or "
-                    f"{4 * num_values} as float32."
-                )
-            return np.frombuffer(data, dtype).reshape(self._shape)
+        begin, end = self._bounds[row : row + 2]
+        dtype = self.dtype or np.dtype(np.float16)
+        if end - begin != self._num_values * dtype.itemsize:
+            raise BadSampleError(
+                f"{name}: {end - begin} bytes; {self._shape} is "
+                f"{self._num_values * dtype.itemsize} as {dtype}."
+            )
+        array = np.frombuffer(self._data, dtype, self._num_values, int(begin))
+        return array.reshape(self._shape)
+
+
+def _byte_bounds(column: Any) -> np.ndarray:
+    """Where each row of a binary column begins in its buffer, and where the last one ends."""
+    import pyarrow
+
+    rows = np.arange(column.offset, column.offset + len(column) + 1)
+    if pyarrow.types.is_fixed_size_binary(column.type):
+        return rows * column.type.byte_width
+    width = np.int64 if pyarrow.types.is_large_binary(column.type) else np.int32
+    return np.frombuffer(column.buffers()[1], width)[rows]
+
+
+class _Lists:
+    """Arrays that one column of a row group holds as lists of numbers, nested or flat."""
+
+    dtype = None
+
+    def __init__(self, column: Any, *, shape: tuple[int, ...]) -> None:
+        """Take the numbers of all rows out of the column, without copying them.
+
+        Args:
+            column: Of one chunk.
+            shape: Of one row's array.
+        """
+        self._shape = shape
+        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
+        self._numbers, self._bounds = _flatten(column)
+
+    def read(self, row: int, *, name: str) -> np.ndarray:
+        """As `_Bytes.read`."""
+        if self._is_null[row]:
+            raise BadSampleError(f"{name}: no value.")
+        num_values = math.prod(self._shape)
         begin, end = self._bounds[row : row + 2]
         if end - begin != num_values:
             raise BadSampleError(f"{name}: {end - begin} values; {self._shape} is {num_values}.")
@@ -195,6 +256,35 @@ def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
             )
         bounds = inner[bounds]
     return column.to_numpy(zero_copy_only=False), bounds
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def _check_types(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
+    """Check that images are bytes and captions are texts.
+
+    Raises:
+        ConfigError: A column is of another type.
+    """
+    import pyarrow
+
+    image, caption = (schema.field(columns[name]).type for name in ("image", "caption"))
+    if pyarrow.types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type
+    is_text = pyarrow.types.is_string(caption) or pyarrow.types.is_large_string(caption)
+    for name, kind, is_right in (("image", image, _is_bytes(image)), ("caption", caption, is_text)):
+        if not is_right:
+            raise ConfigError(
+                f"The column {columns[name]} of {path} holds no {name}s",
+                value=str(kind),
+                allowed="binary (or a struct with the field bytes) for images, text for captions",
+                flag=PLACE_FLAGS,
+            )
 
 
 def _unwrap(column: Any) -> Any:
@@ -295,15 +385,36 @@ def check(config: SourceConfig) -> int | None:
         return None
     records = open_records(config)
     check_enough_samples(config, num_samples=len(records))
+    if config.latents != "online":
+        check_first_samples(records, config=config)
     return len(records)
+
+
+def check_first_samples(records: ParquetRecords, *, config: SourceConfig) -> None:
+    """Check that one of the first rows has the shapes that the model wants.
+
+    Raises:
+        ConfigError: None has.
+    """
+    for index in range(min(NUM_FIRST_SAMPLES, len(records))):
+        try:
+            records.read(index)
+            return
+        except BadSampleError as error:
+            reason = str(error)
+    raise ConfigError(
+        f"None of the first samples is of this model and resolution ({reason.rstrip('.')})",
+        value=f"{config.image_size} px, embeddings of width {config.text_embedding_dim}",
+        allowed="latents made by the VAE and text encoder of the model that is trained",
+        flag="--model_name or --image_size",
+    )
 
 
 def open_records(config: SourceConfig) -> ParquetRecords:
     """Open the files that `config` names.
 
     Raises:
-        ConfigError: As `find_files` and `ParquetRecords`, or the encoded captions are of another
-            text encoder.
+        ConfigError: As `find_files` and `ParquetRecords`.
     """
     files = find_files(config.remote or config.local, local=config.local if config.remote else None)
     return ParquetRecords(files, config=config)

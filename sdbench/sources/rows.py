@@ -12,6 +12,7 @@ import numpy as np
 from sdbench.errors import RunError
 from sdbench.sources import detect_format, open_records
 from sdbench.sources.checks import locate_mds, parse_index
+from sdbench.sources.chunk_formats import image_extension
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import (
     SPELLINGS,
@@ -29,7 +30,6 @@ from sdbench.sources.records import (
     check_whole,
     undecodable,
 )
-from sdbench.sources.writers import image_extension
 
 
 class ImageRows:

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from sdbench.sources.checks import (
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.filters import Term, accepts, parse_filters
 from sdbench.sources.records import BadSampleError, ImageRecord
-from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
+from sdbench.sources.remote import cache_folder, cache_root, fetch_all, is_url, list_urls
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Members that a caption may come from, the first one that is there.
@@ -214,7 +213,7 @@ def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarI
     state = _state(tar.stat())
     identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir(), "sdbench-cache", "tar-indexes")
+    folder = cache_root() / "tar-indexes"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest}.json"
     with FileLock(path.with_suffix(".lock")):

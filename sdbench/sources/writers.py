@@ -16,29 +16,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import shutil
-import struct
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.sources.checks import INDEX_NAME
-
-# Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
-MDS_HASHES = ["sha1", "xxh64"]
-
-# MDS stores offsets in a shard as uint32.
-MAX_SHARD_BYTES = 2**32 - 1
-
-# A reader that shuffles takes a row group at a time: 64 samples of VAE moments and a text embedding
-# for 512 px are 14 MB.
-ROWS_PER_GROUP = 64
+from sdbench.sources.chunk_formats import FORMATS, ChunkFormat, Rows, remove, write_json
 
 # Room for the number of a row in a file name, so that names sort as rows do.
 NUM_ROW_DIGITS = 6
@@ -47,8 +34,6 @@ MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
 # What is in OUT.partial.
 JOB_NAME = "job.json"
 PARTIAL_FOLDERS = ("chunks", "tmp", "data")
-
-Rows = Iterable[Mapping[str, Any]]
 
 
 class Totals(NamedTuple):
@@ -107,20 +92,20 @@ class Output:
         target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
         note = self.partial / "tmp" / f"{number}.json"
         with self._errors_named():
-            _remove(temporary)
+            remove(temporary)
             try:
                 num_rows, details = self._format.write(temporary, _name_source_errors(rows), self)
             except BaseException:
-                _remove(temporary)
+                remove(temporary)
                 raise
-            _remove(target)
+            remove(target)
             num_bytes = 0
             if num_rows:
                 num_bytes = _synchronize(temporary)
                 temporary.rename(target)
-            _remove(temporary)
+            remove(temporary)
             facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
-            _write_json(note, facts._asdict())
+            write_json(note, facts._asdict())
             note.rename(self._note(number))
 
     def totals(self) -> Totals:
@@ -188,7 +173,7 @@ class Output:
         return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
 
     @property
-    def _format(self) -> _Format:
+    def _format(self) -> ChunkFormat:
         return FORMATS[self.data_format]
 
     def _number(self, number: int) -> str:
@@ -268,7 +253,7 @@ def open_output(
         path = output.partial / JOB_NAME
         if not path.is_file():
             note = output.partial / "tmp" / f"job.{os.getpid()}.json"
-            _write_json(note, facts)
+            write_json(note, facts)
             note.rename(path)
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
@@ -332,208 +317,12 @@ class _ChunkNote(NamedTuple):
     details: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Format:
-    """How one data format stores a chunk.
-
-    Attributes:
-        name: File or folder of a chunk; takes its number.
-        write: Takes the path to make, the rows and the output; returns how many rows there were
-            and what to note. Makes nothing, or something to be thrown away, where there are none.
-        count_rows: Counts the rows of a chunk on disk without opening samples.
-        finish: Called when all chunks are there and verified.
-    """
-
-    name: str
-    write: Callable[[Path, Rows, Output], tuple[int, Any]]
-    count_rows: Callable[[Path], int]
-    finish: Callable[[Output], None] = field(default=lambda output: None)
-
-
-def _write_mds(path: Path, rows: Rows, output: Output) -> tuple[int, dict | None]:
-    from streaming import MDSWriter
-
-    # The writer names its shards itself, so it gets a folder of its own.
-    folder = path.with_name(f"{path.name}.folder")
-    _remove(folder)
-    try:
-        # Not as a context manager: that would write a shard on the way out of an error.
-        writer = MDSWriter(
-            out=str(folder),
-            columns=dict(output.columns),
-            hashes=MDS_HASHES,
-            size_limit=MAX_SHARD_BYTES,
-        )
-        num_rows = 0
-        for row in rows:
-            writer.write(row)
-            num_rows += 1
-        writer.finish()
-        if len(writer.shards) > 1:
-            raise RunError(
-                f"A shard of {num_rows} samples is larger than the 4 GiB that MDS can address: "
-                "take fewer samples per shard."
-            )
-        if not writer.shards:
-            return 0, None
-        shard = writer.shards[0]
-        (folder / shard["raw_data"]["basename"]).rename(path)
-        shard["raw_data"]["basename"] = path.name
-        return num_rows, shard
-    finally:
-        _remove(folder)
-
-
-def _count_mds_rows(path: Path) -> int:
-    # A shard begins with the number of its samples.
-    with path.open("rb") as file:
-        return struct.unpack("<I", file.read(4))[0]
-
-
-def _finish_mds(output: Output) -> None:
-    from streaming import Stream
-    from streaming.base.world import World
-
-    shards = output.details()
-    folder = output.partial / "data"
-    _write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
-    opened = Stream(local=str(folder)).get_shards(World.detect(), False)
-    num_samples = sum(len(shard) for shard in opened)
-    assert num_samples == output.totals().num_written
-
-
-def _write_parquet(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
-    import pyarrow
-    import pyarrow.parquet
-
-    schema = pyarrow.schema([_parquet_field(*column) for column in sorted(output.columns.items())])
-    num_rows = 0
-    # Images and latents do not get smaller by compression or by a dictionary.
-    with pyarrow.parquet.ParquetWriter(
-        path, schema, compression="none", use_dictionary=False
-    ) as writer:
-        remaining = iter(rows)
-        while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
-            columns = [[_parquet_value(row[name]) for row in group] for name in schema.names]
-            arrays = [
-                pyarrow.array(values, type=column.type)
-                for values, column in zip(columns, schema, strict=True)
-            ]
-            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
-            num_rows += len(group)
-    return num_rows, None
-
-
-def _parquet_field(name: str, encoding: str) -> Any:
-    """A column of parquet for an MDS encoding; arrays are bytes whose shape the metadata have."""
-    import numpy as np
-    import pyarrow
-
-    kind, *rest = encoding.split(":")
-    if kind == "ndarray":
-        dtype, shape = rest
-        num_bytes = np.dtype(dtype).itemsize * int(np.prod([int(n) for n in shape.split(",")]))
-        return pyarrow.field(
-            name, pyarrow.binary(num_bytes), metadata={"dtype": dtype, "shape": shape}
-        )
-    types = {"bytes": pyarrow.binary(), "str": pyarrow.string(), "int": pyarrow.int64()}
-    return pyarrow.field(name, types[kind])
-
-
-def _parquet_value(value: Any) -> Any:
-    return value.tobytes() if hasattr(value, "tobytes") else value
-
-
-def _count_parquet_rows(path: Path) -> int:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path).metadata.num_rows
-
-
-def _write_tar(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
-    import webdataset
-
-    num_rows = 0
-    # A constant time, so that the same samples make the same file.
-    with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
-        for row in rows:
-            key = output.row_name(path.stem, num_rows)
-            writer.write({"__key__": key, **_image_files(row)})
-            num_rows += 1
-    return num_rows, None
-
-
-def _count_tar_rows(path: Path) -> int:
-    with tarfile.open(path) as tar:
-        return sum(name.endswith(".txt") for name in tar.getnames())
-
-
-def _write_folder(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
-    path.mkdir()
-    num_rows = 0
-    for row in rows:
-        name = output.row_name(path.name, num_rows)
-        for extension, content in _image_files(row).items():
-            if extension != "json":
-                (path / f"{name}.{extension}").write_bytes(content)
-        num_rows += 1
-    return num_rows, None
-
-
-def _count_folder_rows(path: Path) -> int:
-    return sum(file.suffix == ".txt" for file in path.iterdir())
-
-
-def _image_files(row: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of an image with its caption, by extension."""
-    size = {"width": row["width"], "height": row["height"]}
-    return {
-        image_extension(row["jpg"]): row["jpg"],
-        "txt": row["caption"].encode(),
-        "json": json.dumps(size).encode(),
-    }
-
-
-def image_extension(data: bytes) -> str:
-    """The extension that fits an image's bytes, whatever it was called.
-
-    Raises:
-        ValueError: It is not one of those that WebDataset and folders of images are read with.
-    """
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpg"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    raise ValueError("it is neither a JPEG, nor a PNG, nor a WebP image")
-
-
-FORMATS = {
-    "mds": _Format(
-        name="shard.{}.mds", write=_write_mds, count_rows=_count_mds_rows, finish=_finish_mds
-    ),
-    "webdataset": _Format(name="{}.tar", write=_write_tar, count_rows=_count_tar_rows),
-    "parquet": _Format(
-        name="part-{}.parquet", write=_write_parquet, count_rows=_count_parquet_rows
-    ),
-    "folder": _Format(name="{}", write=_write_folder, count_rows=_count_folder_rows),
-}
-
-
 def _name_source_errors(rows: Rows) -> Rows:
     """Pass rows on; where they cannot be read, it is not the output's fault."""
     try:
         yield from rows
     except OSError as error:
         raise RunError(f"A sample cannot be read ({error}).") from error
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _files(path: Path) -> list[Path]:
@@ -553,10 +342,3 @@ def _synchronize(path: Path) -> int:
         finally:
             os.close(descriptor)
     return _count_bytes(path)
-
-
-def _write_json(path: Path, content: object) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())

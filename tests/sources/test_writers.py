@@ -15,7 +15,8 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.sources.writers import FORMATS, Output, image_extension, open_output
+from sdbench.sources.chunk_formats import FORMATS, image_extension
+from sdbench.sources.writers import Output, open_output
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 IMAGES = (b"\x89PNG\r\n\x1a\n 0", b"\xff\xd8\xff 1", b"RIFF....WEBP 2")

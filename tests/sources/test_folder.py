@@ -1,0 +1,114 @@
+"""Does a plain folder give its images and captions, and say what is wrong with it?"""
+
+from __future__ import annotations
+
+import pytest
+
+from sdbench import sources
+from sdbench.errors import ConfigError, RunError
+from sdbench.sources.config import SourceConfig
+from tests.sources import datasets
+from tests.sources.datasets import indices
+
+
+def make_config(folder, **changes) -> SourceConfig:
+    options = {"image_size": 8, "device_batch_size": 2, "seed": 0, "shuffle": False, **changes}
+    return SourceConfig(data_format="folder", remote=str(folder), **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four pictures in two folders, without captions."""
+    for index, name in enumerate(("a.PNG", "b.jpeg", "sub/a.webp", "sub/c.png")):
+        path = tmp_path / "pictures" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(datasets.make_png(index))
+    return tmp_path / "pictures"
+
+
+def records(folder) -> list:
+    opened = sources.open_records(make_config(folder))
+    return [opened.read(index) for index in range(len(opened))]
+
+
+def test_a_text_beside_each_image(folder):
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        path.with_suffix(".txt").write_text(f" caption of {path.stem}\n")
+    found = records(folder)
+    assert [record.caption for record in found] == [f"caption of {stem}" for stem in "abac"]
+    assert indices(list(sources.build(make_config(folder)))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "header"), [("captions.csv", "file,caption"), ("metadata.csv", "file_name,text")]
+)
+def test_a_table_of_captions(name, header, folder, capsys):
+    (folder / name).write_text(
+        f"{header}\nsub/c.png,'last, and first'\na.PNG,one\n\ufeff".strip("\ufeff")
+    )
+    assert [record.caption for record in records(folder)] == ["'last", "one"]
+    assert indices(list(sources.build(make_config(folder)))) == [3, 0]
+    assert f"2 images of {folder} are not in {name}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("file;caption\na;b\n", "lacks a column: got 'file;caption'"),
+        ("file,caption\n", "has a captions.csv without rows"),
+        ("file,caption\na.PNG,\nb.jpeg\n", "None of the 2 images has a caption"),
+        ("file,caption\nx.png,a\ny.png,b\n", "None of the files that .*captions.csv names is th"),
+        (b"file,caption\na.PNG,\xe4\n", r"cannot be read \('utf-8'"),
+    ],
+)
+def test_a_table_that_is_of_no_use(table, message, folder):
+    content = table if isinstance(table, bytes) else table.encode()
+    (folder / "captions.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        sources.check(make_config(folder))
+
+
+def test_folders_without_images_or_captions(folder, tmp_path):
+    with pytest.raises(
+        ConfigError, match="None of the 4 images has a caption: .*captions.csv with"
+    ):
+        sources.check(make_config(folder))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds no images: .*\(jpg, jpeg, png, webp\)"):
+        sources.check(make_config(tmp_path / "texts"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "b.txt").unlink(), "b.jpeg: no caption."),
+        (
+            lambda folder: (folder / "b.txt").write_bytes(b"\xe4"),
+            "b.jpeg: its caption is not UTF-8",
+        ),
+        (lambda folder: (folder / "b.txt").write_text(" \n"), "b.jpeg: no caption."),
+        (lambda folder: (folder / "b.jpeg").write_bytes(b""), "b.jpeg: the image has 0 bytes."),
+    ],
+)
+def test_one_bad_sample_stops_or_is_replaced(damage, message, folder, capsys):
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        path.with_suffix(".txt").write_text("a caption")
+    damage(folder)
+    with pytest.raises(RunError, match=f"{message}.*--on_bad_sample skip goes on"):
+        list(sources.build(make_config(folder)))
+    loader = sources.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.25))
+    assert indices(list(loader)) == [0, 0, 2, 3]
+    assert loader.stats.num_bad_samples == 1
+    assert f"Skipped a bad sample: {folder}/{message}" in capsys.readouterr().err
+    with pytest.raises(RunError, match=r"1 samples .* more than 24.00% of 4 \(--max_bad_fraction"):
+        list(sources.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.24)))
+
+
+def test_a_batch_without_any_good_sample_is_an_error(folder):
+    for path in folder.glob("*.*"):
+        path.with_suffix(".txt").touch()
+    (folder / "sub" / "a.txt").write_text("a caption")
+    config = make_config(folder, on_bad_sample="skip", max_bad_fraction=1.0)
+    with pytest.raises(RunError, match="All 2 samples of a batch are bad: .*a.PNG: no caption"):
+        list(sources.build(config))
