@@ -139,6 +139,15 @@ class CheckedLoader(DataLoader):
                 many samples are bad.
         """
         self._num_in_epoch, self._num_resumed = self._num_resumed, 0
+        try:
+            yield from self._deliver()
+        except RunError:
+            self._stop_workers()
+            raise
+        self._order.epoch_ended()
+        self._num_in_epoch = 0
+
+    def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
         expected = len(self) * self.batch_size
         num_bad = 0
         batches = None
@@ -160,8 +169,12 @@ class CheckedLoader(DataLoader):
                 "download failed; the log above may name it.",
                 status="invalid",
             )
-        self._order.epoch_ended()
-        self._num_in_epoch = 0
+
+    def _stop_workers(self) -> None:
+        """End the workers now: left to the garbage collector, torch waits 5 s for each of them."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+            self._iterator = None
 
     def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The batch's tensors, out of the memory that their worker writes to again."""

@@ -12,8 +12,8 @@ import pytest
 
 from tests.sources import datasets
 
-# Two that take different paths run always, the others with -m slow.
-ALWAYS = ("folder", "mds latents")
+# One runs always, the others with -m slow: images are trained on in test_processes.py.
+ALWAYS = ("mds latents",)
 
 
 @pytest.fixture

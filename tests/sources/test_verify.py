@@ -146,7 +146,7 @@ def test_every_bad_latent_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "parquet latents", "folder"])
 def test_sound_data_of_other_formats(tmp_path, capsys, kind):
     datasets.WRITERS[kind](tmp_path / "data")
-    assert main(tmp_path / "data") == 0
+    assert main(tmp_path / "data", "--text_embedding_dim", 8) == 0
     assert "49 samples are listed (--deep opens them)" in capsys.readouterr().out
     assert main(tmp_path / "data", "--deep", "--text_embedding_dim", 8) == 0
     assert "each of the 49 samples can be used" in capsys.readouterr().out

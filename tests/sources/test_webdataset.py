@@ -20,6 +20,7 @@ from PIL import Image
 
 from sdbench import sources
 from sdbench.errors import ConfigError, RunError
+from sdbench.sources import remote
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.tokenizer import CaptionTokenizer
 from tests.sources import datasets
@@ -35,7 +36,7 @@ def index_folder(tmp_path, monkeypatch) -> Path:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    return temporary / "sdbench-cache" / "tar-indexes"
+    return remote.cache_root() / "tar-indexes"
 
 
 def write_tar(path: Path, members: Members) -> Path:
