@@ -201,7 +201,8 @@ def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
     columns += ("batch_size", "num_workers", "emulate_step_seconds")
     if row["data"] is not None:
         row["data"] = f"`{row['data']}`"  # <remote> would pass for an HTML tag
-    row["latents"] = {"online": "images", "precomputed": "latents"}.get(row["latents"])
+    # What was read; to encode a data set beforehand is to read images.
+    row["latents"] = "latents" if row["latents"] == "precomputed" else "images"
     return tuple(row[column] for column in columns)
 
 

@@ -55,6 +55,10 @@ def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
 
     Three or more have a median and a between-runs interval; fewer have the within-run one each.
     """
+    # A run that encoded too few batches has none.
+    summaries = [summary for summary in summaries if summary["images_per_second"] is not None]
+    if not summaries:
+        return NOT_KNOWN
     interval = between_runs_interval([summary["images_per_second"] for summary in summaries])
     if interval is None:
         return "; ".join(format_rate(summary) for summary in summaries)

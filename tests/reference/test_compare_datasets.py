@@ -8,7 +8,7 @@ import torch
 
 from sdbench import sources
 from sdbench.sources.config import SourceConfig
-from tests.reference import compare_datasets
+from tests.reference import compare_datasets, compare_transport
 from tests.reference.diffusion_benchmark_dataset import ReferenceDataset, load_slow_tokenizer
 from tests.sources import datasets
 
@@ -43,3 +43,17 @@ def test_the_comparison_ends_with_a_ratio(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert len(result["images_per_second"]["ours"]) == 2
     assert result["ratio"] > 0
+
+
+def test_the_cost_of_crossing_ends_with_a_ratio(tmp_path, capsys):
+    datasets.write_mds_latents(tmp_path / "data")
+    output = tmp_path / "comparison.json"
+    sizes = ["--image_size", "32", "--text_embedding_dim", "8", "--batch_size", "8"]
+    argv = [str(tmp_path / "data"), *sizes, "--num_workers", "1", "--repeats", "2"]
+    assert compare_transport.main([*argv, "--output", str(output)]) == 0
+    assert "slots / new memory" in capsys.readouterr().out
+    assert set(json.loads(output.read_text())["median_samples_per_second"]) == {
+        "no workers",
+        "new memory",
+        "slots",
+    }
