@@ -2,7 +2,7 @@
 
 Streaming's own reader opens the file anew for each sample and copies what it reads several times.
 Here a shard stays open, and arrays are views of what was read. (Mapping the files would save one
-more copy, but the page faults of the first epoch cost ten times what that copy does.)
+more copy, but the page faults of the first epoch cost far more than that copy does.)
 """
 
 from __future__ import annotations
