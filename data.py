@@ -21,7 +21,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench import sources
-from sdbench.config import DATA, FIELDS, NOT_NEGATIVE, POSITIVE, SWITCH, Kind
+from sdbench.config import (
+    DATA,
+    FIELDS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    Kind,
+    add_switch,
+    parse_value,
+)
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.config import SourceConfig
 
@@ -158,16 +167,7 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
     for name, flag in FLAGS.items():
         help_text = flag.help_text.replace("%", "%%")
         if flag.kind is SWITCH:
-            shown = "on" if flag.default else "off"
-            parser.add_argument(
-                f"--{name}",
-                action="store_const",
-                const=True,
-                help=f"{help_text} (default: {shown}; --no_{name})",
-            )
-            parser.add_argument(
-                f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS
-            )
+            add_switch(parser, name, default=flag.default, help_text=help_text)
             continue
         if " | " in flag.kind.allowed:
             help_text += f"; {flag.kind.allowed}"
@@ -176,22 +176,11 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
         parser.add_argument(f"--{name}", metavar="X", help=help_text)
     given = vars(parser.parse_args(argv))
     return {
-        name: flag.default if given[name] is None else _parse_value(name, given[name])
+        name: flag.default
+        if given[name] is None
+        else parse_value(name, given[name], kind=flag.kind)
         for name, flag in FLAGS.items()
     }
-
-
-def _parse_value(name: str, value: Any) -> Any:
-    kind = FLAGS[name].kind
-    try:
-        return kind.parse(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"--{name} has a value of the wrong kind",
-            value=value,
-            allowed=kind.allowed,
-            flag=f"--{name}",
-        ) from None
 
 
 def _run(settings: dict[str, Any], *, command: list[str]) -> int:
@@ -208,15 +197,7 @@ def _run(settings: dict[str, Any], *, command: list[str]) -> int:
         name = f"feed-{source.data_format}-{source.image_size}px"
         if source.latents == "precomputed":
             name += "-latents"
-        try:
-            path = RunFolder.create(settings["results_dir"], machine=machine.slug, name=name)
-        except OSError as error:
-            raise ConfigError(
-                f"the results folder cannot be written ({error.strerror})",
-                value=settings["results_dir"],
-                allowed="a folder that this user may write",
-                flag="--results_dir",
-            ) from None
+        path = RunFolder.create(settings["results_dir"], machine=machine.slug, name=name)
         log.move_to(path)
         print(_describe(settings, num_samples=num_samples), flush=True)
         folder = RunFolder(path)

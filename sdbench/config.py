@@ -345,7 +345,7 @@ def parse_request(argv: Sequence[str] | None, *, description: str, epilog: str) 
     if unknown:
         _raise_unknown(unknown[0], known=[f"--{name}" for name in FIELDS], where="flag")
     values = vars(namespace)
-    flags = {name: _parse_value(name, values[name]) for name in FIELDS if values[name] is not None}
+    flags = {name: _parse_field(name, values[name]) for name in FIELDS if values[name] is not None}
     file = _read_file(values["config"]) if values["config"] is not None else {}
     preset = PRESETS[{**file, **flags}.get("preset", FIELDS["preset"].default)]
 
@@ -380,16 +380,7 @@ def _make_parser(*, description: str, epilog: str) -> argparse.ArgumentParser:
             groups[group_name] = parser.add_argument_group(group_name)
         group = groups[group_name]
         if kind is SWITCH:
-            default = "on" if field.default else "off"
-            group.add_argument(
-                f"--{name}",
-                action="store_const",
-                const=True,
-                help=f"{field.metadata['help']} (default: {default})",
-            )
-            group.add_argument(
-                f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS
-            )
+            add_switch(group, name, default=field.default, help_text=field.metadata["help"])
         else:
             group.add_argument(f"--{name}", metavar=_metavar(kind), help=_help_text(field))
     return parser
@@ -418,8 +409,33 @@ def _help_text(field: dataclasses.Field[Any]) -> str:
     return text.replace("%", "%%")
 
 
-def _parse_value(name: str, value: Any) -> Any:
-    kind: Kind = FIELDS[name].metadata["kind"]
+def add_switch(parser: Any, name: str, *, default: bool, help_text: str) -> None:
+    """Add the flags ``--<name>`` and ``--no_<name>``; without either the value is None.
+
+    Args:
+        parser: An argparse parser, or a group of one.
+        name: Of the value.
+        default: What None will mean, for the help.
+        help_text: What it does.
+    """
+    shown = "on" if default else "off"
+    parser.add_argument(
+        f"--{name}",
+        action="store_const",
+        const=True,
+        help=f"{help_text} (default: {shown}; --no_{name})",
+    )
+    parser.add_argument(
+        f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS
+    )
+
+
+def parse_value(name: str, value: Any, *, kind: Kind) -> Any:
+    """Bring the value of a flag or a key to its kind.
+
+    Raises:
+        ConfigError: It is of another kind.
+    """
     try:
         return kind.parse(value)
     except (TypeError, ValueError):
@@ -429,6 +445,10 @@ def _parse_value(name: str, value: Any) -> Any:
             allowed=kind.allowed,
             flag=f"--{name}",
         ) from None
+
+
+def _parse_field(name: str, value: Any) -> Any:
+    return parse_value(name, value, kind=FIELDS[name].metadata["kind"])
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -454,7 +474,7 @@ def _read_file(path: str) -> dict[str, Any]:
         if key not in FIELDS:
             _raise_unknown(str(key), known=list(FIELDS), where="key in the config file")
     # `key:` with nothing behind it means "not said", so that --print_config output is a valid file.
-    return {key: _parse_value(key, value) for key, value in content.items() if value is not None}
+    return {key: _parse_field(key, value) for key, value in content.items() if value is not None}
 
 
 def _raise_unknown(given: str, *, known: list[str], where: str) -> None:

@@ -431,16 +431,7 @@ def _open_output(
 def _make_folder(plan: Plan, *, machine: Machine) -> Path:
     size = str(plan.config["image_size"]).replace(",", "-")
     name = f"precompute-{plan.config['data_format']}-{size}px"
-    results_dir = plan.config["results_dir"]
-    try:
-        return RunFolder.create(results_dir, machine=machine.slug, name=name)
-    except OSError as error:
-        raise ConfigError(
-            f"the results folder cannot be written ({error.strerror})",
-            value=results_dir,
-            allowed="a folder that this user may write",
-            flag="--results_dir",
-        ) from None
+    return RunFolder.create(plan.config["results_dir"], machine=machine.slug, name=name)
 
 
 def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:

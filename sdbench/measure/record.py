@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from sdbench.errors import ConfigError
 from sdbench.measure.timer import Step
 
 SCHEMA_VERSION = 1
@@ -69,7 +70,22 @@ class RunFolder:
             results_dir: Parent folder, made if it is not there.
             machine: Hardware slug.
             name: What ran, safe in a file name.
+
+        Raises:
+            ConfigError: The parent folder cannot be written.
         """
+        try:
+            return RunFolder._create(results_dir, machine=machine, name=name)
+        except OSError as error:
+            raise ConfigError(
+                f"the results folder cannot be written ({error.strerror})",
+                value=results_dir,
+                allowed="a folder that this user may write",
+                flag="--results_dir",
+            ) from None
+
+    @staticmethod
+    def _create(results_dir: str, *, machine: str, name: str) -> Path:
         Path(results_dir).mkdir(parents=True, exist_ok=True)
         while True:
             stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")

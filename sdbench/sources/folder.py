@@ -48,6 +48,7 @@ class FolderRecords:
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
+        self._folder = folder
         table = next((folder / name for name in TABLE_NAMES if (folder / name).is_file()), None)
         if table is None:
             self._images = _list_images(folder)
@@ -61,7 +62,6 @@ class FolderRecords:
             has_caption = any(path.with_suffix(".txt").is_file() for path in self._images)
         else:
             has_caption = any(caption.strip() for caption in self._captions or ())
-            _tell_unlisted(folder, table, self._images)
         if not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
         if not any(path.is_file() for path in self._images):
@@ -70,6 +70,16 @@ class FolderRecords:
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def tell_unlisted(self) -> None:
+        """Say how many images of the folder its table of captions leaves out."""
+        if self._captions is not None:
+            num_unlisted = len(set(_list_images(self._folder)) - set(self._images))
+            if num_unlisted:
+                print(
+                    f"{num_unlisted} images of {self._folder} are not in its table of captions.",
+                    file=sys.stderr,
+                )
 
     def read(self, index: int) -> ImageRecord:
         """Read one image and its caption; either may be missing.
@@ -94,12 +104,6 @@ def _read_if_there(path: Path) -> bytes | None:
 
 def _raise_missing(what: str, folder: Path) -> None:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
-
-
-def _tell_unlisted(folder: Path, table: Path, listed: list[Path]) -> None:
-    num_unlisted = len(set(_list_images(folder)) - set(listed))
-    if num_unlisted:
-        print(f"{num_unlisted} images of {folder} are not in {table.name}.", file=sys.stderr)
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -134,7 +138,10 @@ def _read_table(table: Path) -> tuple[list[Path], list[str]]:
             flag=PLACE_FLAGS,
         )
     # A short row has None where it ends: then there is no such file, or no caption.
-    pairs = [(row[file_column] or "", row[caption_column] or "") for row in rows]
+    pairs = [
+        (row[file_column] or f"(row {number}: no file)", row[caption_column] or "")
+        for number, row in enumerate(rows, start=1)
+    ]
     return [table.parent / name for name, _ in pairs], [caption for _, caption in pairs]
 
 
@@ -142,7 +149,10 @@ def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
     check_images_wanted(config, what="A folder of images")
     check_tokenizer_folder(config.tokenizer_folder)
-    num_samples = len(open_records(config))
+    records = open_records(config)
+    if config.rank == 0:
+        records.tell_unlisted()
+    num_samples = len(records)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 

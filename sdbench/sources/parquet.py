@@ -25,7 +25,7 @@ from sdbench.sources.checks import (
     check_tokenizer_folder,
 )
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.latent_columns import array_shapes, find_latent_columns
+from sdbench.sources.latent_columns import array_shapes, check_array, find_latent_columns
 from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord
 from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
 
@@ -80,6 +80,10 @@ class ParquetRecords:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What has been opened and decoded belongs to this process.
+        return {**self.__dict__, "_opened": OrderedDict(), "_decoded": OrderedDict()}
+
     def read(self, index: int) -> ImageRecord | LatentRecord:
         """Read one row; arrays are views of its decoded row group.
 
@@ -108,15 +112,15 @@ class ParquetRecords:
 
     def _take_arrays(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
-        # 77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: what the numbers are is told
-        # by the latents, whose shape is known, and holds for the captions beside them.
-        dtype = None
+        # Of the latents, whose shape is known; they come first.
+        latents_dtype = None
         for key, column in columns.items():
+            shape = self._shapes[key]
             if _is_bytes(column.type):
-                arrays[key] = _Bytes(column, shape=self._shapes[key], dtype=dtype)
+                arrays[key] = _Bytes(column, shape=shape, latents_dtype=latents_dtype)
             else:
-                arrays[key] = _Lists(column, shape=self._shapes[key])
-            dtype = dtype or arrays[key].dtype
+                arrays[key] = _Lists(column, shape=shape)
+            latents_dtype = latents_dtype or arrays[key].dtype
         return arrays
 
     def _open_here(self, number: int) -> Any:
@@ -124,8 +128,9 @@ class ParquetRecords:
         key = (os.getpid(), number)
         if key not in self._opened:
             self._opened[key] = _open(self._files[number])
-            if len(self._opened) > MAX_OPEN_FILES:
-                self._opened.popitem(last=False)
+        self._opened.move_to_end(key)
+        if len(self._opened) > MAX_OPEN_FILES:
+            self._opened.popitem(last=False)
         return self._opened[key]
 
     def _decode(self, block: int) -> Mapping[str, Any]:
@@ -150,26 +155,36 @@ class ParquetRecords:
 class _Bytes:
     """Arrays that one column of a row group holds as raw bytes."""
 
-    def __init__(self, column: Any, *, shape: tuple[int, ...], dtype: np.dtype | None) -> None:
+    def __init__(
+        self, column: Any, *, shape: tuple[int, ...], latents_dtype: np.dtype | None
+    ) -> None:
         """Find the bytes of all rows, without copying them.
 
         Args:
             column: Of one chunk, binary.
             shape: Of one row's array.
-            dtype: Type of the numbers; None to tell it from the first row's length.
+            latents_dtype: Type of the numbers of the latents beside it, None for the latents.
         """
         self._shape = shape
         self._num_values = math.prod(shape)
         self._is_null = column.is_null().to_numpy(zero_copy_only=False)
         self._data = column.buffers()[-1]
         self._bounds = _byte_bounds(column)
-        self.dtype = dtype or self._tell_dtype()
+        self.dtype = self._tell_dtype(latents_dtype)
 
-    def _tell_dtype(self) -> np.dtype | None:
-        """Float16, or float32 as seed 002 stores it, because its writer has no float16."""
-        sizes = {2 * self._num_values: np.dtype(np.float16), 4 * self._num_values: np.dtype("f4")}
-        lengths = np.diff(self._bounds)[~self._is_null]
-        return sizes.get(int(lengths[0])) if len(lengths) else None
+    def _tell_dtype(self, latents_dtype: np.dtype | None) -> np.dtype | None:
+        """Float16, or float32 as seed 002 stores it, because its writer has no float16.
+
+        77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: beside latents of more than 2
+        bytes a number, such a length is taken for neither.
+        """
+        lengths = set(np.diff(self._bounds)[~self._is_null].tolist())
+        if 4 * self._num_values in lengths:
+            return np.dtype(np.float32)
+        beside_half = latents_dtype is None or latents_dtype.itemsize == 2
+        if 2 * self._num_values in lengths and beside_half:
+            return np.dtype(np.float16)
+        return None
 
     def read(self, row: int, *, name: str) -> np.ndarray:
         """One row's array, a view.
@@ -184,13 +199,13 @@ class _Bytes:
         if self._is_null[row]:
             raise BadSampleError(f"{name}: no value.")
         begin, end = self._bounds[row : row + 2]
-        dtype = self.dtype or np.dtype(np.float16)
-        if end - begin != self._num_values * dtype.itemsize:
+        if self.dtype is None or end - begin != self._num_values * self.dtype.itemsize:
+            dtype = self.dtype or np.dtype(np.float32)
             raise BadSampleError(
                 f"{name}: {end - begin} bytes; {self._shape} is "
                 f"{self._num_values * dtype.itemsize} as {dtype}."
             )
-        array = np.frombuffer(self._data, dtype, self._num_values, int(begin))
+        array = np.frombuffer(self._data, self.dtype, self._num_values, int(begin))
         return array.reshape(self._shape)
 
 
@@ -208,8 +223,6 @@ def _byte_bounds(column: Any) -> np.ndarray:
 class _Lists:
     """Arrays that one column of a row group holds as lists of numbers, nested or flat."""
 
-    dtype = None
-
     def __init__(self, column: Any, *, shape: tuple[int, ...]) -> None:
         """Take the numbers of all rows out of the column, without copying them.
 
@@ -220,6 +233,7 @@ class _Lists:
         self._shape = shape
         self._is_null = column.is_null().to_numpy(zero_copy_only=False)
         self._numbers, self._bounds = _flatten(column)
+        self.dtype = self._numbers.dtype if self._numbers.dtype.kind == "f" else None
 
     def read(self, row: int, *, name: str) -> np.ndarray:
         """As `_Bytes.read`."""
@@ -391,19 +405,35 @@ def check(config: SourceConfig) -> int | None:
 
 
 def check_first_samples(records: ParquetRecords, *, config: SourceConfig) -> None:
-    """Check that one of the first rows has the shapes that the model wants.
+    """Check that one of the first rows, and of the last ones, has the shapes that are wanted.
 
     Raises:
         ConfigError: None has.
     """
-    for index in range(min(NUM_FIRST_SAMPLES, len(records))):
+    shapes = array_shapes(records.columns, config=config)
+    num_rows = min(NUM_FIRST_SAMPLES, len(records))
+    _check_some(records, range(num_rows), shapes=shapes, config=config)
+    last = range(len(records) - num_rows, len(records))
+    _check_some(records, last, shapes=shapes, config=config)
+
+
+def _check_some(
+    records: ParquetRecords,
+    indices: range,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: SourceConfig,
+) -> None:
+    for index in indices:
         try:
-            records.read(index)
+            record = records.read(index)
+            for name, shape in shapes.items():
+                check_array(f"{record.name}, {name}", record.arrays[name], shape=shape)
             return
         except BadSampleError as error:
             reason = str(error)
     raise ConfigError(
-        f"None of the first samples is of this model and resolution ({reason.rstrip('.')})",
+        f"No sample at one end of the data is of this model and resolution ({reason.rstrip('.')})",
         value=f"{config.image_size} px, embeddings of width {config.text_embedding_dim}",
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",

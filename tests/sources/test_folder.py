@@ -48,7 +48,8 @@ def test_a_table_of_captions(name, header, folder, capsys):
     )
     assert [record.caption for record in records(folder)] == ["'last", "one"]
     assert indices(list(sources.build(make_config(folder)))) == [3, 0]
-    assert f"2 images of {folder} are not in {name}." in capsys.readouterr().err
+    told = f"2 images of {folder} are not in its table of captions.\n"
+    assert capsys.readouterr().err == told * 2  # opened twice above
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,9 @@ def test_a_batch_without_any_good_sample_is_an_error(folder):
     config = make_config(folder, on_bad_sample="skip", max_bad_fraction=1.0)
     with pytest.raises(RunError, match="All 2 samples of a batch are bad: .*a.PNG: no caption"):
         list(sources.build(config))
+
+
+def test_a_row_without_a_file_is_named(folder):
+    (folder / "captions.csv").write_text("file,caption\na.PNG,one\n,two\nb.jpeg,three\n")
+    with pytest.raises(RunError, match=r"pictures/\(row 2: no file\): no image."):
+        list(sources.build(make_config(folder)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,37 @@ def test_a_width_that_only_looks_right_is_refused(tmp_path):
     message = r"text_embedding: 1232 bytes; \(77, 8\) is 2464 as float32.*width 8.*--model_name"
     with pytest.raises(ConfigError, match=message):
         sources.check(latents_config(place))
+
+
+@pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
+def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
+    columns = {LATENT: WAYS[way](arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    with pytest.raises(ConfigError, match=r"text_embedding: 1232 bytes; \(77, 8\) is 2464"):
+        sources.check(latents_config(write(tmp_path / "a.parquet", columns)))
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
+    assert sources.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
+
+
+def test_the_last_file_is_looked_at_before_a_run(tmp_path):
+    for number, width in enumerate((8, 4)):
+        text = [value[:, :width] for value in arrays("text_embedding")]
+        columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(text)}
+        write(tmp_path / "data" / f"{number}.parquet", columns)
+    with pytest.raises(ConfigError, match=r"1.parquet.*text_embedding: 616 bytes.*--model_name"):
+        sources.check(latents_config(tmp_path / "data"))
+
+
+def test_whole_numbers_are_no_latents(tmp_path):
+    columns = {LATENT: [[1] * 64] * 4, TEXT: as_bytes(arrays("text_embedding")[:4])}
+    with pytest.raises(ConfigError, match="latent: values of type int64, floating point is"):
+        sources.check(latents_config(write(tmp_path / "a.parquet", columns)))
+
+
+def test_records_may_be_pickled_after_a_read(tmp_path):
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    records = sources.open_records(latents_config(write(tmp_path / "a.parquet", columns)))
+    first = records.read(0).arrays["latent"]
+    assert np.array_equal(pickle.loads(pickle.dumps(records)).read(0).arrays["latent"], first)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from sdbench import sources
+from sdbench.cli import main
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources import remote
 from sdbench.sources.config import SourceConfig
@@ -88,6 +90,10 @@ def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
     s3.num_busy = 2
     copy = fetch(url, cache=tmp_path / "cache")
     assert copy.read_bytes() == (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    loader = sources.build(make_config("mds", upload("mds")))
+    s3.num_busy = 2
+    assert indices(list(loader)) == list(range(48))
+    assert s3.num_busy == 0
 
 
 def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
@@ -132,6 +138,22 @@ def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  #
         list(sources.build(config))
 
 
+def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # noqa: F811
+    place = upload("mds")
+    assert main(["verify-data", place, "--deep", "--num_workers", "0"]) == 0
+    argv = ["--to", "webdataset", "--num_workers", "0"]
+    assert main(["convert", place, str(tmp_path / "tars"), *argv]) == 0
+    loader = sources.build(make_config("webdataset", str(tmp_path / "tars")))
+    assert indices(list(loader)) == list(range(48))
+    key = f"{place.split('/', 3)[3]}/shard.00001.mds"
+    content = bytearray((tmp_path / "mds" / "shard.00001.mds").read_bytes())
+    content[-10] ^= 1
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    cache = str(tmp_path / "another")
+    assert main(["verify-data", place, "--local", cache, "--num_workers", "0"]) == 1
+    assert re.search(r"shard.00001.mds .*its xxh64 is not the one", capsys.readouterr().out)
+
+
 def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
     with pytest.raises(RunError, match=r"s3://pictures/none.tar cannot be read: .*404"):
         fetch("s3://pictures/none.tar", cache=tmp_path)
@@ -148,6 +170,8 @@ def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(RunError, match="no S3 credentials are set"):
         fetch("s3://pictures/a.tar", cache=tmp_path)
+    with pytest.raises(RunError, match="pictures/data/index.json .* no S3 credentials are set"):
+        sources.check(make_config("mds", "s3://pictures/data"))
 
 
 def test_what_a_command_prints(tmp_path):
