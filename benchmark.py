@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
     from sdbench.measure.record import RunFolder
     from sdbench.measure.summary import Measurements
+    from sdbench.measure.watch import Observer, StepWatch
     from sdbench.parts import Parts
     from sdbench.resolve import Plan
 
@@ -135,6 +136,7 @@ def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: 
                 "num_parameters": parts.num_parameters,
                 "num_trainable_parameters": parts.num_trainable_parameters,
                 "flops_per_image": parts.flops_per_image,
+                "num_steps": len(measurements.timings.steps),
                 "num_images": measurements.num_images,
                 "num_bad_samples": sum(stats.num_bad_samples for stats in delivered),
                 "num_dropped_samples": parts.loader.stats.num_dropped_samples,
@@ -154,52 +156,79 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
     """
     from sdbench import distributed
     from sdbench.engines import load_engine
+    from sdbench.measure.matmul import measure_matmul_tflops
     from sdbench.measure.summary import merge_measurements, summarize
-    from sdbench.measure.watch import make_watch
     from sdbench.progress import Progress
     from sdbench.wandb_log import WandbLog
     from sdbench.workloads import pretrain
 
-    config, ranks = plan.config, plan.ranks
+    config, ranks, machine = plan.config, plan.ranks, plan.machine
     wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
     wandb_log.start(config=dataclasses.asdict(config), folder=folder.path)
-    parts = pretrain.build(plan)
+    pretrain.set_matmul_precision(config.precision)
+    matmul_tflops = None
+    if config.measure_peak:
+        reached = measure_matmul_tflops(config.precision, device_type=machine.device_type)
+        by_rank = distributed.gather(reached, ranks)
+        matmul_tflops = sum(by_rank) / len(by_rank)
+    progress = Progress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
+    watch = _make_watch(plan, folder, observers=[progress, wandb_log])
+    parts = pretrain.build(plan, phase=watch.phases.phase)
     if ranks.rank == 0:
         print(
             f"Model has {parts.num_parameters / 1e6} M parameters and "
             f"{parts.num_trainable_parameters / 1e6} M trainable_params"
         )
-    progress = Progress(
-        num_steps=plan.num_steps, images_per_step=parts.images_per_step, enabled=ranks.rank == 0
-    )
-    watch = make_watch(
-        num_warmup_steps=config.warmup_batches,
-        num_measured_steps=config.measure_batches,
-        cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
-        observers=[progress, wandb_log],
-    )
     try:
         measurements = load_engine(config.engine)(parts, config, watch)
     finally:
         progress.close()
 
     merged = merge_measurements(distributed.gather(measurements, ranks))
-    num_expected = parts.images_per_step * plan.num_steps
+    num_steps = len(merged.timings.steps)
+    num_expected = parts.images_per_step * num_steps
     if merged.num_images != num_expected:
         raise RunError(
-            f"the loaders delivered {merged.num_images} images; {plan.num_steps} steps of "
+            f"the loaders delivered {merged.num_images} images; {num_steps} steps of "
             f"{parts.images_per_step} are {num_expected}",
             status="invalid",
         )
     summary = summarize(
         merged,
-        images_per_step=parts.images_per_step,
+        config=dataclasses.asdict(config),
         num_devices=ranks.world_size,
         flops_per_image=parts.flops_per_image,
-        peak_tflops=plan.machine.peak_tflops(config.precision),
+        peak_tflops=machine.peak_tflops(config.precision),
+        matmul_tflops=matmul_tflops,
     )
     wandb_log.finish(summary)
     return parts, merged, summary
+
+
+def _make_watch(plan: Plan, folder: RunFolder, *, observers: Sequence[Observer]) -> StepWatch:
+    """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
+    from sdbench import distributed
+    from sdbench.measure.looks import Looks
+    from sdbench.measure.watch import make_watch
+
+    config, ranks = plan.config, plan.ranks
+    looks = Looks(
+        max_warmup_steps=config.max_warmup_batches,
+        max_measured_steps=config.max_measure_batches,
+        target_precision=config.target_precision,
+        gather=lambda value: distributed.gather(value, ranks),
+    )
+    return make_watch(
+        num_warmup_steps=config.warmup_batches,
+        num_measured_steps=config.measure_batches,
+        num_profiled_steps=config.profile_batches,
+        look=looks,
+        num_steps=None if config.max_duration is None else plan.num_steps,
+        cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
+        observers=observers,
+        has_trace=config.profile_trace,
+        trace_file=folder.path / "trace.json.gz" if ranks.rank == 0 else None,
+    )
 
 
 if __name__ == "__main__":

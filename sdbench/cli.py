@@ -25,7 +25,28 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.precompute:main",
         "encode images and captions once, to train without the encoders",
     ),
+    "repeat": (
+        "sdbench.launch.repeat:main",
+        "measure one command several times in fresh processes: an interval between runs",
+    ),
+    "sweep": ("sdbench.launch.sweep:main", "measure a grid or a list of settings, and resume it"),
+    "search": (
+        "sdbench.launch.search:main",
+        "find the largest and the fastest micro-batch of this machine",
+    ),
     "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
+    "report": (
+        "sdbench.report.report:main",
+        "make tables, plots and a page from records and from quoted figures",
+    ),
+    "compare": (
+        "sdbench.report.compare:main",
+        "set two tables or two sets of runs against each other, row by row",
+    ),
+    "scaling": (
+        "sdbench.scaling.command:main",
+        "fit and predict throughput against GPU count; days, cost and energy of a training",
+    ),
 }
 
 EPILOG = """\
@@ -33,7 +54,10 @@ examples:
   python -m sdbench convert my-images/ my-mds/
   python -m sdbench verify-data my-mds/ --deep
   torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
+  python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data
+  python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
+  python -m sdbench compare runs/before runs/after
   python -m sdbench convert --help
 """
 

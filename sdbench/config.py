@@ -109,6 +109,14 @@ def _parse_microbatch(value: Any) -> int | str:
     return value if value == "auto" else POSITIVE.parse(value)
 
 
+def _parse_precision_target(value: Any) -> float:
+    is_percent = isinstance(value, str) and value.endswith("%")
+    number = float(value.removesuffix("%")) / 100 if is_percent else float(value)
+    if isinstance(value, bool) or not 0 < number < 1:
+        raise ValueError
+    return number
+
+
 def _parse_duration(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[1-9][0-9]*(ba|ep)", value):
         raise ValueError
@@ -125,6 +133,7 @@ CONDITIONS = Kind(
     _parse_conditions,
 )
 MICROBATCH = Kind("auto, or a whole number of at least 1", _parse_microbatch)
+PRECISION_TARGET = Kind("a share above 0, e.g. 1% or 0.01", _parse_precision_target)
 DURATION = Kind("a number of batches or epochs, e.g. 48ba or 5ep", _parse_duration)
 
 
@@ -151,12 +160,43 @@ class BenchmarkConfig:
     measure_batches: int | None = _field(
         MEASURES, POSITIVE, None, "batches in the measured window; below 10 there is no interval"
     )
+    max_warmup_batches: int | None = _field(
+        MEASURES,
+        NOT_NEGATIVE,
+        None,
+        "while the step time still drifts, measured batches become warm-up and others are "
+        "measured, until so many are warm-up (default: two more windows)",
+    )
+    target_precision: float | None = _field(
+        MEASURES,
+        PRECISION_TARGET,
+        None,
+        "double the measured window until the 95 % interval is within so much of the rate",
+    )
+    max_measure_batches: int | None = _field(
+        MEASURES,
+        POSITIVE,
+        None,
+        "longest window for --target_precision (default: 16 times --measure_batches)",
+    )
+    profile_batches: int | None = _field(
+        MEASURES,
+        NOT_NEGATIVE,
+        None,
+        "batches behind the window whose time is split into phases; 0: no breakdown",
+    )
+    profile_trace: bool = _field(
+        MEASURES, SWITCH, False, "train one more batch and write torch's trace of it, trace.json.gz"
+    )
+    measure_peak: bool = _field(
+        MEASURES, SWITCH, True, "time a large matrix product before the run, for MFU against it"
+    )
     max_duration: str | None = _field(
         MEASURES,
         DURATION,
         None,
-        "end of the run, e.g. 48ba or 5ep; warm-up and window lie inside it "
-        "(default: it ends with the window)",
+        "end of the run, e.g. 48ba or 5ep; warm-up, window and profile lie inside it "
+        "(default: it ends with them)",
     )
     seed: int = _field(MEASURES, NOT_NEGATIVE, 17, "seed of weights, data and noise")
     results_dir: str = _field(MEASURES, TEXT, "runs", "folder that gets one folder per run")

@@ -46,7 +46,7 @@ class Parts:
         schedule: Optimizer step, from 0, to the factor on the learning rate.
         ema: The moving average to keep, or None.
         images_per_step: Global batch.
-        num_steps: Optimizer steps of the whole run.
+        num_steps: Optimizer steps that the run may take at most; the watch may end it earlier.
         flops_per_image: Model FLOPs of one image, multiply-add counted as two.
         num_parameters: Weights of all sub-models.
         num_trainable_parameters: Those that are trained.

@@ -13,15 +13,13 @@ PLAIN_LINE_PERIOD_S = 10.0
 class Progress:
     """A bar on a terminal; elsewhere a plain line for the first step and every ten seconds."""
 
-    def __init__(self, *, num_steps: int, images_per_step: int, enabled: bool) -> None:
+    def __init__(self, *, images_per_step: int, enabled: bool) -> None:
         """Prepare the display.
 
         Args:
-            num_steps: Steps of the whole run.
             images_per_step: Global batch.
             enabled: False on every rank but the first.
         """
-        self._num_steps = num_steps
         self._images_per_step = images_per_step
         self._enabled = enabled
         self._bar = None
@@ -35,10 +33,10 @@ class Progress:
         if self._enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._num_steps, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(unit="step", dynamic_ncols=True)
 
-    def step_ends(self, *, index: int, phase: str, loss: float) -> None:
-        """A step has ended."""
+    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+        """A step has ended; a run that has not settled may get longer."""
         if not self._enabled:
             return
         now_s = time.perf_counter()
@@ -50,13 +48,14 @@ class Progress:
             f"{self._images_per_step / step_time_s:.3g} images/s, loss {loss:.4f}"
         )
         if self._bar is not None:
+            self._bar.total = num_steps
             self._bar.set_postfix_str(status, refresh=False)
             self._bar.update(1)
-        elif now_s - self._last_line_s >= PLAIN_LINE_PERIOD_S or index + 1 == self._num_steps:
+        elif now_s - self._last_line_s >= PLAIN_LINE_PERIOD_S or index + 1 == num_steps:
             self._last_line_s = now_s
-            remaining_s = (self._num_steps - index - 1) * step_time_s
+            remaining_s = (num_steps - index - 1) * step_time_s
             print(
-                f"step {index + 1}/{self._num_steps} ({status}), {step_time_s:.3g} s/step, "
+                f"step {index + 1}/{num_steps} ({status}), {step_time_s:.3g} s/step, "
                 f"about {remaining_s:.0f} s left",
                 flush=True,
             )

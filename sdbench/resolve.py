@@ -43,6 +43,12 @@ GPU_WARMUP_BATCHES, GPU_MEASURE_BATCHES = 3, 20
 CPU_IMAGE_SIZE = 256
 CPU_MICROBATCH = 2
 CPU_WARMUP_BATCHES, CPU_MEASURE_BATCHES = 2, 10
+# Shares of a step hardly vary, so two profiled steps say enough.
+PROFILE_BATCHES = 2
+# A run that has not settled after three windows will not settle in a fourth.
+MAX_WARMUP_WINDOWS = 2
+# Each doubling of a window narrows its interval by 0.7: from 4 % to 1 % in four.
+MAX_WINDOW_FACTOR = 16
 
 # `auto` leaves a tenth of the memory alone: estimates are good to 15 %, and fragmentation grows.
 AUTO_MEMORY_FRACTION = 0.9
@@ -66,7 +72,8 @@ class Plan:
         ranks: The place of this process.
         machine: What it runs on.
         memory: Estimated peak of one rank.
-        num_steps: Optimizer steps of the whole run.
+        num_steps: Optimizer steps of the whole run, unless the measurement asks for more.
+        max_num_steps: Those that it may ask for.
         notes: Sentences the user must read.
     """
 
@@ -78,6 +85,7 @@ class Plan:
     machine: Machine
     memory: MemoryEstimate
     num_steps: int
+    max_num_steps: int
     notes: tuple[str, ...]
 
     @property
@@ -127,7 +135,7 @@ class _Resolver:
         self._resolve_data()
         self._resolve_batch()
         source = self._source()
-        num_steps = self._resolve_steps(num_samples=_check_source(source))
+        num_steps, max_num_steps = self._resolve_steps(num_samples=_check_source(source))
         memory = self._check_memory()
         _check_results_dir(self.config.results_dir)
         if self.config.latents == "precomputed":
@@ -141,6 +149,7 @@ class _Resolver:
             machine=self.machine,
             memory=memory,
             num_steps=num_steps,
+            max_num_steps=max_num_steps,
             notes=tuple(self.notes),
         )
 
@@ -300,36 +309,91 @@ class _Resolver:
             text_embedding_dim=self.architecture.unet["cross_attention_dim"],
         )
 
-    def _resolve_steps(self, *, num_samples: int | None) -> int:
-        warmup = GPU_WARMUP_BATCHES if self.on_gpu else CPU_WARMUP_BATCHES
-        measure = GPU_MEASURE_BATCHES if self.on_gpu else CPU_MEASURE_BATCHES
-        reason = "default with a GPU" if self.on_gpu else "no GPU"
+    def _resolve_steps(self, *, num_samples: int | None) -> tuple[int, int]:
+        """Steps of the run: those that are planned, and the most that it may take."""
         num_steps = None
         if self.config.max_duration is not None:
             num_steps = self._steps_in_duration(self.config.max_duration, num_samples)
-            reason = f"{self.config.max_duration} is {num_steps} batches"
-            given = self.config.measure_batches
-            warmup = max(0, min(warmup, num_steps - (given if given is not None else 1)))
-            if self.config.warmup_batches is not None:
-                warmup = self.config.warmup_batches
-            measure = max(1, num_steps - warmup)
-        if self.config.warmup_batches is None:
-            self._choose("warmup_batches", warmup, reason)
-        if self.config.measure_batches is None:
-            self._choose("measure_batches", measure, reason)
-        needed = self.config.warmup_batches + self.config.measure_batches
-        if num_steps is None:
-            self._choose("max_duration", f"{needed}ba", "warm-up and measured batches")
-            return needed
-        if needed > num_steps:
+        self._resolve_window(num_steps)
+        config = self.config
+        behind = config.profile_batches + config.profile_trace
+        needed = config.warmup_batches + config.measure_batches + behind
+        if num_steps is not None and needed > num_steps:
             raise ConfigError(
-                f"{self.config.warmup_batches} warm-up and {self.config.measure_batches} measured "
-                f"batches do not fit into the run of {num_steps}",
-                value=self.config.max_duration,
+                f"{config.warmup_batches} warm-up, {config.measure_batches} measured and {behind} "
+                f"profiled batches do not fit into the run of {num_steps}",
+                value=config.max_duration,
                 allowed=f"at least {needed}ba, or fewer batches to measure",
-                flag="--max_duration, --warmup_batches or --measure_batches",
+                flag="--max_duration, --warmup_batches, --measure_batches or --profile_batches",
             )
-        return num_steps
+        self._resolve_extensions(None if num_steps is None else num_steps - needed)
+        longest = self.config.max_warmup_batches + self.config.max_measure_batches + behind
+        return num_steps or needed, num_steps or longest
+
+    def _resolve_window(self, num_steps: int | None) -> None:
+        """Choose how many batches are warm-up, measured and profiled."""
+        warmup = GPU_WARMUP_BATCHES if self.on_gpu else CPU_WARMUP_BATCHES
+        measure = GPU_MEASURE_BATCHES if self.on_gpu else CPU_MEASURE_BATCHES
+        profile, given = PROFILE_BATCHES, self.config
+        reason = "default with a GPU" if self.on_gpu else "no GPU"
+        if num_steps is not None:
+            reason = f"{given.max_duration} is {num_steps} batches"
+            least = 1 if given.measure_batches is None else given.measure_batches
+            warmup = max(0, min(warmup, num_steps - least))
+            warmup = warmup if given.warmup_batches is None else given.warmup_batches
+            wanted = measure if given.measure_batches is None else given.measure_batches
+            if num_steps < warmup + wanted + profile + given.profile_trace:
+                profile = 0
+            profile = profile if given.profile_batches is None else given.profile_batches
+            measure = max(1, num_steps - warmup - profile - given.profile_trace)
+        for name, value in (
+            ("warmup_batches", warmup),
+            ("measure_batches", measure),
+            ("profile_batches", profile),
+        ):
+            if getattr(given, name) is None:
+                self._choose(name, value, reason)
+
+    def _resolve_extensions(self, num_spare_steps: int | None) -> None:
+        """Choose how far warm-up and window may grow; a run of given length bounds both."""
+        config = self.config
+        warmup, measure = config.warmup_batches, config.measure_batches
+        has_target = config.target_precision is not None
+        if not has_target and config.max_measure_batches not in (None, measure):
+            raise ConfigError(
+                "the window has a fixed length",
+                value=config.max_measure_batches,
+                allowed="a longest window only together with a precision to reach",
+                flag="--max_measure_batches or --target_precision",
+            )
+        if num_spare_steps is None:
+            max_warmup = warmup + MAX_WARMUP_WINDOWS * measure
+            max_measure = MAX_WINDOW_FACTOR * measure
+        else:
+            max_warmup = warmup + (0 if has_target else num_spare_steps)
+            max_measure = measure + num_spare_steps
+        if config.max_warmup_batches is None:
+            self._choose("max_warmup_batches", max_warmup, "two more windows, or the run's end")
+        if config.max_measure_batches is None:
+            why = "the window doubles, to the run's end at most" if has_target else "fixed window"
+            self._choose("max_measure_batches", max_measure if has_target else measure, why)
+        for least, name in ((warmup, "warmup_batches"), (measure, "measure_batches")):
+            if getattr(self.config, f"max_{name}") < least:
+                raise ConfigError(
+                    f"the bound is below --{name}, which is {least}",
+                    value=getattr(self.config, f"max_{name}"),
+                    allowed=f"at least {least}",
+                    flag=f"--max_{name} or --{name}",
+                )
+        growth = self.config.max_warmup_batches - warmup + self.config.max_measure_batches - measure
+        if num_spare_steps is not None and growth > num_spare_steps:
+            raise ConfigError(
+                f"warm-up and window may grow by {growth} batches, and the run leaves room for "
+                f"{num_spare_steps}",
+                value=config.max_duration,
+                allowed="bounds that fit into the run",
+                flag="--max_duration, --max_warmup_batches or --max_measure_batches",
+            )
 
     def _steps_in_duration(self, duration: str, num_samples: int | None) -> int:
         number, unit = int(duration[:-2]), duration[-2:]

@@ -42,7 +42,7 @@ class WandbLog:
     def loop_begins(self) -> None:
         """Nothing to log yet."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float) -> None:
+    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
         """Log one step."""
         if self._run is not None:
             self._guard(lambda: self._run.log({"loss/train/total": loss, "phase": phase}, index))

@@ -24,6 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sdbench.signals": (),
     "sdbench.host_memory": (),
     "sdbench.statistics": ("sdbench.errors",),
+    "sdbench.figures": ("sdbench.errors",),
     "sdbench.config": ("sdbench.errors", "sdbench.presets"),
     "sdbench.models": ("sdbench.errors",),
     "sdbench.sources": ("sdbench.errors",),
@@ -51,13 +52,27 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.sources",
     ),
     "sdbench.engines": ("sdbench.errors", "sdbench.parts", "sdbench.signals", "sdbench.measure"),
-    "sdbench.report": ("sdbench.errors", "sdbench.statistics", "sdbench.measure.record"),
-    "sdbench.scaling": ("sdbench.errors", "sdbench.statistics", "sdbench.measure.record"),
+    "sdbench.report": (
+        "sdbench.errors",
+        "sdbench.statistics",
+        "sdbench.figures",
+        "sdbench.measure.record",
+    ),
+    "sdbench.scaling": (
+        "sdbench.errors",
+        "sdbench.statistics",
+        "sdbench.figures",
+        "sdbench.measure.record",
+    ),
     "sdbench.launch": (
         "sdbench.errors",
         "sdbench.statistics",
         "sdbench.presets",
+        "sdbench.config",
+        "sdbench.progress",
         "sdbench.measure.record",
+        "sdbench.report.row",
+        "sdbench.report.terminal",
     ),
     # A command that runs from flags to record, as benchmark.py does.
     "sdbench.precompute": ("sdbench",),
@@ -109,6 +124,8 @@ HEAVY_OWNERS: dict[str, tuple[str, ...]] = {
     "wandb": (),
     "scipy": (),
     "pandas": (),
+    "matplotlib": (),
+    "jinja2": (),
 }
 
 # A laptop makes the tables and starts the runs: these never reach torch.

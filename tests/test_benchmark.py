@@ -14,7 +14,9 @@ import benchmark
 from sdbench.measure.record import SCHEMA_FILE, load_record
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
-SHORT = ("--warmup_batches", "1", "--measure_batches", "2")
+# As many steps as the tests count: no profile, and no second window for one that has not settled.
+EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2", "--no_measure_peak")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 
 
 def run(tmp_path, *argv, name="runs"):
@@ -42,7 +44,7 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
         "--measure_batches",
         "10",
     )
-    record, exit_code = run(tmp_path, *argv, "--warmup_batches", "2")
+    record, exit_code = run(tmp_path, *argv, "--warmup_batches", "2", *EXACT)
     output = capsys.readouterr().out
     assert exit_code == 0
     jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
@@ -266,7 +268,7 @@ def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
         "--batch_size",
         "2",
     ]
-    steps = ["--warmup_batches", "1", "--measure_batches", "4"]
+    steps = ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
     record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.1")
     assert code == 0
     assert record["workload"]["num_images"] == 10

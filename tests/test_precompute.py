@@ -68,7 +68,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 def losses(results: Path, *argv: str) -> list[float]:
     options = (*TINY, "--precision", "fp32", "--no_shuffle", "--num_workers", "0")
-    window = ("--warmup_batches", "1", "--measure_batches", "7")
+    window = ("--warmup_batches", "1", "--measure_batches", "7", "--profile_batches", "0")
     assert benchmark.main([*options, *window, *argv, "--results_dir", str(results)]) == 0
     (steps,) = results.glob("*/steps.csv")
     with steps.open() as file:

@@ -65,19 +65,77 @@ def test_compare_does_not_test_a_single_run():
     assert comparison.ratio == pytest.approx(1.3)
 
 
-def test_within_run_interval_covers_the_truth_with_correlated_steps():
-    # Steps with lag-1 correlation 0.5: 200 steps in 20 blocks of 10. An i.i.d. interval over single
-    # steps covers about 70 % here; 2000 trials at a true coverage of 92 % have a standard error of
-    # 0.6 %.
-    generator = np.random.default_rng(0)
-    num_trials, num_steps, correlation = 2000, 200, 0.5
+def correlated_steps(generator, *, num_trials, num_steps, correlation, variation=0.03):
+    """Step times around 1 s whose deviations are a first-order autoregression."""
     noise = generator.normal(size=(num_trials, num_steps))
     steps = np.empty_like(noise)
     steps[:, 0] = noise[:, 0]
     for index in range(1, num_steps):
-        steps[:, index] = correlation * steps[:, index - 1] + math.sqrt(0.75) * noise[:, index]
+        new = math.sqrt(1 - correlation**2) * noise[:, index]
+        steps[:, index] = correlation * steps[:, index - 1] + new
+    return 1 + variation * steps
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_within_run_interval_covers_the_truth_with_correlated_steps(correlation):
+    # An i.i.d. interval over single steps covers 70 % of the time at 0.5 and 44 % at 0.8. With 1000
+    # trials at a true coverage of 95 % the standard error is 0.7 %.
+    trials = correlated_steps(
+        np.random.default_rng(0), num_trials=1000, num_steps=200, correlation=correlation
+    )
     covered = 0
-    for trial in 1 + 0.03 * steps:
+    for trial in trials:
         interval = statistics.within_run_interval(list(trial), images_per_step=1)
         covered += interval.low <= 1.0 <= interval.high
-    assert 0.90 <= covered / num_trials <= 0.97
+    assert 0.93 <= covered / len(trials) <= 0.98
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
+    # Looks at 20, 40, ... 320 steps for 1 %, as --target_precision has them.
+    trials = correlated_steps(
+        np.random.default_rng(1),
+        num_trials=400,
+        num_steps=320,
+        correlation=correlation,
+        variation=0.02,
+    )
+    covered = 0
+    for trial in trials:
+        looks = (20, 40, 80, 160, 320)
+        length = next(
+            (n for n in looks if statistics.is_precise(list(trial[:n]), target=0.01)), looks[-1]
+        )
+        interval = statistics.within_run_interval(list(trial[:length]), images_per_step=1)
+        covered += interval.low <= 1.0 <= interval.high
+    # The standard error of 400 trials is 1.3 %.
+    assert 0.89 <= covered / len(trials) <= 0.985
+
+
+def test_a_trend_is_drift_and_noise_is_not():
+    generator = np.random.default_rng(2)
+    settled = correlated_steps(generator, num_trials=200, num_steps=100, correlation=0.5)
+    false_alarms = sum(not statistics.check_steady(list(trial)).is_steady for trial in settled)
+    assert false_alarms <= 20  # a tenth
+    trend = np.linspace(1.10, 1.0, 100)
+    found = sum(not statistics.check_steady(list(trial * trend)).is_steady for trial in settled)
+    assert found >= 190
+
+
+def test_drift_is_told_by_slope_and_by_halves():
+    # From 1.09 to 1.00 s in ten steps: -0.09 over the median of 1.045; halves 1.02 and 1.07.
+    finding = statistics.check_steady([1.09 - 0.01 * index for index in range(10)])
+    assert not finding.is_steady
+    assert finding.trend == pytest.approx(-0.09 / 1.045)
+    assert finding.halves_difference == pytest.approx(1.02 / 1.07 - 1)
+    # One jump in the middle has a slope as well, but two levels are what the halves show.
+    assert not statistics.check_steady([1.0] * 10 + [1.03] * 10).is_steady
+    assert statistics.check_steady([1.0] * 20).is_steady
+    assert statistics.check_steady([1.0] * 9) is None
+
+
+def test_outliers_are_those_beyond_fifteen_median_deviations():
+    # Median 1.0, deviations 0.01 for all but one: the bound is 1.0 +- 0.14826.
+    steps = [0.99, 1.01] * 10 + [1.0]
+    assert statistics.count_outliers([*steps, 1.14]) == 0
+    assert statistics.count_outliers([*steps, 1.16]) == 1

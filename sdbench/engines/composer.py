@@ -11,19 +11,21 @@ from composer.devices import DeviceGPU
 from composer.loggers import Logger
 from composer.utils import get_device
 
+from sdbench.measure import phases
 from sdbench.measure.hardware import BYTES_PER_GIB, peak_resident_memory_gib
-from sdbench.measure.summary import Measurements
+from sdbench.measure.phases import PhaseClock
+from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.parts import EmaSpec, Parts
 
 
 def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
-    """Train `parts.num_steps` steps.
+    """Train until the watch says that all is measured, at most `parts.num_steps` steps.
 
     Args:
         parts: What the workload built.
         config: The resolved config; read are the micro-batch, precision and seed.
-        watch: Told of every step.
+        watch: Told of every step and of the phases of it.
 
     Returns:
         The measurements of this rank.
@@ -32,17 +34,24 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
         RunError: If the loss is not finite, or the loop ended before its last step.
     """
     device = get_device(None)
+    device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     model = device.module_to_device(ComposerDiffusion(parts))
-    callbacks: list[Callback] = [WatchCallback(watch)]
+    callbacks: list[Callback] = [WatchCallback(watch, trained=parts.trained)]
     algorithms = []
     if parts.ema is not None and parts.ema.implementation == "composer":
-        algorithms.append(EMA(half_life=f"{parts.ema.half_life_batches}ba"))
+        ema = EMA(half_life=f"{parts.ema.half_life_batches}ba")
+        ema.apply = watch.phases.wrap(phases.EMA, ema.apply)
+        algorithms.append(ema)
     elif parts.ema is not None:
-        callbacks.insert(0, ForeachEma(parts.trained, parts.ema))
+        foreach_ema = ForeachEma(parts.trained, parts.ema)
+        foreach_ema.batch_end = watch.phases.wrap(phases.EMA, foreach_ema.batch_end)
+        callbacks.insert(0, foreach_ema)
 
     if isinstance(device, DeviceGPU):
         torch.cuda.reset_peak_memory_stats()
     optimizer = parts.make_optimizer(model)
+    optimizer.register_step_pre_hook(lambda *_: watch.phases.switch(phases.OPTIMIZER) and None)
+    optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     trainer = Trainer(
         model=model,
         train_dataloader=parts.loader,
@@ -66,11 +75,10 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
     trainer.fit()
     # Only after a good end: it waits for all ranks, which a rank that failed would do for ever.
     trainer.close()
-    return Measurements(
-        timings=watch.timer.timings(),
+    return measurements_of(
+        watch,
         num_images=parts.loader.num_images_delivered,
         peak_memory_gib=_peak_memory_gib(device),
-        gpu_utilization_percent=watch.gpu_utilization_percent,
     )
 
 
@@ -92,10 +100,11 @@ class ComposerDiffusion(ComposerModel):
 
 
 class WatchCallback(Callback):
-    """Passes Composer's events on to the watch."""
+    """Passes Composer's events on to the watch, and ends the loop when the watch says so."""
 
-    def __init__(self, watch: StepWatch) -> None:
+    def __init__(self, watch: StepWatch, *, trained: torch.nn.Module) -> None:
         self._watch = watch
+        self._last_gradient = LastGradient(trained, watch.phases)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """The loop is about to begin."""
@@ -109,9 +118,61 @@ class WatchCallback(Callback):
         """The batch is there, or the epoch is over."""
         self._watch.data_wait_ends()
 
+    def before_backward(self, state: State, logger: Logger) -> None:
+        """The gradients of a micro-batch are about to be computed."""
+        self._watch.phases.switch(phases.BACKWARD)
+        self._last_gradient.backward_begins()
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        """They are there, and in the last micro-batch they are averaged over all ranks."""
+        self._last_gradient.backward_ends()
+        self._watch.phases.switch(phases.OTHER)
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; Composer has averaged the loss over all ranks."""
         self._watch.step_ends(loss=state.total_loss_dict["loss/train/total"])
+        if self._watch.is_over:
+            state.stop_training()
+
+
+class LastGradient:
+    """Tells when a rank has computed its last gradient: what is left of the pass is communication.
+
+    While it computes, torch's DDP averages the gradients that are there already; only what goes on
+    behind the last of them, waiting for slower ranks included, makes the step longer.
+    """
+
+    def __init__(self, module: torch.nn.Module, clock: PhaseClock) -> None:
+        """Prepare; nothing is hooked until a profiled backward pass.
+
+        Args:
+            module: Its trained parameters get gradients, each once in a backward pass.
+            clock: Is switched behind the last of them.
+        """
+        self._parameters = [weight for weight in module.parameters() if weight.requires_grad]
+        self._clock = clock
+        self._hooks: list[Any] = []
+        self._num_missing = 0
+
+    def backward_begins(self) -> None:
+        """Count the gradients to come, if anybody wants to know."""
+        if self._clock.is_running and torch.distributed.is_initialized():
+            self._num_missing = len(self._parameters)
+            self._hooks = [
+                weight.register_post_accumulate_grad_hook(self._count)
+                for weight in self._parameters
+            ]
+
+    def backward_ends(self) -> None:
+        """Take the hooks away again: the measured steps do without them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _count(self, weight: torch.Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._clock.switch(phases.GRADIENT_COMMUNICATION)
 
 
 class ForeachEma(Callback):

@@ -1,63 +1,227 @@
-"""How busy was this rank's GPU during the measured window?
+"""What state was this rank's GPU in during the measured window?
 
-NVML is read by a thread of its own about once a second, so that the training loop never waits.
+NVML is read by a thread of its own about once a second, so that the training loop never waits. What
+a GPU or its driver does not tell is None.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 PERIOD_S = 1.0
 
+# nvml.h, nvmlClocksEventReasons: why the clocks are below their maximum.
+CLOCK_REASONS = {
+    0x0000000000000004: "power cap",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000020: "thermal slowdown by software",
+    0x0000000000000040: "thermal slowdown by hardware",
+    0x0000000000000080: "power brake",
+}
+# A GPU at its power cap is in its normal state under load. The other reasons say that this machine
+# is slower than its model should be.
+NORMAL_REASON = "power cap"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuReadings:
+    """What NVML told during a window. Unknown is None.
+
+    Attributes:
+        utilization_percent: Share of the time with a kernel running, mean.
+        power_w: Board power, mean.
+        power_limit_w: What the board may take now.
+        default_power_limit_w: What it may take as it was built.
+        energy_j: Taken by the board over the window.
+        temperature_c: Highest.
+        sm_clock_mhz: Mean.
+        max_sm_clock_mhz: What the clock could be.
+        throttle_reasons: Each reason for a lower clock that was seen.
+        num_other_processes: Largest number of other processes that computed on the GPU.
+    """
+
+    utilization_percent: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    num_other_processes: int | None = None
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether something but its own full load kept the GPU slow."""
+        is_limited = (
+            self.power_limit_w is not None
+            and self.default_power_limit_w is not None
+            and self.power_limit_w < self.default_power_limit_w
+        )
+        return is_limited or any(reason != NORMAL_REASON for reason in self.throttle_reasons)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process computed on the GPU."""
+        return bool(self.num_other_processes)
+
+
+def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
+    """The GPUs of a run as one: means, the energy of all, the worst temperature and neighbours."""
+    known = [rank for rank in ranks if rank is not None]
+    if not known:
+        return None
+
+    def over(combine: Callable[[list[Any]], Any], name: str) -> Any:
+        values = [getattr(rank, name) for rank in known]
+        # A total or a mean over some of the GPUs would pass for one over all.
+        return None if None in values or len(known) < len(ranks) else combine(values)
+
+    return GpuReadings(
+        utilization_percent=over(_mean, "utilization_percent"),
+        power_w=over(_mean, "power_w"),
+        power_limit_w=over(min, "power_limit_w"),
+        default_power_limit_w=over(min, "default_power_limit_w"),
+        energy_j=over(sum, "energy_j"),
+        temperature_c=over(max, "temperature_c"),
+        sm_clock_mhz=over(_mean, "sm_clock_mhz"),
+        max_sm_clock_mhz=over(_mean, "max_sm_clock_mhz"),
+        throttle_reasons=tuple(
+            sorted({reason for rank in known for reason in rank.throttle_reasons})
+        ),
+        num_other_processes=over(max, "num_other_processes"),
+    )
+
 
 class GpuMonitor:
-    """Samples the utilisation of one GPU from `start` to `stop`; without NVML it stays empty."""
+    """Samples one GPU from `start` to `stop`; without NVML it stays empty."""
 
-    def __init__(self, *, device_index: int) -> None:
-        self._device_index = device_index
-        self._samples: list[float] = []
+    def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
+        """Prepare a monitor.
+
+        Args:
+            device_uuid: Of the GPU, as torch gives it: NVML may count the GPUs in another order.
+            period_s: From one sample to the next.
+        """
+        self._device_uuid = device_uuid
+        self._period_s = period_s
+        self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._device: _Device | None = None
+        self._start_energy_j: float | None = None
 
     def start(self) -> None:
-        """Begin to sample, where NVML is there."""
-        handle = self._open()
-        if handle is not None:
-            self._thread = threading.Thread(target=self._sample, args=(handle,), daemon=True)
+        """Begin to sample, where NVML is there; what an earlier window gave is forgotten."""
+        if self._thread is not None:
+            self.stop()
+        self._samples, self._stopped = [], threading.Event()
+        self._device = _open_device(self._device_uuid)
+        if self._device is not None:
+            self._start_energy_j = self._device.energy_j()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
             self._thread.start()
 
-    def stop(self) -> float | None:
+    def stop(self) -> GpuReadings | None:
         """End sampling.
 
         Returns:
-            Mean utilisation in percent, or None where nothing was sampled.
+            What was read, or None where nothing was.
         """
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-        return sum(self._samples) / len(self._samples) if self._samples else None
-
-    def _open(self) -> Any:
-        """NVML's handle of the GPU torch calls `device_index`; by UUID, since the orders differ."""
-        try:
-            import pynvml
-        except ImportError:
+        if self._thread is None or self._device is None:
             return None
-        import torch
+        self._thread.join()
+        self._thread = None
+        end_energy_j = self._device.energy_j()
+        self._samples.append(self._device.sample())  # also a window shorter than a period has one
+        known = [end_energy_j, self._start_energy_j]
+        return GpuReadings(
+            utilization_percent=self._over(_mean, "utilization_percent"),
+            power_w=self._over(_mean, "power_w"),
+            energy_j=None if None in known else known[0] - known[1],
+            temperature_c=self._over(max, "temperature_c"),
+            sm_clock_mhz=self._over(_mean, "sm_clock_mhz"),
+            throttle_reasons=tuple(
+                sorted(
+                    {reason for sample in self._samples for reason in sample["throttle_reasons"]}
+                )
+            ),
+            num_other_processes=self._over(max, "num_other_processes"),
+            **self._device.limits(),
+        )
 
+    def _sample(self) -> None:
+        assert self._device is not None
+        while not self._stopped.wait(self._period_s):
+            self._samples.append(self._device.sample())
+
+    def _over(self, combine: Callable[[list[Any]], Any], name: str) -> Any:
+        values = [sample[name] for sample in self._samples if sample[name] is not None]
+        return combine(values) if values else None
+
+
+class _Device:
+    """One GPU as NVML knows it, in our units."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    def sample(self) -> dict[str, Any]:
+        nvml = self._nvml
+        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        utilization = self._ask("nvmlDeviceGetUtilizationRates")
+        return {
+            "utilization_percent": None if utilization is None else float(utilization.gpu),
+            "power_w": _scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
+            "temperature_c": self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            "throttle_reasons": [name for bit, name in CLOCK_REASONS.items() if reasons & bit],
+            # One of them is this one, which in a container is listed under another number.
+            "num_other_processes": None if processes is None else max(0, len(processes) - 1),
+        }
+
+    def energy_j(self) -> float | None:
+        return _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
+
+    def limits(self) -> dict[str, float | None]:
+        return {
+            "power_limit_w": _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            "default_power_limit_w": _scaled(
+                self._ask("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3
+            ),
+            "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM),
+        }
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """An answer of NVML, or None from a GPU or driver that does not give it."""
         try:
-            pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(self._device_index).uuid)
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except pynvml.NVMLError:
+            return getattr(self._nvml, name)(self._handle, *args)
+        except self._nvml.NVMLError:
             return None
 
-    def _sample(self, handle: Any) -> None:
+
+def _open_device(uuid: str) -> _Device | None:
+    try:
         import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return _Device(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except pynvml.NVMLError:
+        return None
 
-        while not self._stopped.wait(PERIOD_S):
-            try:
-                self._samples.append(float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu))
-            except pynvml.NVMLError:
-                return
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

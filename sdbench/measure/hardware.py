@@ -82,9 +82,8 @@ class Machine:
         """
         rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
         for row in rows:
-            same_format = row["precision"] == precision.removeprefix("amp_")
-            if same_format and self.device_name in row["devices"]:
-                return row["peak_tflops"]
+            if self.device_name in row["devices"]:
+                return row["peaks"].get(precision.removeprefix("amp_"))
         return None
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sdbench.measure.timer import Timings, merge_ranks
+from sdbench import statistics
+from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
+from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
+from sdbench.measure.phases import merge_phases
+from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
+from sdbench.measure.watch import StepWatch
 from sdbench.statistics import Interval, within_run_interval
+
+# Steps that vary by more than a tenth around their mean are not those of a quiet machine.
+MAX_VARIATION = 0.10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,66 +29,116 @@ class Measurements:
         timings: Every step, and the measured window.
         num_images: Images this rank's loader delivered over the whole run.
         peak_memory_gib: Peak of the rank: allocated on the GPU, or resident on a CPU.
-        gpu_utilization_percent: Mean over the measured window; None without a GPU or NVML.
+        gpu: State of the GPU in the measured window; None without a GPU or NVML.
+        breakdown: Where the time of a profiled step went; None if none was profiled.
     """
 
     timings: Timings
     num_images: int
     peak_memory_gib: float
-    gpu_utilization_percent: float | None
+    gpu: GpuReadings | None = None
+    breakdown: dict[str, Any] | None = None
+
+
+def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
+    """What a watch saw on its rank, to be called by an engine when its loop has ended.
+
+    Args:
+        watch: Was told of every step.
+        num_images: Images this rank's loader delivered.
+        peak_memory_gib: Peak of the rank.
+    """
+    timings = watch.timer.timings()
+    num_profiled = sum(step.phase == PROFILED for step in timings.steps)
+    breakdown = merge_phases([watch.phases.seconds], num_steps=num_profiled)
+    return Measurements(timings, num_images, peak_memory_gib, watch.gpu, breakdown)
 
 
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
-    """The run as a whole: slowest rank, all images, largest peak, mean utilisation."""
-    utilizations = [rank.gpu_utilization_percent for rank in ranks]
-    known = None not in utilizations
+    """The run as a whole: slowest rank, all images, largest peak, mean breakdown."""
+    breakdowns = [rank.breakdown for rank in ranks]
     return Measurements(
         timings=merge_ranks([rank.timings for rank in ranks]),
         num_images=sum(rank.num_images for rank in ranks),
         peak_memory_gib=max(rank.peak_memory_gib for rank in ranks),
-        gpu_utilization_percent=sum(utilizations) / len(utilizations) if known else None,
+        gpu=merge_readings([rank.gpu for rank in ranks]),
+        breakdown=None
+        if None in breakdowns
+        else merge_phases([breakdown["seconds"] for breakdown in breakdowns], num_steps=1)
+        | {"num_steps": breakdowns[0]["num_steps"]},
     )
 
 
 def summarize(
     measurements: Measurements,
     *,
-    images_per_step: int,
+    config: Mapping[str, Any],
     num_devices: int,
     flops_per_image: float,
     peak_tflops: float | None,
+    matmul_tflops: float | None = None,
 ) -> dict[str, Any]:
     """The figures of a run.
 
     Args:
         measurements: Merged over all ranks.
-        images_per_step: Global batch.
+        config: The run's config; read are the global batch, the precision that was asked for and
+            the settings that the advice depends on.
         num_devices: Ranks that trained: GPUs, or CPU processes.
         flops_per_image: Model FLOPs of one image, multiply-add counted as two.
         peak_tflops: Dense peak of one device, None where unknown.
+        matmul_tflops: What a large matrix product reached on one device, None if not measured.
 
     Returns:
         The record's `summary`.
     """
-    timings = measurements.timings
-    measured = timings.measured
+    timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
+    measured, images_per_step = timings.measured, config["batch_size"]
     step_times_s = [step.step_time_s for step in measured]
     images_per_second = images_per_step * len(measured) / timings.window_s
     interval = within_run_interval(step_times_s, images_per_step=images_per_step)
     achieved_tflops = images_per_second / num_devices * flops_per_image / 1e12
+    steadiness = statistics.check_steady(step_times_s)
+    variation = (
+        float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
+    )
+    target = config.get("target_precision")
+    flags = {
+        "drift": steadiness is not None and not steadiness.is_steady,
+        "noisy": variation is not None and variation > MAX_VARIATION,
+        "throttled": gpu is not None and gpu.is_throttled,
+        "shared": gpu is not None and gpu.is_shared,
+        "other_time": breakdown is not None and has_unexplained_time(breakdown),
+        "precision_not_reached": target is not None
+        and not statistics.is_precise(step_times_s, target=target),
+    }
     return {
         "images_per_second": images_per_second,
         "images_per_second_interval": interval_for_record(interval),
         "images_per_second_per_device": images_per_second / num_devices,
+        "num_warmup_steps": sum(step.phase == WARMUP for step in timings.steps),
         "num_measured_steps": len(measured),
         "window_s": timings.window_s,
         "step_time_p50_s": float(np.percentile(step_times_s, 50)),
         "step_time_p95_s": float(np.percentile(step_times_s, 95)),
+        "step_time_cv_percent": None if variation is None else 100 * variation,
+        "num_outliers": statistics.count_outliers(step_times_s),
+        "stability": None
+        if steadiness is None
+        else ("steady" if steadiness.is_steady else "drift"),
+        "flags": [name for name, is_raised in flags.items() if is_raised],
         "data_wait_percent": 100 * sum(step.data_wait_s for step in measured) / timings.window_s,
+        "breakdown": breakdown,
+        "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
         "peak_memory_gib": measurements.peak_memory_gib,
-        "gpu_utilization_percent": measurements.gpu_utilization_percent,
+        "gpu": None if gpu is None else dataclasses.asdict(gpu),
+        "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,
         "achieved_tflops_per_device": achieved_tflops,
         "mfu_percent": None if peak_tflops is None else 100 * achieved_tflops / peak_tflops,
+        "matmul_tflops": matmul_tflops,
+        "mfu_of_matmul_percent": None
+        if matmul_tflops is None
+        else 100 * achieved_tflops / matmul_tflops,
         "loss_first": timings.steps[0].loss,
         "loss_last": timings.steps[-1].loss,
     }

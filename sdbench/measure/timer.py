@@ -15,7 +15,13 @@ from sdbench.errors import RunError
 
 WARMUP = "warmup"
 MEASURED = "measured"
+PROFILED = "profiled"
 AFTER = "after"
+
+# What follows a full window: it closes, it turns out to be warm-up and another one begins, or it
+# goes on to a longer length.
+CLOSE = "close"
+WARM_UP = "warm up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Step:
 
     Attributes:
         index: Position in the run, from 0.
-        phase: warmup, measured or after (a step behind the measured window).
+        phase: warmup, measured, profiled (its time split up, which costs some) or after.
         step_time_s: From the end of the previous step to the end of this one, in seconds.
         data_wait_s: Part of it that the host waited for the data loader, in seconds.
         loss: Mean loss over the global batch.
@@ -91,6 +97,8 @@ class StepTimer:
         *,
         num_warmup_steps: int,
         num_measured_steps: int,
+        num_profiled_steps: int = 0,
+        look: Callable[[Sequence[float], int], str | int] = lambda step_times_s, warmup: CLOSE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare a timer.
@@ -98,20 +106,30 @@ class StepTimer:
         Args:
             num_warmup_steps: Steps before the window, 0 or more.
             num_measured_steps: Steps in the window, 1 or more.
+            num_profiled_steps: Steps behind it that are profiled.
+            look: Asked when the window is full, with its step times in seconds and the number of
+                warm-up steps before it: `CLOSE`, `WARM_UP`, or the length to go on to. The time
+                that it takes belongs to no step.
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
-        self._num_warmup_steps = num_warmup_steps
         self._num_measured_steps = num_measured_steps
+        self._num_profiled_steps = num_profiled_steps
+        self._window_start = num_warmup_steps
+        self._window_end = num_warmup_steps + num_measured_steps
+        self._look = look
         self._clock = clock
         self._synchronize: Callable[[], None] = lambda: None
         self._marks: Any = HostMarks(clock)
-        self._boundaries: list[Any] = []
+        self._starts: list[Any] = []
+        self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
         self._losses: list[float] = []
         self._wait_start_s = 0.0
         self._step_wait_s = 0.0
-        self._edges_s: list[float] = []
+        self._edge_s = 0.0
+        self._window_s = 0.0
+        self._is_closed = False
 
     def use_device(self, *, synchronize: Callable[[], None], marks: Any) -> None:
         """Time a device that runs behind the host; to be called before `start`.
@@ -125,7 +143,10 @@ class StepTimer:
 
     def start(self) -> None:
         """The loop is about to ask for its first batch."""
-        self._close_step()
+        if self._window_start == 0:
+            self._synchronize()
+        self._starts.append(self._marks.mark())
+        self._edge_s = self._clock()
 
     def data_wait_begins(self) -> None:
         """The host asks the loader for the next batch."""
@@ -140,19 +161,42 @@ class StepTimer:
         self._losses.append(loss)
         self._data_waits_s.append(self._step_wait_s)
         self._step_wait_s = 0.0
-        self._close_step()
+        is_first_edge = self.num_steps == self._window_start
+        is_last_edge = self.num_steps == self._window_end
+        if is_first_edge or is_last_edge:
+            self._synchronize()
+        self._ends.append(self._marks.mark())
+        if is_last_edge:
+            self._window_s += self._clock() - self._edge_s
+            self._decide()
+            self._starts.append(self._marks.mark())  # what the look took belongs to no step
+        else:
+            self._starts.append(self._ends[-1])
+        if is_first_edge or is_last_edge:
+            self._edge_s = self._clock()
 
     @property
     def num_steps(self) -> int:
         """Steps that have ended so far."""
         return len(self._losses)
 
+    @property
+    def window_start(self) -> int:
+        """Index of the first measured step, as far as is decided now."""
+        return self._window_start
+
+    @property
+    def num_steps_needed(self) -> int:
+        """Steps of warm-up, window and profile as far as is decided now."""
+        return self._window_end + self._num_profiled_steps
+
     def phase_of(self, index: int) -> str:
-        """Which phase the step with this index belongs to."""
-        if index < self._num_warmup_steps:
+        """Which phase the step with this index belongs to, as far as is decided now."""
+        if index < self._window_start:
             return WARMUP
-        window_end = self._num_warmup_steps + self._num_measured_steps
-        return MEASURED if index < window_end else AFTER
+        if index < self._window_end:
+            return MEASURED
+        return PROFILED if index < self.num_steps_needed else AFTER
 
     def timings(self) -> Timings:
         """Read all marks.
@@ -161,13 +205,16 @@ class StepTimer:
             Every step and the window of this rank.
 
         Raises:
-            RunError: If fewer steps ended than warm-up and window hold.
+            RunError: If the loop ended before the window was full.
         """
-        num_expected = self._num_warmup_steps + self._num_measured_steps
-        if self.num_steps < num_expected:
+        if self.num_steps < self.num_steps_needed or not self._is_closed:
+            parts = (
+                f"{self._window_start} warm-up, {self._window_end - self._window_start} measured"
+            )
+            if self._num_profiled_steps:
+                parts += f", {self._num_profiled_steps} profiled"
             raise RunError(
-                f"the loop ended after {self.num_steps} of {num_expected} steps "
-                f"({self._num_warmup_steps} warm-up, {self._num_measured_steps} measured)",
+                f"the loop ended after {self.num_steps} of {self.num_steps_needed} steps ({parts})",
                 status="invalid",
             )
         self._synchronize()
@@ -175,22 +222,31 @@ class StepTimer:
             Step(
                 index=index,
                 phase=self.phase_of(index),
-                step_time_s=self._marks.elapsed_s(*self._boundaries[index : index + 2]),
+                step_time_s=self._step_time_s(index),
                 data_wait_s=self._data_waits_s[index],
                 loss=loss,
             )
             for index, loss in enumerate(self._losses)
         )
-        return Timings(steps, window_s=self._edges_s[1] - self._edges_s[0])
+        return Timings(steps, window_s=self._window_s)
 
-    def _close_step(self) -> None:
-        window_end = self._num_warmup_steps + self._num_measured_steps
-        is_edge = self.num_steps in (self._num_warmup_steps, window_end)
-        if is_edge:
-            self._synchronize()
-        self._boundaries.append(self._marks.mark())
-        if is_edge:
-            self._edges_s.append(self._clock())
+    def _decide(self) -> None:
+        """Close the window that is full, take it for warm-up, or make it longer."""
+        window = range(self._window_start, self._window_end)
+        step_times_s = [self._step_time_s(index) for index in window]
+        decision = self._look(step_times_s, self._window_start)
+        if decision == WARM_UP:
+            self._window_start = self._window_end
+            self._window_end += self._num_measured_steps
+            self._window_s = 0.0
+        elif decision == CLOSE:
+            self._is_closed = True
+        else:
+            assert isinstance(decision, int) and decision > len(window)
+            self._window_end = self._window_start + decision
+
+    def _step_time_s(self, index: int) -> float:
+        return self._marks.elapsed_s(self._starts[index], self._ends[index])
 
 
 def merge_ranks(timings: Sequence[Timings]) -> Timings:

@@ -1,18 +1,21 @@
 """What has to happen around every step, whichever engine runs the loop?
 
-An engine calls the five methods at the right moments and gets timing, progress, the GPU monitor and
+An engine calls the methods at the right moments, charges its phases to `phases` and ends when
+`is_over` says so. It gets timing, progress, the GPU monitor, the breakdown of a step, the trace and
 the check of the loss in return.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from sdbench.errors import RunError
-from sdbench.measure.gpu_monitor import GpuMonitor
-from sdbench.measure.timer import MEASURED, CudaMarks, StepTimer
+from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
+from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
+from sdbench.measure.timer import MEASURED, PROFILED, CudaMarks, StepTimer
 
 
 class Observer(Protocol):
@@ -21,42 +24,74 @@ class Observer(Protocol):
     def loop_begins(self) -> None:
         """The first step is about to begin."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float) -> None:
-        """A step has ended."""
+    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+        """A step has ended; the run has `num_steps` as far as is decided now."""
 
 
 class StepWatch:
     """Watches the steps of one rank."""
 
     def __init__(
-        self, timer: StepTimer, *, observers: Sequence[Observer], gpu_monitor: GpuMonitor | None
+        self,
+        timer: StepTimer,
+        *,
+        phases: PhaseClock,
+        observers: Sequence[Observer],
+        gpu_monitor: GpuMonitor | None,
+        num_steps: int | None = None,
+        has_trace: bool = False,
+        trace_file: Path | None = None,
     ) -> None:
         """Join the pieces.
 
         Args:
             timer: Takes the times.
+            phases: Splits the time of the profiled steps.
             observers: Are told of every step.
             gpu_monitor: Runs during the measured window; None without a GPU.
+            num_steps: Length of the run that the user asked for; None ends it when all is measured.
+            has_trace: One more step is trained, for torch's trace.
+            trace_file: Gets it; None on a rank that writes none.
         """
         self.timer = timer
-        self.gpu_utilization_percent: float | None = None
+        self.phases = phases
+        self.gpu: GpuReadings | None = None
         self._observers = observers
         self._gpu_monitor = gpu_monitor
+        self._num_steps = num_steps
+        self._has_trace = has_trace
+        self._trace_file = trace_file
+        self._profiler: Any = None
+        self._monitored_window: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step of the run has ended."""
+        return self.timer.num_steps >= self._num_steps_now
+
+    @property
+    def _num_steps_now(self) -> int:
+        """Length of the run as far as is decided now."""
+        if self._num_steps is not None:
+            return self._num_steps
+        return self.timer.num_steps_needed + self._has_trace
 
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
         for observer in self._observers:
             observer.loop_begins()
         self.timer.start()
-        self._follow_window()
+        self._next_step_begins(previous_phase=None)
 
     def data_wait_begins(self) -> None:
         """The host asks the loader for the next batch."""
+        self.phases.switch(DATA_WAIT)
         self.timer.data_wait_begins()
 
     def data_wait_ends(self) -> None:
         """The loader has answered."""
         self.timer.data_wait_ends()
+        self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: float) -> None:
         """An optimizer step is done.
@@ -68,45 +103,100 @@ class StepWatch:
             RunError: If the loss is not a finite number.
         """
         index = self.timer.num_steps
+        phase = self.timer.phase_of(index)
+        if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
+            self.phases.stop()
         self.timer.step_ends(loss=loss)
         for observer in self._observers:
-            observer.step_ends(index=index, phase=self.timer.phase_of(index), loss=loss)
+            observer.step_ends(index=index, phase=phase, loss=loss, num_steps=self._num_steps_now)
+        if self._profiler is not None:
+            self._end_trace()
         if not math.isfinite(loss):
             raise RunError(f"the loss is {loss} at step {index + 1}", status="invalid")
-        self._follow_window()
+        self._next_step_begins(previous_phase=phase)
 
-    def _follow_window(self) -> None:
-        """Run the GPU monitor while the step to come lies in the measured window."""
+    def _next_step_begins(self, *, previous_phase: str | None) -> None:
+        index = self.timer.num_steps
+        phase = self.timer.phase_of(index)
+        self._follow_window(phase)
+        if phase == PROFILED and previous_phase != PROFILED:
+            self.phases.start()
+        is_last = index + 1 == self._num_steps_now
+        if self._has_trace and is_last and self._trace_file is not None:
+            self._begin_trace()
+
+    def _follow_window(self, phase: str) -> None:
+        """Run the GPU monitor in the window, and anew where another window begins."""
         if self._gpu_monitor is None:
             return
-        index = self.timer.num_steps
-        in_window = self.timer.phase_of(index) == MEASURED
-        was_in_window = index > 0 and self.timer.phase_of(index - 1) == MEASURED
-        if in_window and not was_in_window:
+        if phase == MEASURED and self._monitored_window != self.timer.window_start:
+            self._monitored_window = self.timer.window_start
             self._gpu_monitor.start()
-        elif was_in_window and not in_window:
-            self.gpu_utilization_percent = self._gpu_monitor.stop()
+        elif phase != MEASURED and self._monitored_window is not None:
+            self._monitored_window = None
+            self.gpu = self._gpu_monitor.stop()
+
+    def _begin_trace(self) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def _end_trace(self) -> None:
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(self._trace_file))
+        self._profiler = None
 
 
 def make_watch(
     *,
     num_warmup_steps: int,
     num_measured_steps: int,
+    num_profiled_steps: int = 0,
+    look: Callable[[Sequence[float], int], str | int] | None = None,
+    num_steps: int | None = None,
     cuda_device: int | None,
     observers: Sequence[Observer],
+    has_trace: bool = False,
+    trace_file: Path | None = None,
 ) -> StepWatch:
     """A watch for the device at hand.
 
     Args:
         num_warmup_steps: Steps before the measured window.
         num_measured_steps: Steps in it.
+        num_profiled_steps: Steps behind it whose time is split up.
+        look: Decides what follows a full window, see `StepTimer`; None closes it.
+        num_steps: Length of the run; None ends it when all is measured.
         cuda_device: Index of this rank's GPU, None on a CPU.
         observers: Are told of every step.
+        has_trace: One more step is trained, for torch's trace.
+        trace_file: Gets it; None on a rank that writes none.
     """
-    timer = StepTimer(num_warmup_steps=num_warmup_steps, num_measured_steps=num_measured_steps)
-    if cuda_device is None:
-        return StepWatch(timer, observers=observers, gpu_monitor=None)
-    import torch
+    timer = StepTimer(
+        num_warmup_steps=num_warmup_steps,
+        num_measured_steps=num_measured_steps,
+        num_profiled_steps=num_profiled_steps,
+        **({} if look is None else {"look": look}),
+    )
+    phases, gpu_monitor = PhaseClock(), None
+    if cuda_device is not None:
+        import torch
 
-    timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
-    return StepWatch(timer, observers=observers, gpu_monitor=GpuMonitor(device_index=cuda_device))
+        timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
+        # The current stream only: the gradients' communication goes on beside it.
+        phases = PhaseClock(synchronize=lambda: torch.cuda.current_stream().synchronize())
+        uuid = str(torch.cuda.get_device_properties(cuda_device).uuid)
+        gpu_monitor = GpuMonitor(device_uuid=uuid)
+    return StepWatch(
+        timer,
+        phases=phases,
+        observers=observers,
+        gpu_monitor=gpu_monitor,
+        num_steps=num_steps,
+        has_trace=has_trace,
+        trace_file=trace_file,
+    )

@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ MEMORY_FORMATS = {
 # diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
 LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 
+# Told what the model is about to do: vae_encode, text_encode or unet_forward.
+PhaseObserver = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+def _unobserved(phase: str) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
 
 class StableDiffusion(nn.Module):
     """U-Net in training, VAE and text encoder frozen (or absent, for precomputed latents)."""
@@ -40,6 +47,7 @@ class StableDiffusion(nn.Module):
         scaling_factor: float,
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
+        phase: PhaseObserver = _unobserved,
     ) -> None:
         """Join the sub-models.
 
@@ -51,6 +59,7 @@ class StableDiffusion(nn.Module):
             scaling_factor: Brings latents to about unit variance.
             autocast_dtype: Compute type of the U-Net, or None to compute in the weights' type.
             memory_format: Layout of images and latents.
+            phase: Entered around the work of each sub-model.
         """
         super().__init__()
         self.unet = unet
@@ -60,6 +69,7 @@ class StableDiffusion(nn.Module):
         self.prediction_type: str = scheduler.config.prediction_type
         self.autocast_dtype = autocast_dtype
         self.memory_format = memory_format
+        self._phase = phase
         # In fp64 first: 1 - alphas_cumprod loses digits in fp32 where it is small.
         signal_power = scheduler.alphas_cumprod.double()
         self._add_buffer("signal_scale", signal_power.sqrt())
@@ -100,7 +110,7 @@ class StableDiffusion(nn.Module):
             target = signal_scale * noise - noise_scale * latents
         else:
             target = noise
-        with self._autocast(latents.device):
+        with self._phase("unet_forward"), self._autocast(latents.device):
             prediction = self.unet(
                 noised.to(self.unet.dtype, memory_format=self.memory_format),
                 timesteps,
@@ -145,7 +155,7 @@ class StableDiffusion(nn.Module):
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance that the VAE gives to images, in fp32, not scaled."""
         assert self.vae is not None, "images need a model that was built with its encoders"
-        with self._encoder_autocast(self.vae):
+        with self._phase("vae_encode"), self._encoder_autocast(self.vae):
             return encode_images(self.vae, images, memory_format=self.memory_format)
 
     def _text_states(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +163,7 @@ class StableDiffusion(nn.Module):
         if "text_embedding" in batch:
             return batch["text_embedding"]
         assert self.text_encoder is not None, "captions need a model built with its encoders"
-        with self._encoder_autocast(self.text_encoder):
+        with self._phase("text_encode"), self._encoder_autocast(self.text_encoder):
             return encode_captions(self.text_encoder, batch["input_ids"])
 
 
@@ -203,6 +213,7 @@ def build_stable_diffusion(
     attention: str,
     encoders: bool = True,
     device: str | torch.device = "cpu",
+    phase: PhaseObserver = _unobserved,
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
@@ -218,6 +229,7 @@ def build_stable_diffusion(
         attention: One of `components.ATTENTION`.
         encoders: Whether VAE and text encoder are wanted; not for precomputed latents.
         device: Where the finished model goes.
+        phase: Entered around the work of each sub-model.
 
     Returns:
         The model in training mode.
@@ -246,6 +258,7 @@ def build_stable_diffusion(
         scaling_factor=architecture.vae["scaling_factor"],
         autocast_dtype=numbers.autocast,
         memory_format=layout,
+        phase=phase,
     )
     return model.to(device)
 

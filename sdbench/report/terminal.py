@@ -10,6 +10,15 @@ from sdbench.statistics import between_runs_interval
 
 NOT_KNOWN = "n/a"
 
+FLAG_MEANINGS = {
+    "drift": "the step time had not settled when the window ended",
+    "noisy": "the steps vary by more than 10 %",
+    "throttled": "heat, a power limit or the hardware held the GPU's clock down",
+    "shared": "other processes computed on the GPU",
+    "other_time": "more than 5 % of a profiled step lies outside the phases",
+    "precision_not_reached": "the longest window was not enough for --target_precision",
+}
+
 
 def format_summary(record: dict[str, Any]) -> str:
     """The short table at the end of a run.
@@ -29,6 +38,7 @@ def format_summary(record: dict[str, Any]) -> str:
         ("peak memory", f"{summary['peak_memory_gib']:.1f} GiB per rank"),
         ("GPU utilisation", _percent(summary["gpu_utilization_percent"])),
         ("MFU", _mfu(record)),
+        *_measured_later(summary),
         ("loss first / last", f"{summary['loss_first']:.4f} / {summary['loss_last']:.4f}"),
     ]
     # Records made before samples were counted have neither.
@@ -38,6 +48,53 @@ def format_summary(record: dict[str, Any]) -> str:
             rows.append((f"{name} samples", f"{number}, {meaning}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What records made before lack, or what a run was told not to measure."""
+    rows = []
+    if summary.get("matmul_tflops") is not None:
+        rows.append(
+            (
+                "MFU of a matrix product",
+                f"{_percent(summary['mfu_of_matmul_percent'])} of the "
+                f"{format_number(summary['matmul_tflops'])} TFLOP/s measured before the run",
+            )
+        )
+    if summary.get("gpu") is not None:
+        rows.append(("GPU", _gpu_state(summary["gpu"])))
+    if summary.get("breakdown") is not None:
+        rows += [
+            ("where the time goes", format_breakdown(summary["breakdown"])),
+            ("largest part", summary["bottleneck"]),
+        ]
+    rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary.get("flags", [])]
+    return rows
+
+
+def format_breakdown(breakdown: dict[str, Any]) -> str:
+    """Shares of a profiled step, the largest first; those below half a percent are left out."""
+    shares = {
+        phase: 100 * seconds / breakdown["step_time_s"]
+        for phase, seconds in breakdown["seconds"].items()
+    }
+    largest_first = sorted(shares.items(), key=lambda share: -share[1])
+    return ", ".join(
+        f"{phase.replace('_', ' ')} {percent:.0f} %"
+        for phase, percent in largest_first
+        if percent >= 0.5
+    )
+
+
+def _gpu_state(gpu: dict[str, Any]) -> str:
+    parts = [
+        f"{format_number(gpu[name], num_digits=3)} {unit}"
+        for name, unit in (("power_w", "W"), ("temperature_c", "C"), ("sm_clock_mhz", "MHz"))
+        if gpu[name] is not None
+    ]
+    if gpu["throttle_reasons"]:
+        parts.append(f"clock held down by {', '.join(gpu['throttle_reasons'])}")
+    return ", ".join(parts) or NOT_KNOWN
 
 
 def format_rate(summary: dict[str, Any]) -> str:

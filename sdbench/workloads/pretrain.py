@@ -10,7 +10,11 @@ import torch
 from sdbench import sources
 from sdbench.host_memory import keep_freed_memory
 from sdbench.models.flops import count_flops
-from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.models.stable_diffusion import (
+    PhaseObserver,
+    StableDiffusion,
+    build_stable_diffusion,
+)
 from sdbench.parts import EmaSpec, Parts
 from sdbench.resolve import Plan
 
@@ -18,11 +22,12 @@ from sdbench.resolve import Plan
 EMA_HALF_LIFE_BATCHES = 1000
 
 
-def build(plan: Plan) -> Parts:
+def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
     """Build model and loader, and describe the rest.
 
     Args:
         plan: The resolved run.
+        phase: The model enters it around the work of each of its parts.
 
     Returns:
         The parts for an engine.
@@ -30,7 +35,6 @@ def build(plan: Plan) -> Parts:
     config = plan.config
     if config.cpu_allocator == "keep":
         keep_freed_memory()
-    _set_matmul_precision(config.precision)
     model = build_stable_diffusion(
         plan.architecture,
         seed=config.seed,
@@ -39,6 +43,7 @@ def build(plan: Plan) -> Parts:
         memory_format=config.memory_format,
         attention=config.attention,
         encoders=config.latents == "online",
+        phase=phase,
     )
     flops = count_flops(plan.architecture, image_size=config.image_size)
     flops_per_image = flops.unet_forward_backward
@@ -53,7 +58,7 @@ def build(plan: Plan) -> Parts:
         schedule=_constant,
         ema=EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES) if config.use_ema else None,
         images_per_step=config.batch_size,
-        num_steps=plan.num_steps,
+        num_steps=plan.max_num_steps,
         flops_per_image=flops_per_image,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trainable_parameters=sum(
@@ -81,7 +86,7 @@ def _make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optim
     )
 
 
-def _set_matmul_precision(precision: str) -> None:
+def set_matmul_precision(precision: str) -> None:
     """Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise."""
     uses_tf32 = precision == "tf32"
     if precision in ("fp32", "tf32"):

@@ -94,7 +94,7 @@ class Listener:
     def loop_begins(self):
         assert self.indices == []
 
-    def step_ends(self, *, index, phase, loss):
+    def step_ends(self, *, index, phase, loss, num_steps):
         self.indices.append(index)
 
 

@@ -1,5 +1,7 @@
 """benchmark.py with a spy: each rank writes what it drew and saw in each forward pass.
 
+The communication of the last gradients of a step takes SLOW_S longer than it would.
+
 Usage: composer -n 2 spy_on_ranks.py FOLDER <flags of benchmark.py>
 """
 
@@ -7,16 +9,22 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch._subclasses import FakeTensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from sdbench.models.stable_diffusion import StableDiffusion
 
+SLOW_S = 0.3
+
 original_forward = StableDiffusion.forward
+original_init = DistributedDataParallel.__init__
 
 
 def forward(self, batch):
@@ -31,6 +39,20 @@ def forward(self, batch):
     return prediction, target
 
 
+def send_slowly(group, bucket):
+    """Average a bucket of gradients over the ranks, the last one of a step late."""
+    if bucket.is_last():
+        time.sleep(SLOW_S)
+    return allreduce_hook(group, bucket)
+
+
+def init(self, *args, **kwargs):
+    """Make a DDP wrapper whose communication is slow."""
+    original_init(self, *args, **kwargs)
+    self.register_comm_hook(None, send_slowly)
+
+
 if __name__ == "__main__":
     StableDiffusion.forward = forward
+    DistributedDataParallel.__init__ = init
     sys.exit(benchmark.main(sys.argv[2:]))

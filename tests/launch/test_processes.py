@@ -20,7 +20,7 @@ from sdbench.measure.record import load_record
 
 BIN = Path(sys.executable).parent
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
-SHORT = ("--warmup_batches", "1", "--measure_batches", "2")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 # A run of many minutes, to be stopped in the middle.
 LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
 TIMEOUT_S = 120
@@ -91,17 +91,33 @@ def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):
     assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
 
 
-def test_two_ranks_draw_different_noise_and_see_different_samples(tmp_path):
+@pytest.fixture(scope="module")
+def spied(tmp_path_factory):
+    """A run on two ranks with a spy on each; its last step of four is profiled."""
+    folder = tmp_path_factory.mktemp("spied")
     completed = run(
         COMPOSER_2,
         str(Path(__file__).with_name("spy_on_ranks.py")),
-        str(tmp_path),
-        *(*TINY, *SHORT),
-        results=tmp_path / "runs",
+        str(folder),
+        *(*TINY, "--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "1"),
+        results=folder / "runs",
     )
     assert completed.returncode == 0, completed.stderr
-    first, second = ((tmp_path / f"rank{rank}.txt").read_text().splitlines() for rank in range(2))
-    assert len(first) == len(second) == 3
+    return folder
+
+
+def test_communication_that_nothing_hides_is_told_apart_from_the_backward_pass(spied):
+    # The spy sleeps 0.3 s before it sends the last gradients, when all of them are computed.
+    summary = only_record(spied / "runs")["summary"]
+    seconds = summary["breakdown"]["seconds"]
+    assert seconds["gradient_communication"] == pytest.approx(0.3, abs=0.1)
+    assert seconds["backward"] < 0.3
+    assert "gradient communication that nothing hides" in summary["bottleneck"]
+
+
+def test_two_ranks_draw_different_noise_and_see_different_samples(spied):
+    first, second = ((spied / f"rank{rank}.txt").read_text().splitlines() for rank in range(2))
+    assert len(first) == len(second) == 4
     for one, other in zip(first, second, strict=True):
         noise, sample, weights = one.split()
         other_noise, other_sample, other_weights = other.split()

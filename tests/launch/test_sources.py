@@ -41,6 +41,7 @@ def test_two_ranks_train(kind, sized_for_tiny, tmp_path, repository):
     launcher = Path(sys.executable).with_name("composer")
     command = [launcher, "-n", "2", "benchmark.py", "--model_name", "tiny", *place]
     steps = ["--warmup_batches", "1", "--measure_batches", "13", "--batch_size", "4"]
+    steps += ["--max_duration", "14ba"]
     completed = subprocess.run(
         [*command, *steps, "--results_dir", str(tmp_path / "runs")],
         cwd=repository,

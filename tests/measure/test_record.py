@@ -173,7 +173,8 @@ def test_peaks_are_known_or_none_and_never_guessed():
 def test_every_peak_has_a_source():
     rows = json.loads((RESULTS.parent / "sdbench/measure/peaks.json").read_text())
     for row in rows:
-        assert row["source"] and row["date"] and row["per"] and row["peak_tflops"] > 0
+        assert row["source"] and row["date"] and row["per"] and row["unit"] == "TFLOP/s, dense"
+        assert row["peaks"] and all(peak > 0 for peak in row["peaks"].values())
 
 
 @pytest.mark.parametrize(

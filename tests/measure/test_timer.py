@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sdbench.errors import RunError
+from sdbench.measure.looks import Looks
 from sdbench.measure.summary import Measurements, merge_measurements, summarize
-from sdbench.measure.timer import StepTimer, merge_ranks
+from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, merge_ranks
 
 
 class FakeClock:
@@ -44,12 +45,10 @@ class FakeDevice:
         return end - start
 
 
-def run_steps(step_times_s, *, num_warmup_steps, num_measured_steps, data_wait_s=0.0):
+def run_steps(step_times_s, *, data_wait_s=0.0, clock=None, **options):
     """Time steps of known lengths on a host clock, each beginning with its data wait."""
-    clock = FakeClock()
-    timer = StepTimer(
-        num_warmup_steps=num_warmup_steps, num_measured_steps=num_measured_steps, clock=clock
-    )
+    clock = clock or FakeClock()
+    timer = StepTimer(clock=clock, **options)
     timer.start()
     for index, step_time_s in enumerate(step_times_s):
         timer.data_wait_begins()
@@ -63,12 +62,11 @@ def run_steps(step_times_s, *, num_warmup_steps, num_measured_steps, data_wait_s
 def summarize_ranks(timings, *, images_per_step):
     """Summarise as benchmark.py does."""
     measurements = [
-        Measurements(timings=rank, num_images=1, peak_memory_gib=2.0, gpu_utilization_percent=None)
-        for rank in timings
+        Measurements(timings=rank, num_images=1, peak_memory_gib=2.0) for rank in timings
     ]
     return summarize(
         merge_measurements(measurements),
-        images_per_step=images_per_step,
+        config={"batch_size": images_per_step},
         num_devices=len(timings),
         flops_per_image=2e12,
         peak_tflops=100.0,
@@ -154,3 +152,73 @@ def test_a_device_that_lags_is_synchronised_at_the_edges_only():
     # The first measured step waits 0.1 s for the host to hand over its work.
     assert timings.window_s == pytest.approx(6.1)
     assert [step.step_time_s for step in timings.measured] == pytest.approx([2.1, 2.0, 2.0])
+
+
+def test_a_window_that_has_not_settled_becomes_warm_up_and_its_look_costs_no_step():
+    clock = FakeClock()
+    decisions = iter([WARM_UP, CLOSE])
+
+    def look(step_times_s, num_warmup_steps):
+        clock.pass_time(1000.0)
+        return next(decisions)
+
+    timings = run_steps(
+        [9.0, 5.0, 3.0, 2.0, 2.0, 4.0],
+        num_warmup_steps=1,
+        num_measured_steps=2,
+        num_profiled_steps=1,
+        look=look,
+        clock=clock,
+    )
+    phases = ["warmup", "warmup", "warmup", "measured", "measured", "profiled"]
+    assert [step.phase for step in timings.steps] == phases
+    assert [step.step_time_s for step in timings.steps] == [9.0, 5.0, 3.0, 2.0, 2.0, 4.0]
+    assert timings.window_s == 4.0
+
+
+def test_a_window_goes_on_to_the_length_that_a_look_asks_for():
+    clock = FakeClock()
+    seen = []
+
+    def look(step_times_s, num_warmup_steps):
+        seen.append((list(step_times_s), num_warmup_steps))
+        clock.pass_time(1000.0)
+        return 4 if len(step_times_s) == 2 else CLOSE
+
+    timings = run_steps(
+        [9.0, 1.0, 2.0, 3.0, 4.0], num_warmup_steps=1, num_measured_steps=2, look=look, clock=clock
+    )
+    assert seen == [([1.0, 2.0], 1), ([1.0, 2.0, 3.0, 4.0], 1)]
+    assert timings.window_s == 10.0
+    assert [step.phase for step in timings.steps] == ["warmup"] + ["measured"] * 4
+
+
+def make_looks(*, other_ranks=(), **options):
+    values = {"max_warmup_steps": 10, "max_measured_steps": 10, "target_precision": None}
+    return Looks(**{**values, **options}, gather=lambda value: [value, *other_ranks])
+
+
+DRIFTING = [2.0 - 0.05 * index for index in range(20)]
+
+
+def test_looks_ask_for_more_warm_up_until_the_bound():
+    assert make_looks(max_warmup_steps=23)(DRIFTING, 3) == WARM_UP
+    assert make_looks(max_warmup_steps=22)(DRIFTING, 3) == CLOSE
+    assert make_looks(max_warmup_steps=23)([1.0, 1.01] * 10, 3) == CLOSE
+
+
+def test_looks_judge_the_slowest_rank_of_each_step():
+    steady = [1.0] * 20
+    assert make_looks(max_warmup_steps=23, other_ranks=[DRIFTING])(steady, 3) == WARM_UP
+    slower = [3.0] * 20
+    assert make_looks(max_warmup_steps=23, other_ranks=[slower])(DRIFTING, 3) == CLOSE
+
+
+def test_looks_double_the_window_until_it_is_precise_or_at_its_bound():
+    # Steps of 0.8 and 1.2 s in turn: 20 blocks of one step have a half-width of 9.6 %.
+    look = make_looks(target_precision=0.05, max_measured_steps=70)
+    assert look([0.8, 1.2] * 10, 1) == 40
+    assert look([0.8, 1.2] * 20, 1) == CLOSE  # whole pairs are all alike
+    rough = [0.8, 1.2, 1.2, 0.8, 0.8] * 8
+    assert look(rough, 1) == 70
+    assert look(rough + rough[:30], 1) == CLOSE

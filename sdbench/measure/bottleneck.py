@@ -1,0 +1,81 @@
+"""Which part of the step is the largest, and which flag addresses it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdbench.measure import phases
+
+# More than this of a step outside every phase means that the breakdown does not explain the step.
+MAX_OTHER = 0.05
+
+NAMES = {
+    phases.DATA_WAIT: "waiting for data",
+    phases.HOST_TO_DEVICE: "copying to the device",
+    phases.VAE_ENCODE: "VAE encode",
+    phases.TEXT_ENCODE: "text encode",
+    phases.UNET_FORWARD: "the U-Net's forward pass",
+    phases.BACKWARD: "the backward pass",
+    phases.GRADIENT_COMMUNICATION: "gradient communication that nothing hides",
+    phases.OPTIMIZER: "the optimizer",
+    phases.EMA: "the moving average",
+    phases.OTHER: "in none of the phases",
+}
+PRECOMPUTED = "--latents precomputed trains on what `python -m sdbench precompute` has encoded once"
+LARGER_BATCH = "a larger --batch_size has fewer of them per image"
+# For each phase what may help, in order: the first that the run does not use already is named.
+ADVICE: dict[str, list[tuple[str, Any, str]]] = {
+    phases.DATA_WAIT: [
+        ("num_workers", None, "more --num_workers; `python data.py` tells what limits the source")
+    ],
+    phases.HOST_TO_DEVICE: [
+        ("image_dtype", "uint8", "--image_dtype uint8 sends a quarter of the bytes"),
+        ("latents", "precomputed", PRECOMPUTED),
+    ],
+    phases.VAE_ENCODE: [("latents", "precomputed", PRECOMPUTED)],
+    phases.TEXT_ENCODE: [("latents", "precomputed", PRECOMPUTED)],
+    phases.UNET_FORWARD: [
+        ("preset", "fast", "--preset fast"),
+        ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
+    ],
+    phases.BACKWARD: [
+        ("preset", "fast", "--preset fast"),
+        ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
+    ],
+    phases.GRADIENT_COMMUNICATION: [("batch_size", None, LARGER_BATCH)],
+    phases.OPTIMIZER: [
+        ("optimizer", "adamw_fused", "--optimizer adamw_fused"),
+        ("batch_size", None, LARGER_BATCH),
+    ],
+    phases.EMA: [
+        ("ema_impl", "foreach", "--ema_impl foreach"),
+        ("batch_size", None, LARGER_BATCH),
+    ],
+    phases.OTHER: [("profile_trace", True, "--profile_trace shows what it is")],
+}
+
+
+def name_bottleneck(breakdown: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The largest part of a step in a sentence, with the flag that addresses it.
+
+    Args:
+        breakdown: The record's breakdown.
+        config: The run's config by field names.
+    """
+    seconds = breakdown["seconds"]
+    phase = max(seconds, key=seconds.__getitem__)
+    share_percent = 100 * seconds[phase] / breakdown["step_time_s"]
+    return f"{share_percent:.0f} % of the step is {NAMES[phase]}: {_advise(phase, config)}"
+
+
+def has_unexplained_time(breakdown: Mapping[str, Any]) -> bool:
+    """Whether more of the step lies outside all phases than a breakdown may leave open."""
+    return breakdown["seconds"][phases.OTHER] > MAX_OTHER * breakdown["step_time_s"]
+
+
+def _advise(phase: str, config: Mapping[str, Any]) -> str:
+    for field, value, advice in ADVICE[phase]:
+        if value is None or config[field] != value:
+            return advice
+    return "no flag of the suite makes it smaller"

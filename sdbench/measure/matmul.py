@@ -1,0 +1,50 @@
+"""How fast does this device multiply matrices here and now, at its best?
+
+A vendor's peak is reached by no program. One large product of square matrices, in the type that the
+training computes in, is the practical ceiling of the same device with its clocks and libraries.
+"""
+
+from __future__ import annotations
+
+import time
+
+# 2 x 8192^3 is 1.1 TFLOP, 1.4 ms on an H100; 2 x 2048^3 is 17 GFLOP, 20 ms on two cores with AMX.
+GPU_SIZE, CPU_SIZE = 8192, 2048
+NUM_REPEATS = 5
+PRODUCTS_PER_REPEAT = {"cuda": 20, "cpu": 1}
+
+
+def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
+    """Time a large matrix product.
+
+    Args:
+        precision: A value of --precision; it decides the type of the matrices. Whether fp32 may
+            use TF32 is torch's global switch.
+        device_type: ``cuda`` (the current one) or ``cpu``.
+
+    Returns:
+        TFLOP/s of the fastest repeat, a multiply-add counted as two.
+    """
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        precision.removeprefix("amp_"), torch.float32
+    )
+    size = GPU_SIZE if device_type == "cuda" else CPU_SIZE
+    num_products = PRODUCTS_PER_REPEAT[device_type]
+    synchronize = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    # A generator of its own leaves the random numbers of the run as they are.
+    generator = torch.Generator(device_type).manual_seed(0)
+    left, right = (
+        torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2)
+    )
+    product = torch.matmul(left, right)  # the first one loads and chooses kernels
+    times_s = []
+    for _ in range(NUM_REPEATS):
+        synchronize()
+        start_s = time.perf_counter()
+        for _ in range(num_products):
+            torch.matmul(left, right, out=product)
+        synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    return num_products * 2 * size**3 / min(times_s) / 1e12

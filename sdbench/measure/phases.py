@@ -1,0 +1,129 @@
+"""What is the time of a training step made of?
+
+In a few steps behind the measured window a clock is switched from phase to phase, and the device is
+waited for at each switch, so that work is charged to the phase that asked for it. Waiting costs
+time, which is why these steps never count as measured. What no phase claims is `other`, so that the
+parts add up to the step by construction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+DATA_WAIT = "data_wait"
+HOST_TO_DEVICE = "host_to_device"
+VAE_ENCODE = "vae_encode"
+TEXT_ENCODE = "text_encode"
+UNET_FORWARD = "unet_forward"
+BACKWARD = "backward"
+GRADIENT_COMMUNICATION = "gradient_communication"
+OPTIMIZER = "optimizer"
+EMA = "ema"
+OTHER = "other"
+PHASES = (
+    DATA_WAIT,
+    HOST_TO_DEVICE,
+    VAE_ENCODE,
+    TEXT_ENCODE,
+    UNET_FORWARD,
+    BACKWARD,
+    GRADIENT_COMMUNICATION,
+    OPTIMIZER,
+    EMA,
+    OTHER,
+)
+
+
+class PhaseClock:
+    """Charges the time of the profiled steps of one rank to phases; otherwise it does nothing."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a clock that does not run yet.
+
+        Args:
+            clock: Monotonic host clock in seconds.
+            synchronize: Waits until the compute stream has done what was handed to it.
+        """
+        self._clock = clock
+        self._synchronize = synchronize
+        self._phase = OTHER
+        self._since_s = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.is_running = False
+
+    def start(self) -> None:
+        """The first profiled step is about to begin."""
+        self._synchronize()
+        self.is_running = True
+        self._phase, self._since_s = OTHER, self._clock()
+
+    def stop(self) -> None:
+        """The last profiled step has ended."""
+        self.switch(OTHER)
+        self.is_running = False
+
+    def switch(self, phase: str) -> str:
+        """Charge what has passed to the phase so far, and what is to come to another.
+
+        Returns:
+            The phase so far.
+        """
+        assert phase in self._seconds
+        previous = self._phase
+        if self.is_running:
+            self._synchronize()
+            now_s = self._clock()
+            self._seconds[previous] += now_s - self._since_s
+            self._phase, self._since_s = phase, now_s
+        return previous
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the time of the block to a phase."""
+        previous = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(previous)
+
+    def wrap(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
+        """A function whose time is charged to a phase."""
+
+        def timed(*args: Any, **kwargs: Any) -> T:
+            with self.phase(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time of each phase so far, over all profiled steps."""
+        return dict(self._seconds)
+
+
+def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any] | None:
+    """The breakdown of the run: means over its ranks and profiled steps.
+
+    Args:
+        ranks: Seconds of each phase on each rank.
+        num_steps: Profiled steps.
+
+    Returns:
+        The record's `breakdown`, or None if no step was profiled.
+    """
+    if num_steps == 0:
+        return None
+    seconds = {
+        phase: sum(rank[phase] for rank in ranks) / len(ranks) / num_steps for phase in PHASES
+    }
+    return {"num_steps": num_steps, "step_time_s": sum(seconds.values()), "seconds": seconds}
