@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
 INSTALLING := $(VENV)/.installing
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark test lint publish clean
+.PHONY: help benchmark test lint publish results clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -31,6 +31,9 @@ lint: $(STAMP) ## Check style and layout with ruff
 publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
 	@test -n "$(RUN)" || { echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2; }
 	$(VENV)/bin/python -m sdbench publish $(RUN)
+
+results: $(STAMP) ## Make the tables, plots and page in results/ again from its records
+	$(VENV)/bin/python -m sdbench report
 
 clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -81,6 +81,19 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert (row["status"], row["kind"], row["micro_batch"]) == ("ok", "measured", "2")
 
 
+def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
+    argv = (*TINY, "--batch_size", "1", "--warmup_batches", "0", "--max_warmup_batches", "0")
+    window = ("--measure_batches", "10", "--profile_batches", "0", "--no_measure_peak")
+    # 20 independent steps are worth half of the precision that nothing reaches.
+    bounded = ("--target_precision", "0.001%", "--max_measure_batches", "25")
+    record, _ = run(tmp_path, *argv, *window, *bounded)
+    summary = record["summary"]
+    assert (summary["num_warmup_steps"], summary["num_measured_steps"]) == (0, 25)
+    assert "precision_not_reached" in summary["flags"]
+    assert record["workload"]["num_images"] == record["workload"]["num_steps"] == 25
+    assert record["config"]["target_precision"] == pytest.approx(1e-5)
+
+
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
     results = [
         losses(tmp_path, run(tmp_path, *TINY, *SHORT, "--seed", seed)[0])

@@ -8,6 +8,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from sdbench.measure.secrets import is_secret_name
+
 PACKAGES = (
     "torch",
     "torchvision",
@@ -43,7 +45,8 @@ def speed_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
+        if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES)
+        and not is_secret_name(name)
     }
 
 

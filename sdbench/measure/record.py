@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.errors import ConfigError
+from sdbench.measure.secrets import redact
 from sdbench.measure.timer import Step
 
 SCHEMA_VERSION = 1
@@ -122,10 +123,13 @@ class RunFolder:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    Secrets of the environment are left out of it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(redact(text))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -188,7 +192,7 @@ class OutputLog:
     def write(self, text: str) -> None:
         """Take one piece of output; a progress bar, which draws over itself, leaves nothing."""
         if not text.startswith("\r"):
-            (self._file or self._kept).write(text)
+            (self._file or self._kept).write(redact(text))
 
 
 class _Tee:

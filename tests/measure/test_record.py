@@ -170,6 +170,28 @@ def test_peaks_are_known_or_none_and_never_guessed():
     assert make_machine(device_name="NVIDIA X9000").peak_tflops("bf16") is None
 
 
+@pytest.mark.parametrize(
+    ("device", "bf16"),
+    [
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 990),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307.4),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peaks_are_dense_and_of_one_device(device, bf16):
+    assert make_machine(device_name=device).peak_tflops("amp_bf16") == bf16
+
+
 def test_every_peak_has_a_source():
     rows = json.loads((RESULTS.parent / "sdbench/measure/peaks.json").read_text())
     for row in rows:
@@ -215,3 +237,21 @@ def test_every_published_record_matches_the_schema(path):
     validate(record)
     assert record["run_id"] == path.parent.name
     assert record["status"] == "ok"
+
+
+def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", 'abc"def-12345')
+    monkeypatch.setenv("NCCL_AUTH_TOKEN", "nccl-token-value")
+    monkeypatch.setenv("HF_TOKEN", "short")
+    folder = RunFolder(tmp_path)
+    folder.write_record({"command": ["--remote", 'https://abc"def-12345@host/short'], "n": 1})
+    written = json.loads((tmp_path / "record.json").read_text())
+    assert written == {"command": ["--remote", "https://<WANDB_API_KEY>@host/short"], "n": 1}
+    log = OutputLog()
+    with log.capture():
+        print('refused: abc"def-12345')
+        log.move_to(tmp_path)
+        print("and nccl-token-value again")
+    kept = (tmp_path / "stdout.log").read_text()
+    assert kept == "refused: <WANDB_API_KEY>\nand <NCCL_AUTH_TOKEN> again\n"
+    assert "NCCL_AUTH_TOKEN" not in speed_environment()
