@@ -383,7 +383,7 @@ def parse_request(argv: Sequence[str] | None, *, description: str, epilog: str) 
     parser = _make_parser(description=description, epilog=epilog)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        _raise_unknown(unknown[0], known=[f"--{name}" for name in FIELDS], where="flag")
+        raise_unknown(unknown[0], known=[f"--{name}" for name in FIELDS], where="flag")
     values = vars(namespace)
     flags = {name: _parse_field(name, values[name]) for name in FIELDS if values[name] is not None}
     file = _read_file(values["config"]) if values["config"] is not None else {}
@@ -512,12 +512,17 @@ def _read_file(path: str) -> dict[str, Any]:
         )
     for key in content:
         if key not in FIELDS:
-            _raise_unknown(str(key), known=list(FIELDS), where="key in the config file")
+            raise_unknown(str(key), known=list(FIELDS), where="key in the config file")
     # `key:` with nothing behind it means "not said", so that --print_config output is a valid file.
     return {key: _parse_field(key, value) for key, value in content.items() if value is not None}
 
 
-def _raise_unknown(given: str, *, known: list[str], where: str) -> None:
+def raise_unknown(given: str, *, known: list[str], where: str) -> None:
+    """Refuse a name, with the nearest of the known ones.
+
+    Raises:
+        ConfigError: Always.
+    """
     name = given.split("=")[0]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise ConfigError(

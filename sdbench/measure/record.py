@@ -40,6 +40,7 @@ OK = "ok"
 INVALID = "invalid"
 FAILED = "failed"
 OOM = "oom"
+TIMEOUT = "timeout"
 INTERRUPTED = "interrupted"
 
 UNFINISHED_REASON = (

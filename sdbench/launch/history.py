@@ -1,0 +1,52 @@
+"""How long will runs take, going by those that have been made?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.launch.sweep_state import Run
+from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+
+HISTORY = Path("runs")
+# What decides, more than anything else, how long a run takes.
+DECISIVE = ("model_name", "image_size", "latents")
+
+
+def estimate_durations(pending: Sequence[Run], *, done: Sequence[Run]) -> list[float | None]:
+    """Seconds that each run may take.
+
+    Args:
+        pending: The runs to come.
+        done: Runs of the same sweep that have ended.
+
+    Returns:
+        For each the median over the runs of this sweep, or else over the runs in runs/ of the same
+        model and size; None where there are neither.
+    """
+    durations_s = [run.outcome()["duration_s"] for run in done]
+    if durations_s:
+        return [statistics.median(durations_s)] * len(pending)
+    records = [_load(path) for path in sorted(HISTORY.glob(f"*/{RECORD_NAME}"))]
+    earlier = [record for record in records if record is not None]
+    return [_from(earlier, run.cell.settings) for run in pending]
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    """A record that can tell a duration; one of another version of the suite cannot."""
+    try:
+        record = load_record(path)
+    except (ValueError, OSError):
+        return None
+    return record if kind_of(record) == BENCHMARK and record["status"] == OK else None
+
+
+def _from(records: Sequence[dict[str, Any]], settings: Any) -> float | None:
+    same = [
+        record["duration_s"]
+        for record in records
+        if all(record["config"][name] == settings[name] for name in DECISIVE if name in settings)
+    ]
+    return statistics.median(same) if same else None

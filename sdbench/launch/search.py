@@ -1,0 +1,276 @@
+"""Which micro-batch is the largest that fits, and which is the fastest?
+
+Memory that a failed attempt leaves behind would spoil what follows, so every probe is a process of
+its own. The winner is measured once more, in a fresh one and with the settings of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError, RunError
+from sdbench.launch.child import KILLED, Outcome, find_program, run_child
+from sdbench.launch.repeat import split_command
+from sdbench.launch.sweep_state import only_sweep_in
+from sdbench.measure.record import OK, OOM, replace_file, utc_now
+from sdbench.report.escape import for_terminal
+from sdbench.report.terminal import format_number, format_rate
+from sdbench.signals import Terminated, stop_signals_raise
+
+FLAG = "--device_train_microbatch_size"
+EXIT_BAD_INPUT = 2
+DEFAULT_MAX = 256
+DEFAULT_MULTIPLE = 4
+EPILOG = """\
+examples:
+  python -m sdbench search -- composer benchmark.py --use_synth_data --use_ema
+  python -m sdbench search --max_micro_batch 64 -- composer benchmark.py --use_synth_data
+  python -m sdbench search -- python benchmark.py --model_name tiny --use_synth_data
+
+The micro-batch is doubled until one runs out of memory (or the estimate refuses it, on a CPU), then
+the gap is halved. The global batch stays what the command makes of it: as given, 2048 by default on
+GPUs, and on a CPU one micro-batch per rank, which then grows with the micro-batch.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a micro-batch came to.
+
+    Attributes:
+        micro_batch: Images per forward and backward pass on one rank.
+        outcome: How its run ended.
+    """
+
+    micro_batch: int
+    outcome: Outcome
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome.status == OK
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it failed for want of memory, or was refused where a smaller one ran."""
+        return (
+            self.outcome.status == OOM
+            or self.outcome.exit_code in (KILLED, EXIT_BAD_INPUT)
+            or "as the out-of-memory killer does" in (self.outcome.reason or "")
+        )
+
+
+class Search:
+    """Probes micro-batches and remembers what each came to."""
+
+    def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float | None) -> None:
+        """Prepare a search.
+
+        Args:
+            command: Program and arguments, without a micro-batch.
+            folder: Gets a folder for each run.
+            timeout_s: Bound on each run.
+        """
+        self.probes: dict[int, Probe] = {}
+        self._command = command
+        self._folder = folder
+        self._timeout_s = timeout_s
+
+    def probe(self, micro_batch: int) -> Probe:
+        """Run a micro-batch for a few steps, once.
+
+        Raises:
+            RunError: It failed for another reason than memory.
+        """
+        if micro_batch not in self.probes:
+            window = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
+            flags = [FLAG, str(micro_batch), *window, "--no_measure_peak"]
+            if self._is_on_gpu:
+                flags.append("--no_check_memory")  # a GPU says so when its memory is full
+            outcome = run_child(
+                [*self._command, *flags],
+                folder=self._folder / f"probe-{micro_batch}",
+                timeout_s=self._timeout_s,
+            )
+            probe = Probe(micro_batch, outcome)
+            print(f"  micro-batch {micro_batch}: {describe(outcome)}", flush=True)
+            if not probe.fits and not (probe.is_too_large and self.probes):
+                raise RunError(
+                    f"micro-batch {micro_batch} ended for another reason than memory: "
+                    f"{outcome.status}, {outcome.reason}"
+                )
+            self.probes[micro_batch] = probe
+        return self.probes[micro_batch]
+
+    def find_largest(self, *, limit: int, multiple: int) -> None:
+        """Double until one does not fit, then halve the gap.
+
+        Args:
+            limit: Largest micro-batch to try.
+            multiple: Between powers of two only multiples of this are tried.
+        """
+        fits, too_large = 1, None
+        self.probe(1)
+        if limit >= 2:
+            limit = min(limit, self._device_batch_limit(limit))
+        while too_large is None and fits < limit:
+            size = min(2 * fits, limit)
+            if self.probe(size).fits:
+                fits = size
+            else:
+                too_large = size
+        while too_large is not None:
+            middle = (fits + too_large) // 2 // multiple * multiple
+            if middle <= fits:
+                return
+            if self.probe(middle).fits:
+                fits = middle
+            else:
+                too_large = middle
+
+    @property
+    def fitting(self) -> list[Probe]:
+        """Those that fit, the smallest first."""
+        return sorted((p for p in self.probes.values() if p.fits), key=lambda p: p.micro_batch)
+
+    @property
+    def fastest(self) -> Probe:
+        """The one with the highest rate in its few steps."""
+        return max(self.fitting, key=lambda p: p.outcome.record["summary"]["images_per_second"])
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        first = next(iter(self.probes.values()), None)
+        return first is not None and first.outcome.record["machine"]["device_type"] == "cuda"
+
+    def _device_batch_limit(self, limit: int) -> int:
+        """A rank's share of the global batch, where that does not grow with the micro-batch."""
+        first, second = self.probe(1), self.probe(2)
+        if not second.fits:
+            return limit
+        batches = {p.outcome.record["config"]["batch_size"] for p in (first, second)}
+        if len(batches) == 2:
+            return limit
+        return batches.pop() // first.outcome.record["ranks"]["world_size"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search.
+
+    Args:
+        argv: Flags, and behind ``--`` the command.
+
+    Returns:
+        The exit code.
+    """
+    arguments, command = _parse(argv)
+    folder = arguments.folder or Path("runs") / f"search_{utc_now().replace(':', '')[:17]}"
+    search = Search(command, folder=folder, timeout_s=arguments.timeout_s)
+    print(f"Probing micro-batches up to {arguments.max_micro_batch} in {folder}", flush=True)
+    try:
+        with only_sweep_in(folder), stop_signals_raise():
+            search.find_largest(limit=arguments.max_micro_batch, multiple=arguments.multiple_of)
+            winner = search.fastest.micro_batch
+            print(f"Measuring micro-batch {winner} again, with the command's own settings")
+            final = run_child(
+                [*command, FLAG, str(winner)],
+                folder=folder / "winner",
+                timeout_s=arguments.timeout_s,
+            )
+    except (KeyboardInterrupt, Terminated):
+        print("interrupted: what was probed is in the folder", file=sys.stderr)
+        return 130
+    summary = summarize(search, final)
+    replace_file(folder / "search.json", json.dumps(summary, indent=2) + "\n")
+    largest = summary["largest_micro_batch"]
+    bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
+    print(f"\nlargest micro-batch that fits: {largest}{bound}")
+    print(f"fastest: {winner}, {describe(final)}\nruns: {folder}")
+    return 0 if final.status == OK else 1
+
+
+def summarize(search: Search, final: Outcome) -> dict[str, Any]:
+    """What the search found, for search.json."""
+    return {
+        "largest_micro_batch": search.fitting[-1].micro_batch,
+        "is_bounded_by_memory": len(search.fitting) < len(search.probes),
+        "fastest_micro_batch": search.fastest.micro_batch,
+        "images_per_second": final.record["summary"]["images_per_second"]
+        if final.status == OK
+        else None,
+        "run": None if final.run_folder is None else final.run_folder.name,
+        "probes": [
+            {
+                "micro_batch": probe.micro_batch,
+                "status": probe.outcome.status,
+                "reason": probe.outcome.reason,
+                "images_per_second": probe.outcome.record["summary"]["images_per_second"]
+                if probe.fits
+                else None,
+                "peak_memory_gib": probe.outcome.record["summary"]["peak_memory_gib"]
+                if probe.fits
+                else None,
+            }
+            for probe in sorted(search.probes.values(), key=lambda p: p.micro_batch)
+        ],
+    }
+
+
+def describe(outcome: Outcome) -> str:
+    """What a run came to, in a line."""
+    if outcome.status != OK:
+        return f"{outcome.status}, {for_terminal(outcome.reason)}"
+    summary = outcome.record["summary"]
+    memory = format_number(summary["peak_memory_gib"], num_digits=3)
+    return f"{format_rate(summary)} images/s, {memory} GiB"
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench search",
+        usage="%(prog)s [-h] [flags] -- COMMAND ...",
+        description="Find the largest and the fastest micro-batch of a command of benchmark.py.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--max_micro_batch",
+        type=int,
+        default=DEFAULT_MAX,
+        metavar="N",
+        help=f"try none above it (default: {DEFAULT_MAX})",
+    )
+    parser.add_argument(
+        "--multiple_of",
+        type=int,
+        default=DEFAULT_MULTIPLE,
+        metavar="N",
+        help=f"between powers of two try multiples of it only (default: {DEFAULT_MULTIPLE})",
+    )
+    parser.add_argument("--timeout_s", type=float, metavar="S", help="bound on each run")
+    parser.add_argument("--folder", type=Path, help="for the runs (default: runs/search_<time>)")
+    own, command = split_command(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    for name in ("max_micro_batch", "multiple_of"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(
+                f"--{name} is too small",
+                value=getattr(arguments, name),
+                allowed="1 or more",
+                flag=f"--{name}",
+            )
+    if any(argument.split("=")[0] == FLAG for argument in command):
+        raise ConfigError(
+            "the micro-batch is what is searched for",
+            value=FLAG,
+            allowed="a command without it",
+            flag="COMMAND",
+        )
+    return arguments, find_program(command)

@@ -1,0 +1,234 @@
+"""How fast is each of many configurations?
+
+Every run is a process of its own. One that runs out of memory, fails or takes too long is a row
+like any other, and a sweep that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.launch.child import run_child, tail
+from sdbench.launch.history import estimate_durations
+from sdbench.launch.progress import Countdown
+from sdbench.launch.sweep_file import SweepFile, read_sweep_file
+from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
+from sdbench.measure.record import OK, OOM, replace_file
+from sdbench.report.escape import for_csv, for_terminal
+from sdbench.report.row import COLUMNS, make_row
+from sdbench.report.terminal import format_number, format_rate
+from sdbench.signals import Terminated, stop_signals_raise
+
+RETRYABLE = ("failed", "oom", "timeout", "invalid")
+# What a setting of benchmark.py is called in a table of figures, where that is another name.
+COLUMN_OF_SETTING = {
+    "use_ema": "ema",
+    "device_train_microbatch_size": "micro_batch",
+    "batch_size": "global_batch",
+    "model_name": "model",
+}
+EPILOG = """\
+a sweep file:
+  launcher: composer -n 2             (default: composer)
+  timeout_s: 1800                     (of each run; default: 3600)
+  repeats: 3                          (default: 1)
+  base: {use_synth_data: true, preset: fast}
+  grid: {device_train_microbatch_size: [4, 8, 16], use_ema: [true, false]}
+  list: [{device_train_microbatch_size: 32, attention: eager}]
+
+examples:
+  python -m sdbench sweep sweeps/tiny.yaml
+  python -m sdbench sweep sweeps/seeds.yaml --dry_run
+  python -m sdbench sweep sweeps/seeds.yaml --retry oom,timeout
+
+Started again, the same command goes on where it was. Running out of memory is a finding; the exit
+code is 1 if a run failed otherwise, took too long or was invalid, and 130 after Ctrl-C.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make, or go on with, a sweep.
+
+    Args:
+        argv: The sweep file and flags.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parse(argv)
+    sweep = read_sweep_file(arguments.file)
+    folder = arguments.folder or Path("runs") / f"sweep_{arguments.file.stem}"
+    runs = list_runs(sweep, folder=folder)
+    retry = _parse_retry(arguments.retry)
+    pending = [run for run in runs if _is_pending(run, retry)]
+    print(_describe(sweep, runs, pending, folder=folder), flush=True)
+    if arguments.dry_run:
+        return 0
+    with only_sweep_in(folder):
+        check_environment(folder, allow_other=arguments.allow_mixed)
+        try:
+            with stop_signals_raise():
+                _measure(pending, num_runs=len(runs), timeout_s=sweep.timeout_s)
+        except (KeyboardInterrupt, Terminated):
+            print("interrupted: the same command goes on here", file=sys.stderr)
+            return 130
+        finally:
+            write_table(runs, folder / "sweep.csv")
+    print(f"\n{format_table(runs)}\n\ntable: {folder / 'sweep.csv'}")
+    _warn_of_machines(runs)
+    return 0 if all(run.outcome()["status"] in (OK, OOM) for run in runs) else 1
+
+
+def write_table(runs: Sequence[Run], path: Path) -> None:
+    """Write one row per run that has ended, in the columns of all tables of figures."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in runs:
+        outcome = run.outcome()
+        if outcome is None:
+            continue
+        record = run.record()
+        row = make_row(record) if record is not None else _row_without_record(run)
+        row |= {"status": outcome["status"], "reason": outcome["reason"]}
+        writer.writerow({name: for_csv(value) for name, value in row.items()})
+    replace_file(path, buffer.getvalue())
+
+
+def format_table(runs: Sequence[Run]) -> str:
+    """What varied, and what it came to, a line for each run."""
+    names = list(dict.fromkeys(name for run in runs for name in run.cell.varied))
+    header = [*names, "repeat", "images/s", "peak GiB", "status"]
+    lines = [header]
+    for run in runs:
+        outcome, record = run.outcome(), run.record()
+        summary = (record or {}).get("summary")
+        settings = [for_terminal(run.cell.varied.get(name, "")) for name in names]
+        status = "not run" if outcome is None else outcome["status"]
+        if outcome is not None and outcome["reason"]:
+            status += f": {for_terminal(outcome['reason'])}"
+        rate = format_rate(summary) if summary else ""
+        peak = format_number(summary["peak_memory_gib"], num_digits=3) if summary else ""
+        lines.append([*settings, str(run.repeat), rate, peak, status])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench sweep",
+        description="Measure a grid or a list of settings of benchmark.py, each in a process of "
+        "its own.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file of the sweep")
+    parser.add_argument("--dry_run", action="store_true", help="show the plan and stop")
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs go (default: runs/sweep_<name of FILE>)"
+    )
+    parser.add_argument(
+        "--retry",
+        default="",
+        metavar="STATUS,...",
+        help=f"make runs that ended so again: {', '.join(RETRYABLE)}",
+    )
+    parser.add_argument(
+        "--allow_mixed",
+        action="store_true",
+        help="go on with a sweep that was begun under another commit or other libraries",
+    )
+    return parser.parse_args(argv)
+
+
+def _parse_retry(text: str) -> tuple[str, ...]:
+    statuses = tuple(status for status in text.split(",") if status)
+    for status in statuses:
+        if status not in RETRYABLE:
+            raise ConfigError(
+                "runs cannot be chosen by this status",
+                value=status,
+                allowed=", ".join(RETRYABLE),
+                flag="--retry",
+            )
+    return statuses
+
+
+def _is_pending(run: Run, retry: tuple[str, ...]) -> bool:
+    outcome = run.outcome()
+    return outcome is None or outcome["status"] in retry
+
+
+def _describe(
+    sweep: SweepFile, runs: Sequence[Run], pending: Sequence[Run], *, folder: Path
+) -> str:
+    """The plan: every cell, what is done, and how long the rest may take."""
+    lines = [
+        f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(runs) - len(pending)} of "
+        f"{len(runs)} runs are done"
+    ]
+    for cell in sweep.cells:
+        done = [run for run in runs if run.cell is cell and run not in pending]
+        settings = ", ".join(f"{name}={value}" for name, value in cell.varied.items())
+        state = ", ".join(run.outcome()["status"] for run in done) or "to run"
+        lines.append(f"  {for_terminal(settings or 'the one cell')}: {state}")
+    if pending:
+        durations_s = estimate_durations(pending, done=[run for run in runs if run not in pending])
+        bound_s = len(pending) * sweep.timeout_s
+        known = [duration_s for duration_s in durations_s if duration_s is not None]
+        if len(known) == len(pending):
+            lines.append(f"about {sum(known) / 60:.0f} min, from runs of the same model and size")
+        else:
+            lines.append(
+                "how long it takes is not known before the first run has ended; at most "
+                f"{bound_s / 60:.0f} min by the time-out"
+            )
+    return "\n".join(lines)
+
+
+def _measure(pending: Sequence[Run], *, num_runs: int, timeout_s: float) -> None:
+    countdown = Countdown(len(pending), unit="run")
+    with countdown:
+        for run in pending:
+            run.clear()
+            start_s = time.perf_counter()
+            outcome = run_child(run.cell.command, folder=run.folder, timeout_s=timeout_s)
+            run.end(outcome)
+            settings = ", ".join(f"{name}={value}" for name, value in run.cell.varied.items())
+            summary = (outcome.record or {}).get("summary")
+            result = f"{format_rate(summary)} images/s" if outcome.status == OK else outcome.reason
+            countdown.advance(
+                f"{for_terminal(settings)}: {outcome.status}, {for_terminal(result)} "
+                f"({time.perf_counter() - start_s:.0f} s)"
+            )
+            if outcome.status not in (OK, OOM):
+                countdown.say(tail(run.folder))
+
+
+def _row_without_record(run: Run) -> dict[str, Any]:
+    """What is known of a run that left no record: its settings."""
+    settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
+    return {
+        **{column: settings.get(column) for column in COLUMNS},
+        "source": run.folder.name,
+        "kind": "measured",
+    }
+
+
+def _warn_of_machines(runs: Sequence[Run]) -> None:
+    records = [run.record() for run in runs]
+    machines = sorted({record["machine"]["slug"] for record in records if record is not None})
+    if len(machines) > 1:
+        print(f"caution: measured on different machines: {', '.join(machines)}", file=sys.stderr)

@@ -1,0 +1,165 @@
+"""Which runs does a sweep file ask for?
+
+A YAML file names a launcher and settings of benchmark.py: `base` holds for every cell, `grid` is
+multiplied out, `list` names cells one by one. Everything is checked before anything is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdbench.config import FIELDS, parse_value, raise_unknown
+from sdbench.errors import ConfigError
+from sdbench.launch.child import find_program
+
+DEFAULT_LAUNCHER = "composer"
+DEFAULT_TIMEOUT_S = 3600.0
+DEFAULTS: dict[str, Any] = {
+    "launcher": DEFAULT_LAUNCHER,
+    "script": "benchmark.py",
+    "timeout_s": DEFAULT_TIMEOUT_S,
+    "repeats": 1,
+    "base": {},
+    "grid": {},
+    "list": [],
+}
+NUM_KEY_DIGITS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One configuration of a sweep.
+
+    Attributes:
+        settings: Every setting that the file gives it.
+        varied: Those that not all cells share, in the file's order.
+        key: Of the settings and how they are launched; the same settings have the same key.
+        command: Program and arguments.
+    """
+
+    settings: Mapping[str, Any]
+    varied: Mapping[str, Any]
+    key: str
+    command: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepFile:
+    """A checked sweep file."""
+
+    cells: tuple[Cell, ...]
+    repeats: int
+    timeout_s: float
+
+
+def read_sweep_file(path: Path) -> SweepFile:
+    """Read and check a sweep file.
+
+    Raises:
+        ConfigError: It cannot be read, or asks for something that benchmark.py does not have.
+    """
+    content = {**DEFAULTS, **_load(path)}
+    for key in content:
+        if key not in DEFAULTS:
+            raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
+    timeout_s, repeats = content["timeout_s"], content["repeats"]
+    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise _wrong(path, "timeout_s", timeout_s, "a number of seconds above 0")
+    if not isinstance(repeats, int) or repeats < 1:
+        raise _wrong(path, "repeats", repeats, "a whole number of at least 1")
+    launcher = find_program(shlex.split(str(content["launcher"])))
+    start = [*launcher, str(content["script"])]
+    settings = _expand(path, content)
+    shared = {
+        name
+        for name in settings[0]
+        if all(name in cell and cell[name] == settings[0][name] for cell in settings)
+    }
+    launched_by = [content["launcher"], content["script"]]
+    cells = []
+    for cell in settings:
+        text = json.dumps([launched_by, cell], sort_keys=True)
+        cells.append(
+            Cell(
+                settings=cell,
+                varied={name: value for name, value in cell.items() if name not in shared},
+                key=hashlib.sha256(text.encode()).hexdigest()[:NUM_KEY_DIGITS],
+                command=(*start, *to_flags(cell)),
+            )
+        )
+    keys = [cell.key for cell in cells]
+    for cell in cells:
+        if keys.count(cell.key) > 1:
+            raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
+    return SweepFile(tuple(cells), repeats, float(timeout_s))
+
+
+def to_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as the flags of benchmark.py."""
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, Mapping):
+            flags += [f"--{name}", json.dumps(value)]  # JSON is YAML
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the sweep file cannot be read ({error})",
+            value=str(path),
+            allowed="a readable YAML file",
+            flag="FILE",
+        ) from None
+    if not isinstance(content, dict) or not (content.get("grid") or content.get("list")):
+        raise _wrong(path, "grid, list", None, "at least one of them")
+    return content
+
+
+def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of each cell: the grid multiplied out, then the list."""
+    base, grid, cells = content["base"], content["grid"], content["list"]
+    if not isinstance(base, dict):
+        raise _wrong(path, "base", base, "settings and their values")
+    if not isinstance(grid, dict) or not all(isinstance(v, list) and v for v in grid.values()):
+        raise _wrong(path, "grid", grid, "settings, each with a list of values")
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise _wrong(path, "list", cells, "a list of settings and their values")
+    varied = []
+    if grid:
+        products = itertools.product(*grid.values())
+        varied = [dict(zip(grid, values, strict=True)) for values in products]
+    return [
+        {name: _check(path, name, value) for name, value in {**base, **cell}.items()}
+        for cell in [*varied, *cells]
+    ]
+
+
+def _check(path: Path, name: str, value: Any) -> Any:
+    if name not in FIELDS:
+        raise_unknown(str(name), known=list(FIELDS), where=f"setting in {path}")
+    if name == "results_dir":
+        raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
+    parse_value(name, value, kind=FIELDS[name].metadata["kind"])
+    return value
+
+
+def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"`{key}` of the sweep file is wrong", value=value, allowed=allowed, flag=f"{key} in {path}"
+    )

@@ -1,0 +1,128 @@
+"""Which runs of a sweep are done, and how is that kept through any interruption?
+
+Each run has a folder of its own. When it has ended, a file cell.json says how, put there in one
+piece: a run without it has not ended and is made again, all others are left as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.launch.child import Outcome
+from sdbench.launch.sweep_file import Cell, SweepFile
+from sdbench.measure.provenance import git_state, package_versions
+from sdbench.measure.record import load_record, replace_file
+
+STATE_NAME = "cell.json"
+ENVIRONMENT_NAME = "environment.json"
+LOCK_NAME = ".lock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One measurement of a sweep: a cell, for the n-th time."""
+
+    cell: Cell
+    repeat: int
+    folder: Path
+
+    def outcome(self) -> dict[str, Any] | None:
+        """How it ended, as cell.json has it; None if it has not."""
+        path = self.folder / STATE_NAME
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def record(self) -> dict[str, Any] | None:
+        """The record that it left, or None."""
+        outcome = self.outcome()
+        if outcome is None or outcome["run"] is None:
+            return None
+        return load_record(self.folder / outcome["run"])
+
+    def end(self, outcome: Outcome) -> None:
+        """Write how it ended."""
+        content = {
+            "settings": dict(self.cell.settings),
+            "command": list(self.cell.command),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "exit_code": outcome.exit_code,
+            "duration_s": outcome.duration_s,
+            "run": None if outcome.run_folder is None else outcome.run_folder.name,
+        }
+        replace_file(self.folder / STATE_NAME, json.dumps(content, indent=2) + "\n")
+
+    def clear(self) -> None:
+        """Take away what an unfinished or a failed attempt has left."""
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+
+
+def list_runs(sweep: SweepFile, *, folder: Path) -> list[Run]:
+    """All runs in the order in which they are made.
+
+    Every cell once, then every cell again: what changes slowly on a machine meets all cells alike.
+    """
+    return [
+        Run(cell, repeat, folder / f"{cell.key}-{repeat}")
+        for repeat in range(1, sweep.repeats + 1)
+        for cell in sweep.cells
+    ]
+
+
+@contextlib.contextmanager
+def only_sweep_in(folder: Path) -> Iterator[None]:
+    """Keep a second sweep out of the folder while the block runs.
+
+    Raises:
+        ConfigError: Another one is at work there.
+    """
+    import filelock
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConfigError(
+            "another sweep is at work in this folder",
+            value=str(folder),
+            allowed="one at a time",
+            flag="--folder",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_environment(folder: Path, *, allow_other: bool) -> None:
+    """Refuse to go on with a sweep that was begun under other code or other libraries.
+
+    Raises:
+        ConfigError: The commit, or the version of a package, is another one.
+    """
+    here = {"commit": git_state()["commit"], **package_versions()}
+    path = folder / ENVIRONMENT_NAME
+    if not path.is_file():
+        replace_file(path, json.dumps(here, indent=2) + "\n")
+        return
+    began = json.loads(path.read_text(encoding="utf-8"))
+    changes = [
+        f"{name} {began.get(name)} -> {here.get(name)}"
+        for name in sorted({*began, *here})
+        if began.get(name) != here.get(name)
+    ]
+    if changes and not allow_other:
+        raise ConfigError(
+            "the sweep was begun under other code or libraries, and its rows would not compare",
+            value="; ".join(changes),
+            allowed="the same ones, another folder, or --allow_mixed",
+            flag="--folder or --allow_mixed",
+        )

@@ -1,0 +1,94 @@
+"""Repeating a command through the command line: interval between runs, failures kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.statistics import between_runs_interval
+
+FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
+
+
+@pytest.fixture(autouse=True)
+def starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    return tmp_path / "starts"
+
+
+def repeat(tmp_path, times, *argv):
+    folder = tmp_path / "repeat"
+    code = main(["repeat", str(times), "--folder", str(folder), "--", "python", FAKE, *argv])
+    return code, json.loads((folder / "repeat.json").read_text())
+
+
+def test_each_run_is_fresh_and_three_have_an_interval(tmp_path, starts, capsys):
+    code, summary = repeat(tmp_path, 3, "--device_train_microbatch_size", "4")
+    assert code == 0
+    assert starts.read_text().splitlines() == ["--device_train_microbatch_size 4"] * 3
+    interval = between_runs_interval([8.75] * 3)
+    assert summary["images_per_second_interval"]["low"] == pytest.approx(interval.low)
+    assert len({run["run"] for run in summary["runs"]}) >= 1 and summary["num_ok"] == 3
+    assert len(list((tmp_path / "repeat").glob("*/*/record.json"))) == 3
+    output = capsys.readouterr().out
+    assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75" in output
+
+
+def test_two_runs_have_no_interval(tmp_path, capsys):
+    _, summary = repeat(tmp_path, 2)
+    assert summary["images_per_second_interval"] is None
+    assert "it takes 3 that ended well" in capsys.readouterr().out
+
+
+def test_a_failed_run_is_told_and_the_others_are_kept(tmp_path, capsys):
+    code, summary = repeat(tmp_path, 2, "--device_train_microbatch_size", "8")
+    assert code == 1
+    assert [run["status"] for run in summary["runs"]] == ["oom", "oom"]
+    assert summary["images_per_second_median"] is None
+    assert "no run ended well" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, starts):
+    folder = tmp_path / "repeat"
+    command = [sys.executable, "-m", "sdbench", "repeat", "50", "--folder", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--", "python", FAKE, "--seed", "5"],
+        cwd=repository,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(list(folder.glob("*/*/record.json"))) < 2:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: what has ended is kept" in errors and "Traceback" not in errors
+    summary = json.loads((folder / "repeat.json").read_text())
+    assert summary["num_ok"] >= 1
+    num_started = len(starts.read_text().splitlines())
+    time.sleep(1.5)
+    assert len(starts.read_text().splitlines()) == num_started
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["0", "--", "python", FAKE], "there is nothing to run: got 0"),
+        (["3"], "there is no command to run"),
+        (["3", "--", "python", FAKE, "--results_dir", "x"], "each run gets a folder of its own"),
+        (["3", "--", "no-such-program"], "this program is not installed: got 'no-such-program'"),
+    ],
+)
+def test_wrong_input_is_refused(capsys, argv, message):
+    assert main(["repeat", *argv]) == 2
+    assert message in capsys.readouterr().err

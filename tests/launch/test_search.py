@@ -1,0 +1,76 @@
+"""The search for a micro-batch, through the command line, on a benchmark that knows its bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sdbench.cli import main
+
+FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
+
+
+@pytest.fixture(autouse=True)
+def starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    return tmp_path / "starts"
+
+
+def search(tmp_path, *argv, command=("python", FAKE)):
+    folder = tmp_path / "search"
+    code = main(["search", "--folder", str(folder), *argv, "--", *command])
+    file = folder / "search.json"
+    return code, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_doubling_and_halving_find_the_largest_that_fits(tmp_path, starts, capsys):
+    # 8 and more run out of memory; with multiples of 1, 7 is the largest, and the fastest.
+    code, found = search(tmp_path, "--multiple_of", "1")
+    assert code == 0
+    assert (found["largest_micro_batch"], found["fastest_micro_batch"]) == (7, 7)
+    assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 6, 7, 8]
+    assert found["probes"][-1]["status"] == "oom" and found["is_bounded_by_memory"]
+    # 10 (1 - 0.5 / 7), measured again with the settings of the command alone.
+    assert found["images_per_second"] == pytest.approx(10 * (1 - 0.5 / 7))
+    lines = starts.read_text().splitlines()
+    assert len(lines) == 7 and lines[-1] == "--device_train_microbatch_size 7"
+    assert "largest micro-batch that fits: 7\n" in capsys.readouterr().out
+
+
+def test_between_powers_of_two_only_multiples_are_tried(tmp_path):
+    _, found = search(tmp_path)
+    assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 8]
+    assert found["largest_micro_batch"] == 4
+
+
+def test_a_bound_of_the_users_is_said(tmp_path, capsys):
+    _, found = search(tmp_path, "--max_micro_batch", "3")
+    assert found["largest_micro_batch"] == 3 and not found["is_bounded_by_memory"]
+    assert "fits: 3 (the largest that was tried)" in capsys.readouterr().out
+
+
+def test_the_share_of_a_rank_in_the_global_batch_is_a_bound(tmp_path):
+    _, found = search(tmp_path, command=("python", FAKE, "--batch_size", "5"))
+    assert found["largest_micro_batch"] == 5
+
+
+def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
+    code, found = search(tmp_path, command=("python", FAKE, "--seed", "4"))
+    assert (code, found) == (1, None)
+    assert "ended for another reason than memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "message"),
+    [
+        ([], [], "there is no command to run"),
+        ([], ["python", FAKE, "--device_train_microbatch_size", "4"], "is what is searched for"),
+        ([], ["python", FAKE, "--results_dir=x"], "each run gets a folder of its own"),
+        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of is too small: got 0"),
+    ],
+)
+def test_wrong_input_is_refused(tmp_path, capsys, argv, command, message):
+    assert search(tmp_path, *argv, command=command) == (2, None)
+    assert message in capsys.readouterr().err

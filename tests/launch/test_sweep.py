@@ -1,0 +1,257 @@
+"""Sweeps through the command line: plans, rows for every end, going on where they were stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from sdbench.cli import main
+from sdbench.launch import child
+
+FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
+
+
+@pytest.fixture(autouse=True)
+def starts(tmp_path, monkeypatch):
+    """The file with a line for each start of the fake benchmark."""
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    return tmp_path / "starts"
+
+
+def write_sweep(tmp_path, **content):
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        yaml.safe_dump({"launcher": "python", "script": FAKE, **content}, sort_keys=False)
+    )
+    return str(file)
+
+
+def sweep(tmp_path, *argv, **content):
+    """Run a sweep in this process; the exit code and the rows of its table by micro-batch."""
+    folder = tmp_path / "sweep"
+    code = main(["sweep", write_sweep(tmp_path, **content), "--folder", str(folder), *argv])
+    table = folder / "sweep.csv"
+    if not table.exists():
+        return code, []
+    with table.open() as file:
+        return code, list(csv.DictReader(file))
+
+
+def num_starts(starts):
+    return len(starts.read_text().splitlines()) if starts.exists() else 0
+
+
+def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
+    grid = {"device_train_microbatch_size": [2, 4], "use_ema": [True, False]}
+    code, rows = sweep(tmp_path, grid=grid, base={"model_name": "tiny", "crop": "random"})
+    assert code == 0
+    assert [row["images_per_second"] for row in rows] == ["7.5", "7.5", "8.75", "8.75"]
+    assert starts.read_text().splitlines() == [
+        f"--model_name tiny --crop random --device_train_microbatch_size {size} {ema}"
+        for size in (2, 4)
+        for ema in ("--use_ema", "--no_use_ema")
+    ]
+    output = capsys.readouterr().out
+    assert "4 cells x 1" in output and "0 of 4 runs are done" in output
+    assert "run 4/4" in output and "min left" in output
+
+
+def test_out_of_memory_is_a_row_and_a_finding(tmp_path):
+    code, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [4, 8]})
+    assert code == 0
+    assert [row["status"] for row in rows] == ["ok", "oom"]
+    assert "CUDA out of memory" in rows[1]["reason"] and rows[1]["micro_batch"] == "8"
+    assert rows[1]["images_per_second"] == ""
+
+
+def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    monkeypatch.setattr(child, "GRACE_S", 1.0)
+    cells = [{"seed": seed} for seed in (2, 3, 4, 5)]
+    code, rows = sweep(tmp_path, list=cells, timeout_s=2)
+    assert code == 1
+    assert [row["status"] for row in rows] == ["timeout", "failed", "failed", "ok"]
+    reasons = [row["reason"] for row in rows]
+    assert reasons[0] == "it did not end within 2 s"
+    assert "signal 9 (SIGKILL), as the out-of-memory killer does" in reasons[1]
+    assert reasons[2] == "it ended with exit code 2: error: the seed is unlucky: got 4"
+    # The rank that would not end has been killed.
+    logs = [path.read_text() for path in (tmp_path / "sweep").glob("*/output.log")]
+    (log,) = [text for text in logs if text.startswith("rank ")]
+    assert not psutil.pid_exists(int(log.split()[1]))
+    assert "the seed is unlucky" in capsys.readouterr().out
+
+
+def test_a_second_start_repeats_nothing_and_retry_what_it_is_told(tmp_path, starts):
+    grid = {"device_train_microbatch_size": [4, 8]}
+    sweep(tmp_path, grid=grid)
+    assert sweep(tmp_path, grid=grid)[0] == 0
+    assert num_starts(starts) == 2
+    sweep(tmp_path, "--retry", "failed,timeout", grid=grid)
+    assert num_starts(starts) == 2
+    sweep(tmp_path, "--retry", "oom", grid=grid)
+    assert num_starts(starts) == 3
+
+
+def test_another_cell_in_the_file_is_the_only_one_that_runs(tmp_path, starts):
+    sweep(tmp_path, grid={"device_train_microbatch_size": [2]})
+    _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]})
+    assert len(rows) == 2 and num_starts(starts) == 2
+
+
+def test_repeats_come_round_by_round(tmp_path, starts):
+    _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]}, repeats=2)
+    sizes = [line.split()[1] for line in starts.read_text().splitlines()]
+    assert sizes == ["2", "4", "2", "4"] and len(rows) == 4
+
+
+def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path, starts, capsys):
+    code, rows = sweep(
+        tmp_path, "--dry_run", grid={"device_train_microbatch_size": [2, 4]}, timeout_s=600
+    )
+    assert (code, rows, num_starts(starts)) == (0, [], 0)
+    output = capsys.readouterr().out
+    assert "device_train_microbatch_size=2: to run" in output
+    assert "not known before the first run has ended; at most 20 min" in output
+
+
+def test_an_estimate_comes_from_the_runs_that_are_done(tmp_path, capsys):
+    sweep(tmp_path, grid={"device_train_microbatch_size": [2]})
+    capsys.readouterr()
+    sweep(tmp_path, "--dry_run", grid={"device_train_microbatch_size": [2, 4]})
+    assert "about 0 min, from runs of the same model and size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"grid": {"micro_batch": [1]}}, "unknown setting in .*my.yaml: got 'micro_batch'"),
+        ({"gird": {"seed": [1]}, "list": [{"seed": 1}]}, "nearest is grid"),
+        ({"grid": {"batch_size": ["many"]}}, "got 'many'; allowed: a whole number"),
+        ({"grid": {"seed": 1}}, "settings, each with a list of values"),
+        ({"list": [{"seed": 1}, {"seed": 1}]}, "allowed: each cell once"),
+        ({"base": {"seed": 1}}, "`grid, list` of the sweep file is wrong"),
+        ({"list": [{"results_dir": "x"}]}, "each run gets a folder of its own"),
+        ({"list": [{"seed": 1}], "timeout_s": 0}, "a number of seconds above 0"),
+        ({"list": [{"seed": 1}], "launcher": "no-such-program"}, "this program is not installed"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_starts(tmp_path, starts, capsys, content, message):
+    import re
+
+    assert sweep(tmp_path, **content) == (2, [])
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert num_starts(starts) == 0
+
+
+def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
+    grid = {"device_train_microbatch_size": [2]}
+    sweep(tmp_path, grid=grid)
+    file = tmp_path / "sweep" / "environment.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "torch": "1.12.1"}))
+    assert sweep(tmp_path, grid=grid)[0] == 2
+    assert "got 'torch 1.12.1 -> " in capsys.readouterr().err
+    assert sweep(tmp_path, "--allow_mixed", grid=grid)[0] == 0
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
+    import filelock
+
+    (tmp_path / "sweep").mkdir()
+    with filelock.FileLock(tmp_path / "sweep" / ".lock"):
+        assert sweep(tmp_path, grid={"seed": [1]})[0] == 2
+    assert "another sweep is at work" in capsys.readouterr().err
+
+
+def test_the_shipped_sweeps_are_valid(repository, capsys):
+    for name, num_cells in (("seeds", 12), ("tiny", 4)):
+        assert main(["sweep", str(repository / "sweeps" / f"{name}.yaml"), "--dry_run"]) == 0
+        assert f"{num_cells} cells x 1" in capsys.readouterr().out
+
+
+REAL = {
+    "model_name": "tiny",
+    "use_synth_data": True,
+    "warmup_batches": 0,
+    "measure_batches": 1,
+    "profile_batches": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "base"),
+    [(FAKE, {"seed": 5}), pytest.param("benchmark.py", REAL, marks=pytest.mark.slow)],
+    ids=["fake", "real"],
+)
+def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository, script, base):
+    """Four cells; SIGKILL in the third."""
+    file = write_sweep(tmp_path, script=script, base=base, grid={"batch_size": [1, 2, 3, 4]})
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "-m", "sdbench", "sweep", file, "--folder", str(folder)]
+
+    process = subprocess.Popen(command, cwd=repository, stdout=subprocess.DEVNULL)
+    wait_for(lambda: len(list(folder.glob("*/cell.json"))) == 2)
+    wait_for(lambda: len(list(folder.glob("*/*/record.json"))) == 3)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert started
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
+
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/cell.json")}
+    assert len(before) in (2, 3)  # the third may have ended just before the signal
+    completed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert f"{len(before)} of 4 runs are done" in completed.stdout
+    assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
+    with (folder / "sweep.csv").open() as table:
+        rows = list(csv.DictReader(table))
+    assert [(row["global_batch"], row["status"]) for row in rows] == [
+        (str(size), "ok") for size in (1, 2, 3, 4)
+    ]
+    assert len({row["source"] for row in rows}) == 4
+
+
+def wait_for(condition, timeout_s=90.0):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_under_composer_is_a_failed_cell(tmp_path, repository):
+    script = tmp_path / "dying.py"
+    script.write_text(
+        f"import os, signal, sys\nsys.path.insert(0, {str(repository)!r})\n"
+        "import benchmark\nfrom sdbench.measure.watch import StepWatch\n"
+        "original = StepWatch.step_ends\n"
+        "def step_ends(self, *, loss):\n"
+        "    if os.environ['RANK'] == '1' and self.timer.num_steps == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    original(self, loss=loss)\n"
+        "StepWatch.step_ends = step_ends\nsys.exit(benchmark.main())\n"
+    )
+    code, (row,) = sweep(
+        tmp_path,
+        launcher="composer -n 2",
+        script=str(script),
+        list=[{"model_name": "tiny", "use_synth_data": True}],
+        timeout_s=120,
+    )
+    assert (code, row["status"]) == (1, "failed")
+    assert "rank 0" in row["reason"]  # the one that is left says what it saw
