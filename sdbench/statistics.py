@@ -164,7 +164,7 @@ def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
     widening = math.sqrt(len(blocks) / _num_effective(noise))
     slope_bound = (slope.high_slope - slope.low_slope) / 2 * widening
     has_trend = abs(trend) > MAX_TREND and abs(slope.slope) > slope_bound
-    quantile = _t_quantile(len(blocks) - 2)
+    quantile = t_quantile(len(blocks) - 2)
     # The difference of two means of k/2 blocks each has the variance 4 s^2 / k.
     halves_bound = quantile * float(np.std(noise, ddof=2)) * 2 / math.sqrt(len(blocks)) * widening
     halves_differ = (
@@ -293,7 +293,7 @@ def _judge(
     else:  # every run gave the same: the interval is a point
         degrees = sum(df for _, df in parts)
         distance = math.inf if difference else 0.0
-    half = _t_quantile(degrees) * math.sqrt(variance)
+    half = t_quantile(degrees) * math.sqrt(variance)
     interval = Interval(
         low=math.exp(difference - half),
         high=math.exp(difference + half),
@@ -346,15 +346,15 @@ def _correlated_half_width(step_times_s: Sequence[float]) -> float:
     if num_effective == num_steps:
         return 0.0  # no correlation: the blocks say it all
     standard_error = float(np.std(step_times_s, ddof=1)) / math.sqrt(num_effective)
-    return _t_quantile(max(1.0, num_effective - 1)) * standard_error
+    return t_quantile(max(1.0, num_effective - 1)) * standard_error
 
 
 def _mean_and_half_width(samples: Sequence[float]) -> tuple[float, float]:
     standard_error = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
-    return float(np.mean(samples)), _t_quantile(len(samples) - 1) * standard_error
+    return float(np.mean(samples)), t_quantile(len(samples) - 1) * standard_error
 
 
-def _t_quantile(degrees_of_freedom: float) -> float:
+def t_quantile(degrees_of_freedom: float) -> float:
     """The two-sided quantile of Student's t; scipy.special loads faster than scipy.stats."""
     from scipy import special
 

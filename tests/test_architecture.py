@@ -63,6 +63,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.statistics",
         "sdbench.figures",
         "sdbench.measure.record",
+        # How figures are shown: the same tables, cells and escapes as in a report.
+        "sdbench.report.escape",
+        "sdbench.report.row",
+        "sdbench.report.tables",
+        "sdbench.report.terminal",
+        "sdbench.report.text_table",
     ),
     "sdbench.launch": (
         "sdbench.errors",

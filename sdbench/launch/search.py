@@ -20,7 +20,7 @@ from sdbench.launch.repeat import split_command
 from sdbench.launch.sweep_state import only_sweep_in
 from sdbench.measure.record import OK, OOM, replace_file, utc_now
 from sdbench.report.escape import for_terminal
-from sdbench.report.terminal import format_number, format_rate
+from sdbench.report.terminal import format_number
 from sdbench.signals import Terminated, stop_signals_raise
 
 FLAG = "--device_train_microbatch_size"
@@ -228,7 +228,7 @@ def describe(outcome: Outcome) -> str:
         return f"{outcome.status}, {for_terminal(outcome.reason)}"
     summary = outcome.record["summary"]
     memory = format_number(summary["peak_memory_gib"], num_digits=3)
-    return f"{format_rate(summary)} images/s, {memory} GiB"
+    return f"{format_number(summary['images_per_second'])} images/s, {memory} GiB"
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

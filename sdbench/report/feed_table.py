@@ -6,11 +6,12 @@ beforehand (how fast that went).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.measure.record import FEED, kind_of
+from sdbench.measure.record import FEED, OK, kind_of
+from sdbench.report import row as row_module
+from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell, to_markdown
 from sdbench.report.terminal import format_number, format_rate, format_rates
 
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
@@ -43,6 +44,24 @@ COLUMNS = (
     "started_utc",
     "git_commit",
     "reason",
+)
+TABLE_COLUMNS = (
+    Column("device"),
+    Column("cores", is_number=True),
+    Column("job"),
+    Column("data"),
+    Column("format"),
+    Column("samples"),
+    Column("px", is_number=True),
+    Column("batch", is_number=True),
+    Column("workers", is_number=True),
+    Column("step, s", is_number=True),
+    Column("runs", is_number=True),
+    Column("images/s (95 % interval)"),
+    Column("images/s per core", is_number=True),
+    Column("MB/s", is_number=True),
+    Column("ms per image: read, decode, transform, tokenize, collate"),
+    Column("trainer waits", is_number=True),
 )
 
 
@@ -157,58 +176,61 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
 
 def format_csv(records: Iterable[dict[str, Any]]) -> str:
     """One row per run, unrounded."""
-    import pandas
-
-    rows = [make_row(record) for record in records]
-    return pandas.DataFrame(rows, columns=COLUMNS).to_csv(index=False)
+    return row_module.format_csv(map(make_row, records), columns=COLUMNS)
 
 
-def format_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """One line per configuration, runs of the same one together.
+def make_table(records: Iterable[dict[str, Any]]) -> Table:
+    """One row per configuration, runs of the same one together.
 
     Args:
-        records: Records of kind feed or precompute with the status ok.
+        records: Records of kind feed or precompute; those that did not end well are left out.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(_configuration(record), []).append(record)
-    lines = [
-        "| device | cores | job | data | format | samples | px | batch | workers | step, s | runs "
-        "| images/s (95 % interval) | images/s per core | MB/s "
-        "| ms per image: read, decode, transform, tokenize, collate | trainer waits |",
-        "|---|---:|---|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---|---:|",
+        if record["status"] == OK:
+            groups.setdefault(_configuration(record), []).append(record)
+    rows = [_table_row(configuration, runs) for configuration, runs in groups.items()]
+    return Table("data", "Loading and encoding data", TABLE_COLUMNS, rows)
+
+
+def format_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """The same as markdown."""
+    return to_markdown(make_table(records))
+
+
+def _table_row(configuration: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> list[Cell]:
+    rows = [make_row(record) for record in runs]
+    split_ms = [_median(rows, f"{phase}_ms_per_image") for phase in PHASES]
+    wait_percent = _median(rows, "data_wait_percent")
+    summaries = [record["summary"] for record in runs]
+    rate = median_cell(summary["images_per_second"] for summary in summaries)
+    sum_ms = sum(cell.value for cell in split_ms) if split_ms[0].value is not None else None
+    return [
+        *(make_cell(value, unknown=NOT_APPLICABLE) for value in configuration),
+        make_cell(len(runs)),
+        Cell(format_rates(summaries), rate.value),
+        _median(rows, "images_per_second_per_core"),
+        _median(rows, "megabytes_per_second"),
+        Cell(", ".join(cell.text for cell in split_ms), sum_ms)
+        if sum_ms is not None
+        else make_cell(None, unknown=NOT_APPLICABLE),
+        wait_percent
+        if wait_percent.value is None
+        else Cell(f"{wait_percent.text} %", wait_percent.value),
     ]
-    for configuration, runs in groups.items():
-        rows = [make_row(record) for record in runs]
-        split_ms = [_median(rows, f"{phase}_ms_per_image") for phase in PHASES]
-        wait_percent = _median(rows, "data_wait_percent")
-        cells = [
-            *(NOT_APPLICABLE if cell is None else cell for cell in configuration),
-            len(runs),
-            format_rates([record["summary"] for record in runs]),
-            _median(rows, "images_per_second_per_core"),
-            _median(rows, "megabytes_per_second"),
-            ", ".join(split_ms) if set(split_ms) != {NOT_APPLICABLE} else NOT_APPLICABLE,
-            wait_percent if wait_percent == NOT_APPLICABLE else f"{wait_percent} %",
-        ]
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines)
 
 
 def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
     row = make_row(record)
     columns = ("device", "num_cpu_cores", "job", "data", "data_format", "latents", "image_size")
     columns += ("batch_size", "num_workers", "emulate_step_seconds")
-    if row["data"] is not None:
-        row["data"] = f"`{row['data']}`"  # <remote> would pass for an HTML tag
     # What was read; to encode a data set beforehand is to read images.
     row["latents"] = "latents" if row["latents"] == "precomputed" else "images"
     return tuple(row[column] for column in columns)
 
 
-def _median(rows: Sequence[dict[str, Any]], column: str) -> str:
-    values = [row[column] for row in rows if row[column] is not None]
-    return format_number(statistics.median(values), num_digits=3) if values else NOT_APPLICABLE
+def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:
+    return median_cell((row[column] for row in rows), num_digits=3, unknown=NOT_APPLICABLE)
 
 
 def _name_device(record: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """What is one run as one row of a long table?
 
 The columns are those of the tables of other people's published figures, and more, so that measured
-and quoted rows stand side by side. Unknown is an empty cell.
+and quoted rows stand side by side. Unknown is an empty cell. A text that a spreadsheet would take
+for a formula gets an apostrophe in front.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from sdbench.report.escape import for_csv
 
 COLUMNS = (
     "source",
@@ -41,6 +47,14 @@ COLUMNS = (
     "peak_memory_gib",
     "mfu_percent",
     "num_measured_steps",
+    "num_warmup_steps",
+    "stability",
+    "flags",
+    "step_time_cv_percent",
+    "matmul_tflops",
+    "mfu_of_matmul_percent",
+    "power_w",
+    "energy_j_per_image",
     "loss_first",
     "loss_last",
     "started_utc",
@@ -68,7 +82,7 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "kind": "measured",
         "gpu": machine["device_name"] if on_gpu else None,
         "num_gpus": num_devices if on_gpu else 0,
-        "ema": "true" if config["use_ema"] else "false",
+        "ema": config["use_ema"],
         "micro_batch": config["device_train_microbatch_size"],
         "global_batch": config["batch_size"],
         "images_per_step": config["batch_size"],
@@ -77,6 +91,10 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "model": record["workload"]["architecture"],
         "device": machine["device_name"],
         "num_devices": num_devices,
+        # Records made before flags existed have none.
+        "flags": ";".join(summary.get("flags", ())) or None,
+        "power_w": (summary.get("gpu") or {}).get("power_w"),
+        "energy_j_per_image": _energy_per_image(record),
         "git_commit": record["git"]["commit"],
     }
     for name in ("image_size", "latents", "num_workers", "precision", "engine", "preset"):
@@ -87,20 +105,78 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
     return {column: row.get(column, summary.get(column)) for column in COLUMNS}
 
 
+def _energy_per_image(record: dict[str, Any]) -> float | None:
+    """Energy of the measured window over its images, in joules; None where it was not metered."""
+    summary = record["summary"] or {}
+    energy_j = (summary.get("gpu") or {}).get("energy_j")
+    if energy_j is None:
+        return None
+    return energy_j / (summary["num_measured_steps"] * record["config"]["batch_size"])
+
+
+def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
+    """Rows as CSV with a header, unrounded.
+
+    Args:
+        rows: Values by column; a column that a row lacks is an empty cell.
+        columns: The header.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([for_csv(column) for column in columns])
+    writer.writerows([_format_cell(row.get(column)) for column in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def _format_cell(value: Any) -> Any:
+    """A boolean is written as the tables of other people's figures write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return for_csv(value)
+
+
 def append_row(path: Path, record: dict[str, Any]) -> None:
     """Add a record's row to a CSV file, which gets its header with its first row.
 
-    A lock keeps the rows of runs that end at the same moment apart.
+    A lock keeps the rows of runs that end at the same moment apart. A file with the columns of
+    another version of the suite is set aside under another name, so that no cell lands under a
+    wrong column.
 
     Args:
         path: The CSV file.
         record: The record.
     """
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    with path.open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(make_row(record))
-        file.write(buffer.getvalue())
+    while True:
+        with path.open("a+", encoding="utf-8", newline="") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_still(path, file):
+                continue  # another run has set it aside while this one waited for the lock
+            file.seek(0)
+            header = next(csv.reader(file), None)
+            if header is not None and tuple(header) != COLUMNS:
+                aside = _set_aside(path)
+                print(
+                    f"{path} has other columns than this version of the suite writes: it is now "
+                    f"{aside.name}, and {path.name} begins anew",
+                    file=sys.stderr,
+                )
+                continue
+            text = format_csv([make_row(record)], columns=COLUMNS)
+            file.write(text if header is None else text.partition("\n")[2])
+            return
+
+
+def _is_still(path: Path, file: TextIO) -> bool:
+    """Whether this name still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a file to the first free name of the form runs.old-1.csv; its lock must be held."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)

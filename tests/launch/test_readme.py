@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "single-node/README.md", "CONTRIBUTING.md", "results/README.md")
 LAUNCHERS = ("composer", "torchrun", "python")
+DATA_TOOLS = ("convert", "verify-data", "precompute")
 
 
 def commands() -> list[str]:
@@ -46,14 +47,15 @@ def run(command: str, *, folder: Path, timeout_s: float = 280) -> subprocess.Com
 @pytest.fixture
 def workplace(tmp_path, picture_folder) -> Path:
     """A folder that looks like the checkout, with a few images of a user's in it."""
-    for name in ("benchmark.py", "data.py", "calculate_number_of_parameters.py", "sdbench"):
+    names = ("benchmark.py", "data.py", "calculate_number_of_parameters.py", "sdbench", "results")
+    for name in names:
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
 def is_tool(command: str) -> bool:
-    """Whether it is `python -m sdbench`: these work on each other's output."""
-    return "-m sdbench" in command
+    """Whether it works on the output of another one, from a folder of images to latents."""
+    return any(f"-m sdbench {name} " in command for name in DATA_TOOLS)
 
 
 def is_quick(command: str) -> bool:
@@ -65,7 +67,7 @@ def make_data(folder: Path) -> None:
     from sdbench.cli import main
 
     tools = [shlex.split(command) for command in launched() if is_tool(command)]
-    assert [tool[3] for tool in tools] == ["convert", "verify-data", "precompute"]
+    assert tuple(tool[3] for tool in tools) == DATA_TOOLS
     for tool in tools:
         argv = tool[3:]
         if argv[0] == "precompute":

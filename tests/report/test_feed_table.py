@@ -9,14 +9,9 @@ import pytest
 
 from sdbench.measure.hardware import as_dict
 from sdbench.report.feed_table import format_csv, format_feed, format_markdown
-from sdbench.report.publish import (
-    BEGIN_DATA_MARKER,
-    BEGIN_MARKER,
-    END_DATA_MARKER,
-    END_MARKER,
-    main,
-)
+from sdbench.report.publish import main
 from tests.machines import make_cpu_machine, make_machine
+from tests.report.results_folder import make_readme
 from tests.schemas import validate
 
 INTERVAL = {"low": 198.0, "high": 202.5, "level": 0.95, "kind": "within-run", "num_samples": 20}
@@ -221,7 +216,7 @@ def test_runs_of_one_configuration_become_one_line():
     first, second = format_markdown([*records, emulated]).splitlines()[2:]
     # Logs have sd 0.693147: 100 x exp(+-4.302653 x 0.693147 / sqrt(3)) = 17.87 and 559.5.
     assert first == (
-        "| CPU | 2 | feed | `data/pairs` | mds | images | 512 | 32 | 2 | - | 3 "
+        "| CPU | 2 | feed | data/pairs | mds | images | 512 | 32 | 2 | - | 3 "
         "| median 100 (17.87 to 559.5, between-runs) | 100 | 20 | 0.5, 6.25, 2, 0.25, 0.5 | - |"
     )
     assert "| 0.3 | 1 | 200 (198 to 202.5, 95 % within-run) | - | 20 |" in second
@@ -252,8 +247,7 @@ def test_publishing_leaves_the_paths_of_the_machine_behind(tmp_path, capsys):
     (run / "stdout.log").write_text(f"Reading {other} and {place}\nrecord: {run}\n")
     results = tmp_path / "results"
     results.mkdir()
-    markers = (BEGIN_MARKER, END_MARKER, BEGIN_DATA_MARKER, END_DATA_MARKER)
-    (results / "README.md").write_text("\n".join(markers))
+    make_readme(results)
 
     assert main([str(run), "--results", str(results)]) == 0
     copied = results / "runs" / record["run_id"]

@@ -1,0 +1,251 @@
+"""Which of two is faster, and is that more than chance?
+
+Two tables of figures, two sets of runs, or two names in one table, matched row by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sdbench.errors import ConfigError
+from sdbench.figures import parse_conditions, select_rows
+from sdbench.measure.record import replace_file
+from sdbench.report.compare_match import GUARDED, Match, match
+from sdbench.report.compare_output import FORMATS, describe_settings
+from sdbench.report.compare_sides import Side, load_rows, make_side, split
+from sdbench.statistics import Comparison
+
+DESCRIPTION = """\
+Set two tables of figures, or two sets of runs, against each other, row by row.
+
+A and B are tables in CSV or folders with records at any depth; A is the baseline. Rows are matched
+on every setting but those that are one value throughout A and another throughout B: these are what
+is compared, and they are named. Several runs of one configuration are its replicates. With one
+table or folder, --between names the column whose values are the two sides.
+
+A row with two or more runs on each side has a 95 % interval and a verdict: faster or slower only
+if the interval excludes 1 and the change exceeds 2 %, corrected for the number of rows (Holm). How
+good is that? In 2,000 simulated pairs of sides each (tests/test_statistics_simulated.py), whose
+runs differ by 1 % and have 200 steps that differ by 3 %, with a lag-1 correlation of 0.8, and in
+brackets 0.5:
+  runs on each side                     3             5            10
+  the interval covers the truth    97 % (97)     95 % (96)     95 % (96)
+  wrongly said to differ          1.0 % (0.6)   0.8 % (0.2)     0 % (0.05)
+  a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
+A change of 5 % is found with 5 runs on each side in more than 99 %.
+"""
+
+EPILOG = """\
+examples:
+  python -m sdbench compare runs/before runs/after
+  python -m sdbench compare runs/before runs/after --fail_if_slower 5%
+  python -m sdbench compare results/quoted/aws_p4de_p5_single_node.csv --between gpu
+  python -m sdbench compare results/quoted/mlperf_training_sd2.csv --between gpu \\
+      --where submitter=NVIDIA global_batch=256 --baseline H100 --candidate B200
+  python -m sdbench compare runs --between preset --baseline seed --candidate fast \\
+      --allow precision --format markdown
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, and write the comparison.
+
+    Args:
+        argv: Tables or folders, and flags.
+
+    Returns:
+        The exit code: 1 if --fail_if_slower finds what it looks for.
+
+    Raises:
+        ConfigError: For sides that cannot be compared.
+    """
+    arguments = _parse(argv)
+    baseline, candidate = _make_sides(arguments)
+    found = match(
+        baseline,
+        candidate,
+        between=[] if len(arguments.sides) == 1 else arguments.between,
+        allow=arguments.allow,
+    )
+    text = FORMATS[arguments.format](found)
+    if arguments.out is None:
+        sys.stdout.write(text)
+    else:
+        _write(arguments.out, text)
+    if arguments.fail_if_slower is None:
+        return 0
+    failures = find_failures(found, threshold=arguments.fail_if_slower)
+    for failure in failures:
+        print(f"slower than allowed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def find_failures(match: Match, *, threshold: float) -> list[str]:
+    """What does not hold in "the candidate is no more than so much slower".
+
+    A tested row fails if its whole interval lies below the bound, an untested one if its ratio
+    does: otherwise, a gate with one run a side could never fail. A configuration that the candidate
+    has no figure for fails too: it may have crashed.
+
+    Args:
+        match: The comparison.
+        threshold: E.g. 0.05 for 5 %.
+
+    Returns:
+        A line for each failure.
+    """
+    bound = 1 - threshold
+    rows = [
+        (describe_settings(pair.baseline[0], match.columns), pair.comparison)
+        for pair in match.pairs
+    ]
+    rows.append((f"geometric mean of {len(match.pairs)}", match.mean))
+    failures = [
+        f"{_describe(comparison)}: {name}"
+        for name, comparison in rows
+        if (comparison.interval.high if comparison.interval else comparison.ratio) < bound
+    ]
+    failures += [
+        f"no figure of the candidate: {describe_settings(runs[0], match.columns)}"
+        for runs in match.only_baseline
+    ]
+    return failures
+
+
+def _describe(comparison: Comparison) -> str:
+    interval = comparison.interval
+    if interval is None:
+        return f"{comparison.ratio:.3f}x (not tested: too few runs)"
+    return f"{comparison.ratio:.3f}x ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def _make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
+    conditions = parse_conditions(arguments.where, flag="--where")
+    loaded = [select_rows(load_rows(path), conditions, flag="--where") for path in arguments.sides]
+    if len(loaded) == 2:
+        for name in ("baseline", "candidate"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ConfigError(
+                    f"--{name} chooses a side of one table, and two are given",
+                    value=value,
+                    allowed="one table or folder with --between, or two without it",
+                    flag=f"--{name}",
+                )
+        return tuple(
+            make_side(str(path), rows) for path, rows in zip(arguments.sides, loaded, strict=True)
+        )
+    if len(arguments.between) != 1:
+        raise ConfigError(
+            "one table or folder has no two sides by itself",
+            value=",".join(arguments.between) or "no --between",
+            allowed="the column whose values are the sides, e.g. --between gpu, or a second table",
+            flag="--between",
+        )
+    return split(
+        loaded[0],
+        column=arguments.between[0],
+        baseline=arguments.baseline,
+        candidate=arguments.candidate,
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench compare",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("sides", nargs="+", type=Path, metavar="A [B]", help="table in CSV, or folder with records")
+    add(
+        "--between",
+        type=_parse_names,
+        default=[],
+        metavar="COLUMN",
+        help="with A alone: the column whose values are the sides; with A and B: settings to "
+        "compare across, separated by commas",
+    )
+    add("--baseline", metavar="NAME", help="value of that column, or its beginning")
+    add("--candidate", metavar="NAME", help="value of that column, or its beginning")
+    add(
+        "--where",
+        nargs="+",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="use only the rows with these values, or with the only one that begins so",
+    )
+    add(
+        "--allow",
+        type=_parse_names,
+        default=[],
+        metavar="SETTING",
+        help=f"compare across these nevertheless: {','.join(GUARDED)}",
+    )
+    add(
+        "--fail_if_slower",
+        metavar="SHARE",
+        help="exit with 1 if a row, or the geometric mean, is slower by more than, e.g., 5%%: a "
+        "tested one if its whole interval says so, one with n=1 if its ratio does; a row that B "
+        "has no figure for fails as well",
+    )
+    add("--format", choices=FORMATS, default="terminal", help="(default: terminal)")
+    add("--out", type=Path, metavar="FILE", help="write to a file instead of the terminal")
+    arguments = parser.parse_args(argv)
+    _check(arguments)
+    return arguments
+
+
+def _parse_names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if len(arguments.sides) > 2:
+        raise ConfigError(
+            "more than two sides are given",
+            value=" ".join(map(str, arguments.sides)),
+            allowed="one table or folder with --between, or two",
+            flag="A B",
+        )
+    unknown = [name for name in arguments.allow if name not in GUARDED]
+    if unknown:
+        raise ConfigError(
+            "only what is refused can be allowed",
+            value=unknown[0],
+            allowed=" | ".join(GUARDED),
+            flag="--allow",
+        )
+    if arguments.fail_if_slower is not None:
+        arguments.fail_if_slower = _parse_share(arguments.fail_if_slower)
+
+
+def _parse_share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ConfigError(
+            "the loss that is allowed is no share",
+            value=text,
+            allowed="more than 0 and less than 100 %, e.g. 5% or 0.05",
+            flag="--fail_if_slower",
+        )
+    return share
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be written ({error.strerror})",
+            value=str(path),
+            allowed="a file in a folder that exists and that this user may write",
+            flag="--out",
+        ) from None
+    print(f"wrote {path}")

@@ -1,0 +1,314 @@
+"""How is a comparison told: in a terminal, in markdown, as CSV and as JSON?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sdbench.figures import as_text
+from sdbench.report.compare_match import Match, Pair
+from sdbench.report.compare_sides import Row, Side
+from sdbench.report.escape import for_markdown, for_terminal
+from sdbench.report.row import format_csv
+from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown
+from sdbench.report.text_table import to_terminal
+from sdbench.statistics import NOT_TESTED, Comparison
+
+FIGURE_COLUMNS = (
+    "row",
+    "baseline_images_per_second",
+    "candidate_images_per_second",
+    "num_baseline_runs",
+    "num_candidate_runs",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "verdict",
+    "flags",
+)
+MATCHED = "matched"
+ONLY_BASELINE = "only in the baseline"
+ONLY_CANDIDATE = "only in the candidate"
+GEOMETRIC_MEAN = "geometric mean"
+
+
+def to_text(match: Match) -> str:
+    """The comparison for a terminal."""
+    return _compose(match, for_terminal, to_terminal, heading="{}:", bullet="  ")
+
+
+def to_markdown_text(match: Match) -> str:
+    """The comparison in markdown."""
+    return _compose(match, for_markdown, to_markdown, heading="**{}**\n", bullet="- ")
+
+
+def to_csv_text(match: Match) -> str:
+    """One row per configuration, those on one side only too, and one for the geometric mean."""
+    columns = (*match.columns, *FIGURE_COLUMNS)
+    return format_csv(_make_rows(match), columns=columns)
+
+
+def to_json_text(match: Match) -> str:
+    """All of it, unrounded."""
+    content = {
+        "baseline": _describe_side(match.baseline),
+        "candidate": _describe_side(match.candidate),
+        "matched_on": list(match.columns),
+        "compared": _as_lists(match.compared),
+        "not_told_by": match.unsaid,
+        "other_differences": _as_lists(match.origins),
+        "rows": _make_rows(match),
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+FORMATS: dict[str, Callable[[Match], str]] = {
+    "terminal": to_text,
+    "markdown": to_markdown_text,
+    "csv": to_csv_text,
+    "json": to_json_text,
+}
+
+
+def describe_settings(row: Row, columns: Iterable[str]) -> str:
+    """Settings of a row in words, e.g. ``micro_batch 4, ema true``."""
+    told = [f"{column} {as_text(row[column])}" for column in columns if row.get(column) is not None]
+    return ", ".join(told) or "the only configuration"
+
+
+def verdict_in_words(
+    comparison: Comparison, *, num_baseline: int | None = None, num_candidate: int | None = None
+) -> str:
+    """The verdict; where nothing was tested, with the number of runs that is to blame."""
+    if comparison.verdict != NOT_TESTED or num_baseline is None:
+        return comparison.verdict
+    if num_baseline == num_candidate:
+        return f"n={num_baseline}, {NOT_TESTED}"
+    return f"n={num_baseline} and n={num_candidate}, {NOT_TESTED}"
+
+
+def _compose(
+    match: Match,
+    escape: Callable[[Any], str],
+    draw: Callable[[Table], str],
+    *,
+    heading: str,
+    bullet: str,
+) -> str:
+    varying = _varying_columns(match)
+    parts = [
+        "\n".join(bullet + escape(line) for line in _facts(match, varying)),
+        draw(_make_table(match, varying)),
+        "\n".join(bullet + escape(line) for line in _remarks(match)),
+    ]
+    for title, groups in (
+        (ONLY_BASELINE, match.only_baseline),
+        (ONLY_CANDIDATE, match.only_candidate),
+    ):
+        if groups:
+            table = draw(_make_unmatched_table(groups, varying or match.columns))
+            parts.append(f"{heading.format(f'{len(groups)} {title}')}\n{table}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _varying_columns(match: Match) -> list[str]:
+    """Matched settings that are not the same in every row shown: they tell the rows apart."""
+    shown = [
+        *(pair.baseline[0] for pair in match.pairs),
+        *(rows[0] for rows in (*match.only_baseline, *match.only_candidate)),
+    ]
+    return [column for column in match.columns if len({row.get(column) for row in shown}) > 1]
+
+
+def _facts(match: Match, varying: Sequence[str]) -> list[str]:
+    """What stands above the table."""
+    lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
+    # gpu and device say the same of our own runs.
+    columns_of: dict[tuple[str, str], list[str]] = {}
+    for column, values in match.compared.items():
+        columns_of.setdefault(values, []).append(column)
+    lines += [
+        f"compared: {', '.join(columns)}: {ours} -> {theirs}"
+        for (ours, theirs), columns in columns_of.items()
+    ]
+    if not match.compared:
+        lines.append("compared: no setting differs, only the runs")
+    same = [column for column in match.columns if column not in varying]
+    if same:
+        lines.append(f"the same: {describe_settings(match.pairs[0].baseline[0], same)}")
+    for side in (match.baseline, match.candidate):
+        unsaid = [column for column, name in match.unsaid.items() if name == side.name]
+        if unsaid:
+            lines.append(f"not matched on, as {side.name} does not tell: {', '.join(unsaid)}")
+    return lines
+
+
+def _remarks(match: Match) -> list[str]:
+    """What stands below the table."""
+    tested = [pair for pair in match.pairs if pair.comparison.interval is not None]
+    lines = []
+    if tested:
+        lines.append(
+            "Ratio: candidate over baseline, geometric means of the runs; interval: 95 %, Welch "
+            "on logs, between runs."
+        )
+    if len(tested) > 1:
+        lines.append(f"Verdicts are corrected for {len(tested)} tests (Holm); intervals are not.")
+    if match.origins:
+        differences = [
+            f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
+        ]
+        lines.append(f"Also different: {'; '.join(differences)}.")
+    for side in (match.baseline, match.candidate):
+        if side.left_out:
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in side.left_out.items())
+            lines.append(f"Left out of {side.name}: {reasons}.")
+    return lines
+
+
+def _make_table(match: Match, varying: Sequence[str]) -> Table:
+    columns = [
+        *_setting_columns(varying, [pair.baseline[0] for pair in match.pairs]),
+        Column("n"),
+        Column("baseline, images/s", is_number=True),
+        Column("candidate, images/s", is_number=True),
+        Column("ratio", is_number=True),
+        Column("95 % interval"),
+        Column("verdict"),
+        Column("flags"),
+    ]
+    rows = [
+        [
+            *(_setting_cell(pair.baseline[0], column) for column in varying),
+            make_cell(_num_runs(pair)),
+            make_cell(float(_rate(pair.baseline)), num_digits=5),
+            make_cell(float(_rate(pair.candidate)), num_digits=5),
+            *_comparison_cells(pair.comparison, pair),
+            make_cell(_flags((*pair.baseline, *pair.candidate)), unknown=""),
+        ]
+        for pair in match.pairs
+    ]
+    if len(rows) > 1:
+        empty = make_cell(None, unknown="")
+        label = make_cell(f"{GEOMETRIC_MEAN} of {len(rows)}")
+        rows.append(
+            [
+                *([label, *[empty] * (len(varying) - 1), empty] if varying else [label]),
+                empty,
+                empty,
+                *_comparison_cells(match.mean),
+                empty,
+            ]
+        )
+    return Table("comparison", "", columns, rows).without_empty_columns()
+
+
+def _make_unmatched_table(groups: Sequence[Sequence[Row]], columns: Sequence[str]) -> Table:
+    first_rows = [rows[0] for rows in groups]
+    return Table(
+        "unmatched",
+        "",
+        [
+            *_setting_columns(columns, first_rows),
+            Column("n"),
+            Column("images/s", is_number=True),
+        ],
+        [
+            [
+                *(_setting_cell(rows[0], column) for column in columns),
+                make_cell(str(len(rows))),
+                make_cell(float(_rate(rows)), num_digits=5),
+            ]
+            for rows in groups
+        ],
+    )
+
+
+def _setting_columns(columns: Iterable[str], rows: Sequence[Row]) -> list[Column]:
+    return [Column(column, all(_is_number(row.get(column)) for row in rows)) for column in columns]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | None) and not isinstance(value, bool)
+
+
+def _setting_cell(row: Row, column: str) -> Cell:
+    return make_cell(row.get(column), num_digits=6)
+
+
+def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> list[Cell]:
+    interval = comparison.interval
+    numbers = (len(pair.baseline), len(pair.candidate)) if pair else (None, None)
+    return [
+        Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
+        make_cell(f"{interval.low:.3f} to {interval.high:.3f}" if interval else None, unknown=""),
+        make_cell(verdict_in_words(comparison, num_baseline=numbers[0], num_candidate=numbers[1])),
+    ]
+
+
+def _num_runs(pair: Pair) -> str:
+    baseline, candidate = len(pair.baseline), len(pair.candidate)
+    return str(baseline) if baseline == candidate else f"{baseline} and {candidate}"
+
+
+def _rate(rows: Sequence[Row]) -> float:
+    """Geometric mean of the runs' images/s; of one run, exactly its figure."""
+    if len(rows) == 1:
+        return rows[0]["images_per_second"]
+    return math.exp(math.fsum(math.log(row["images_per_second"]) for row in rows) / len(rows))
+
+
+def _flags(rows: Iterable[Row]) -> str | None:
+    flags = dict.fromkeys(flag for row in rows for flag in (row.get("flags") or "").split(";"))
+    return ", ".join(flag for flag in flags if flag) or None
+
+
+def _describe_side(side: Side) -> dict[str, Any]:
+    return {"name": side.name, "num_figures": len(side.rows), "left_out": dict(side.left_out)}
+
+
+def _as_lists(values: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
+    return {name: list(pair) for name, pair in values.items()}
+
+
+def _make_rows(match: Match) -> list[dict[str, Any]]:
+    rows = [
+        {
+            **{column: pair.baseline[0].get(column) for column in match.columns},
+            "row": MATCHED,
+            "baseline_images_per_second": _rate(pair.baseline),
+            "candidate_images_per_second": _rate(pair.candidate),
+            "num_baseline_runs": len(pair.baseline),
+            "num_candidate_runs": len(pair.candidate),
+            **_comparison_values(pair.comparison),
+            "flags": _flags((*pair.baseline, *pair.candidate)),
+        }
+        for pair in match.pairs
+    ]
+    for title, side, groups in (
+        (ONLY_BASELINE, "baseline", match.only_baseline),
+        (ONLY_CANDIDATE, "candidate", match.only_candidate),
+    ):
+        rows += [
+            {
+                **{column: runs[0].get(column) for column in match.columns},
+                "row": title,
+                f"{side}_images_per_second": _rate(runs),
+                f"num_{side}_runs": len(runs),
+                "flags": _flags(runs),
+            }
+            for runs in groups
+        ]
+    return [*rows, {"row": GEOMETRIC_MEAN, **_comparison_values(match.mean)}]
+
+
+def _comparison_values(comparison: Comparison) -> dict[str, Any]:
+    interval = comparison.interval
+    return {
+        "ratio": comparison.ratio,
+        "ratio_low": interval.low if interval else None,
+        "ratio_high": interval.high if interval else None,
+        "verdict": comparison.verdict,
+    }

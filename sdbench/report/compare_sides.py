@@ -1,0 +1,201 @@
+"""Which figures are set against which?
+
+The two sides of a comparison come from two places, each a table or a folder with records, or from
+one, divided by the value in a column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.figures import as_text, find_name, nearest, read_figures
+from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+from sdbench.report.row import make_row
+
+Row = dict[str, Any]
+
+VERSION_PREFIX = "version of "
+# Fields of a run's config that a row has under another name, or that say how to measure the run and
+# where to write.
+NOT_COMPARED_FIELDS = frozenset(
+    {
+        "use_ema",
+        "batch_size",
+        "device_train_microbatch_size",
+        "model_name",
+        "use_synth_data",
+        "local",
+        "seed",
+        "results_dir",
+        "check_memory",
+        "warmup_batches",
+        "measure_batches",
+        "max_warmup_batches",
+        "max_measure_batches",
+        "target_precision",
+        "max_duration",
+        "profile_batches",
+        "profile_trace",
+        "measure_peak",
+        "wandb_name",
+        "wandb_project",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The figures of one side, and why others are not among them.
+
+    Attributes:
+        name: What the user called it.
+        rows: Rows with a figure.
+        left_out: How many rows were left out, by reason.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    left_out: Counter[str]
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Rows of a table, or of the records in a folder at any depth.
+
+    Args:
+        path: A CSV file or a folder.
+
+    Raises:
+        ConfigError: If it is neither, or a record in it cannot be read.
+    """
+    if not path.is_dir():
+        return read_figures(path, required=("images_per_second",))
+    files = sorted(path.rglob(RECORD_NAME))
+    if not files:
+        raise ConfigError(
+            "this folder holds no run",
+            value=str(path),
+            allowed=f"a folder with a {RECORD_NAME} in it or below, or a table in CSV",
+            flag="the path given",
+        )
+    return [_load_run(file) for file in files]
+
+
+def make_side(name: str, rows: Iterable[Row]) -> Side:
+    """Keep the rows that have a figure, and count the others.
+
+    Args:
+        name: What the user called this side.
+        rows: Rows of any status.
+
+    Raises:
+        ConfigError: If no row has a figure.
+    """
+    kept, left_out = [], Counter()
+    for row in rows:
+        if row.get("status") not in (None, OK):
+            left_out[row["status"]] += 1
+        elif row.get("images_per_second") is None:
+            left_out["no images_per_second"] += 1
+        else:
+            kept.append(row)
+    if not kept:
+        reasons = ", ".join(f"{number} x {reason}" for reason, number in left_out.items())
+        raise ConfigError(
+            f"no row on this side has a figure ({reasons or 'it has no rows'})",
+            value=name,
+            allowed="at least one row with images_per_second and the status ok",
+            flag="the path given, --where, --baseline or --candidate",
+        )
+    return Side(name, kept, left_out)
+
+
+def split(
+    rows: Sequence[Row], *, column: str, baseline: str | None, candidate: str | None
+) -> tuple[Side, Side]:
+    """Make two sides of one set of rows, by the value in a column.
+
+    Args:
+        rows: All rows.
+        column: The column.
+        baseline: The value of one side or its beginning; None takes the first of two.
+        candidate: The value of the other; None takes the second of two.
+
+    Raises:
+        ConfigError: If there is no such column or value, or more than two to choose from.
+    """
+    names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
+    if not names:
+        raise ConfigError(
+            "no row has a value in this column",
+            value=column,
+            allowed=nearest(column, sorted({name for row in rows for name in row})),
+            flag="--between",
+        )
+    if len(names) != 2 and None in (baseline, candidate):
+        raise ConfigError(
+            f"two values of {column} are compared, and there are {len(names)} to choose from",
+            value=[name for name in (baseline, candidate) if name is not None],
+            allowed=nearest("", names),
+            flag="--baseline and --candidate",
+        )
+    first, second = (
+        default if name is None else _find(name, names, column=column, flag=flag)
+        for name, flag, default in (
+            (baseline, "--baseline", names[0]),
+            (candidate, "--candidate", names[-1]),
+        )
+    )
+    if first == second:
+        raise ConfigError(
+            "baseline and candidate are the same",
+            value=first,
+            allowed=f"two different ones of {nearest(first, names)}",
+            flag="--baseline and --candidate",
+        )
+    return tuple(
+        make_side(name, [row for row in rows if as_text(row.get(column)) == name])
+        for name in (first, second)
+    )
+
+
+def _find(name: str, names: Sequence[str], *, column: str, flag: str) -> str:
+    return find_name(name, names, what=f"no row has this {column}", flag=flag)
+
+
+def _load_run(file: Path) -> Row:
+    try:
+        record = load_record(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a record cannot be read ({error})",
+            value=str(file),
+            allowed="records of this version of the suite",
+            flag="the path given",
+        ) from None
+    if kind_of(record) != BENCHMARK:
+        return {"status": f"{kind_of(record)}, which is no training"}
+    settings = {
+        name: _as_setting(value)
+        for name, value in record["config"].items()
+        if name not in NOT_COMPARED_FIELDS
+    }
+    versions = {**record["versions"], "driver": record["machine"].get("driver")}
+    return {
+        **settings,
+        **make_row(record),
+        "num_nodes": record["ranks"]["num_nodes"],
+        **{f"{VERSION_PREFIX}{name}": version for name, version in versions.items()},
+    }
+
+
+def _as_setting(value: Any) -> str | int | float:
+    """A setting that is switched off is not one that nobody told, which is None in a row."""
+    if isinstance(value, str | int | float):
+        return value
+    return "none" if value is None else json.dumps(value, sort_keys=True)

@@ -1,0 +1,165 @@
+"""How is a chart drawn, so that it looks the same wherever and whenever it is made?
+
+Charts get colours that colour-blind readers can tell apart, units on every axis, and below them a
+line that says where the figures come from. They are drawn without pyplot and without the moment of
+drawing in the file, so that the same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench.report.escape import for_plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito, "Color Universal Design" (2008), without their yellow, which is faint on white.
+SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Paul Tol, "Colour schemes" (SRON technical note, 2021), the scheme "muted" with its pale grey.
+PART_COLOURS = (
+    "#CC6677",
+    "#DDCC77",
+    "#332288",
+    "#88CCEE",
+    "#117733",
+    "#44AA99",
+    "#882255",
+    "#999933",
+    "#AA4499",
+    "#BBBBBB",
+)
+MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
+WIDTH_INCHES = 7.5
+DOTS_PER_INCH = 110
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    # Saves measuring every label to see whether the title must give way: a seventh of the time.
+    "axes.titley": 1.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.5,
+    # Text stays text: it can be searched, read aloud and is a tenth of the size of its outlines.
+    "svg.fonttype": "none",
+    # What matplotlib names the parts of a drawing after; otherwise a random number.
+    "svg.hashsalt": "sdbench",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """A chart as files.
+
+    Attributes:
+        name: File name without an ending.
+        title: One line that says what is seen; also the text in place of the picture.
+        svg: The drawing.
+        png: The picture.
+    """
+
+    name: str
+    title: str
+    svg: str
+    png: bytes
+
+
+@contextlib.contextmanager
+def plain_style() -> Iterator[None]:
+    """Drawing as matplotlib comes, whatever the user's own settings say, with `STYLE`."""
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        # A sign that its font lacks is a box in the PNG; the SVG leaves the font to the reader.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        yield
+
+
+def make_figure(
+    heights_inches: Sequence[float],
+    *,
+    sources: str,
+    left: float = 0.8,
+    gap: float = 0.85,
+    below: float = 0.55,
+) -> tuple[Figure, list[Axes]]:
+    """Axes one below the other, and under them where their figures come from.
+
+    Args:
+        heights_inches: Height of each.
+        sources: Text for at most three lines.
+        left: Room for the labels of the y axis, in inches.
+        gap: Room between two, for the labels of the upper x axis and the title of the lower axes.
+        below: Room for the labels of the last x axis.
+    """
+    from matplotlib.figure import Figure
+
+    lines = textwrap.wrap(sources, 118, max_lines=3, placeholder=" ...")
+    above, right = 0.4, 0.2
+    below += 0.1 + 0.14 * len(lines)
+    total = above + sum(heights_inches) + gap * (len(heights_inches) - 1) + below
+    figure = Figure(figsize=(WIDTH_INCHES, total), dpi=DOTS_PER_INCH)
+    axes, top = [], total - above
+    for height in heights_inches:
+        rectangle = (left, top - height, WIDTH_INCHES - left - right, height)
+        sizes = (WIDTH_INCHES, total, WIDTH_INCHES, total)
+        axes.append(
+            figure.add_axes([part / size for part, size in zip(rectangle, sizes, strict=True)])
+        )
+        top -= height + gap
+    text = "\n".join(for_plot(line) for line in lines)
+    figure.text(0.01, 0.06 / total, text, fontsize=7.5, color="#444444", va="bottom")
+    return figure, axes
+
+
+def shorten(text: Any, *, length: int = 60) -> str:
+    """A text as a label that does not run out of the picture."""
+    label = " ".join(str(text).split())
+    return for_plot(label if len(label) <= length else f"{label[: length - 3]}...")
+
+
+def render(figure: Figure, *, name: str, title: str) -> Plot:
+    """Draw it as SVG and as PNG, without the date and the version of who drew it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    svg, png = io.StringIO(), io.BytesIO()
+    metadata = {"Title": title, "Date": None, "Creator": None, "Type": None, "Format": None}
+    FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
+    FigureCanvasSVG(figure).print_svg(svg, metadata=metadata)  # last: it sets the figure to 72 dpi
+    return Plot(name, title, svg.getvalue(), png.getvalue())
+
+
+def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
+    """Write the plots, and remove those of an earlier time that have no data any more.
+
+    Args:
+        plots: What was drawn.
+        folder: Where the files go; made if it is not there.
+        names: Every name that a plot may have.
+    """
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        for ending in ("svg", "png"):
+            (folder / f"{name}.{ending}").unlink(missing_ok=True)
+    for plot in plots:
+        (folder / f"{plot.name}.svg").write_text(plot.svg, encoding="utf-8")
+        (folder / f"{plot.name}.png").write_bytes(plot.png)

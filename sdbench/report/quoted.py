@@ -1,0 +1,131 @@
+"""What did others publish, and what do models predict?
+
+Tables of other people's figures lie in results/quoted, predictions in results/modelled. Those with
+images/s become rows beside the measured ones; the others, days and costs, are shown as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.figures import read_figures
+from sdbench.report.tables import Cell, Column, Table, make_cell
+from sdbench.report.terminal import format_number
+
+# The two tables of seed 003's section 1.5: its throughputs, and the ratios that it prints.
+SEED_TABLE = "aws_p4de_p5_single_node"
+SEED_RATIOS = "aws_p4de_p5_ratio"
+SEED_CONDITIONS = {"image_size": 512, "latents": "online", "num_gpus": 8, "global_batch": 2048}
+SETTINGS = ("micro_batch", "num_workers", "ema")
+
+
+def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Read every table of a folder.
+
+    Args:
+        folder: Holds CSV files; none at all if it is not there.
+        kind: What the rows are, unless they say it themselves.
+
+    Returns:
+        Rows by the name of their file.
+
+    Raises:
+        ConfigError: If a file is no table of figures.
+    """
+    return {
+        path.stem: [{**row, "kind": row.get("kind") or kind} for row in read_figures(path)]
+        for path in sorted(folder.glob("*.csv"))
+    }
+
+
+def make_seed_table(
+    quoted: dict[str, list[dict[str, Any]]], measured: Iterable[dict[str, Any]] = ()
+) -> Table | None:
+    """The seed's table of P4de against P5, with what was measured here under its conditions.
+
+    Args:
+        quoted: Rows by file.
+        measured: Rows of measured runs.
+
+    Returns:
+        A row per micro-batch, number of workers and EMA; None without the seed's table.
+    """
+    if SEED_TABLE not in quoted:
+        return None
+    printed_ratios = {_settings(row): row["printed_ratio"] for row in quoted.get(SEED_RATIOS, ())}
+    rates: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in quoted[SEED_TABLE]:
+        rates.setdefault(_settings(row), {})[row["gpu"]] = row["images_per_second"]
+    p4de, p5 = dict.fromkeys(row["gpu"] for row in quoted[SEED_TABLE])
+    ours = _measured_under_seed_conditions(measured)
+    columns = [
+        Column("micro-batch", is_number=True),
+        Column("num_workers", is_number=True),
+        Column("EMA"),
+        Column(f"8 x {p4de}, images/s", is_number=True),
+        Column(f"8 x {p5}, images/s", is_number=True),
+        Column("ratio", is_number=True),
+        Column("ratio printed there", is_number=True),
+        Column("tested"),
+        *(Column(f"measured: 8 x {name}, images/s", is_number=True) for name in ours),
+    ]
+    rows = []
+    for settings, rate in rates.items():
+        ratio = rate[p5] / rate[p4de]
+        printed = printed_ratios.get(settings)
+        rows.append(
+            [
+                *(make_cell(value) for value in settings),
+                make_cell(rate[p4de], num_digits=6),
+                make_cell(rate[p5], num_digits=6),
+                Cell(f"{ratio:.2f}x", ratio),
+                make_cell(None) if printed is None else Cell(f"{printed:.2f}x", printed),
+                make_cell("n=1, not tested"),
+                *(make_cell(by_settings.get(settings)) for by_settings in ours.values()),
+            ]
+        )
+    return Table("p4de-p5", "P4de and P5 in seed 003, section 1.5, reproduced", columns, rows)
+
+
+def make_other_tables(quoted: dict[str, list[dict[str, Any]]]) -> list[Table]:
+    """What others published other than images/s, each file as it is."""
+    return [
+        _as_it_is(file, rows)
+        for file, rows in quoted.items()
+        if file != SEED_RATIOS and rows and "images_per_second" not in rows[0]
+    ]
+
+
+def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in SETTINGS)
+
+
+def _measured_under_seed_conditions(
+    measured: Iterable[dict[str, Any]],
+) -> dict[str, dict[tuple[Any, ...], float]]:
+    """Images/s of the latest run by settings, for every GPU type and preset measured."""
+    rates: dict[str, dict[tuple[Any, ...], float]] = {}
+    for row in measured:
+        if all(row[name] == value for name, value in SEED_CONDITIONS.items()) and row["gpu"]:
+            name = f"{row['gpu']}, preset {row['preset']}"
+            rates.setdefault(name, {})[_settings(row)] = row["images_per_second"]
+    return rates
+
+
+def _as_it_is(file: str, rows: Sequence[dict[str, Any]]) -> Table:
+    columns = [
+        Column(name, is_number=not any(isinstance(row[name], str) for row in rows))
+        for name in rows[0]
+    ]
+    cells = [
+        [
+            Cell(format_number(value, num_digits=6), value)
+            if isinstance(value, float)
+            else make_cell(value)
+            for value in row.values()
+        ]
+        for row in rows
+    ]
+    return Table(file, f"{file}.csv, quoted", columns, cells)

@@ -1,0 +1,381 @@
+"""How does throughput depend on the micro-batch and on the number of GPUs?
+
+The three charts of seed 003 under its names, from quoted, measured and modelled rows alike. Only
+figures of one resolution and one place of the encoders share axes. A figure that stands alone, so
+that no line leads through it, is in the tables only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdbench.report.plots import (
+    MARKERS,
+    SERIES_COLOURS,
+    Plot,
+    make_figure,
+    render,
+    shorten,
+)
+from sdbench.report.throughput_table import describe_work
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MICRO_BATCH = "sd_p4de_p5"
+SPEED_UP = "p5-model-scaling-stable-diff"
+SCALING = "p5-model-scaling-stable-diff-throughput"
+NAMES = (MICRO_BATCH, SPEED_UP, SCALING)
+# More panels than this, or more series in one, cannot be read.
+MAX_PANELS = 4
+MAX_SERIES = 8
+MAX_TICKS = 12
+PANEL_HEIGHT_INCHES = 2.9
+LEGEND_LINE_INCHES = 0.17
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Images/s at one micro-batch or number of GPUs, with the ends of the runs' intervals."""
+
+    rate: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Figures that differ in one quantity only.
+
+    Attributes:
+        device: What they ran on.
+        settings: What else they have in common, in words.
+        kind: measured, quoted or modelled.
+        source: Where they come from.
+        has_ema: Whether an EMA was kept; None where that is not told.
+        points: By micro-batch or number of GPUs, ascending.
+    """
+
+    device: str
+    settings: str
+    kind: str
+    source: str
+    has_ema: bool | None
+    points: dict[int, Point]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Series that may share axes."""
+
+    title: str
+    series: Sequence[Series]
+
+
+def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> Plot | None:
+    """Throughput against micro-batch per GPU type, with and without EMA.
+
+    Args:
+        rows: Rows of results/throughput.csv.
+
+    Returns:
+        The chart, or None if no series has two micro-batches.
+    """
+    panels = [
+        Panel(
+            f"{describe_work(image_size=image_size, latents=latents)}, {_count_devices(number)}",
+            series,
+        )
+        for (image_size, latents, number), series in _collect(
+            rows,
+            x_of=lambda row: row.get("micro_batch"),
+            panel_of=lambda row: (row.get("image_size"), row.get("latents"), _num_devices(row)),
+            settings_of=lambda row: [row.get("preset"), row.get("precision")],
+            first_panel=(512, "online", 8),
+        )
+    ]
+    return _draw(
+        panels,
+        name=MICRO_BATCH,
+        title="Throughput against micro-batch per GPU type, with and without EMA",
+        draw_panel=_draw_micro_batch_panel,
+    )
+
+
+def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
+    """Speed-up with the ideal line, and throughput, against the number of GPUs.
+
+    Args:
+        rows: Rows of results/throughput.csv.
+
+    Returns:
+        Both charts, or none if no series has two GPU counts.
+    """
+    rows = [row for row in rows if row.get("num_gpus")]
+    scaled_with = _describe_batches(rows)
+    panels = [
+        Panel(describe_work(image_size=image_size, latents=latents), series)
+        for (image_size, latents), series in _collect(
+            rows,
+            x_of=lambda row: row["num_gpus"],
+            panel_of=lambda row: (row.get("image_size"), row.get("latents")),
+            settings_of=lambda row: [
+                row.get("preset"),
+                row.get("precision"),
+                f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
+                scaled_with(row),
+            ],
+            first_panel=(512, "online"),
+        )
+    ]
+    speed_up = _draw(
+        [panel for panel in map(_with_speed_up, panels) if panel.series],
+        name=SPEED_UP,
+        title="Speed-up against GPU count, with the ideal line",
+        draw_panel=_draw_speed_up_panel,
+    )
+    throughput = _draw(
+        panels,
+        name=SCALING,
+        title="Throughput against GPU count",
+        draw_panel=_draw_scaling_panel,
+    )
+    return [plot for plot in (speed_up, throughput) if plot is not None]
+
+
+def _collect(
+    rows: Iterable[dict[str, Any]],
+    *,
+    x_of: Callable[[dict[str, Any]], int | None],
+    panel_of: Callable[[dict[str, Any]], tuple[Any, ...]],
+    settings_of: Callable[[dict[str, Any]], list[str | None]],
+    first_panel: tuple[Any, ...],
+) -> list[tuple[tuple[Any, ...], list[Series]]]:
+    """Sort rows into panels and series; what makes no line anywhere is left out.
+
+    The seed's panel comes first, then those with the most points.
+    """
+    found: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]] = {}
+    for row in rows:
+        x = x_of(row)
+        if row.get("images_per_second") is None or not isinstance(x, int):
+            continue
+        settings = ", ".join(part for part in settings_of(row) if part)
+        key = (_device(row), settings, row["kind"], _source(row), row.get("ema"))
+        series = found.setdefault(panel_of(row), defaultdict(lambda: defaultdict(list)))
+        series[key][x].append(row)
+    panels = []
+    for panel, groups in found.items():
+        series = [
+            Series(*key, {x: _summarise(by_x[x]) for x in sorted(by_x)})
+            for key, by_x in groups.items()
+        ]
+        lines = {_line_of(one) for one in series if len(one.points) > 1}
+        series = [one for one in series if _line_of(one) in lines]
+        if series:
+            panels.append((panel, series))
+    panels.sort(key=lambda item: (item[0] != first_panel, -_num_points(item[1])))
+    return panels
+
+
+def _line_of(series: Series) -> tuple[str, str, str]:
+    """What a lone figure must share with a line to be drawn beside it, e.g. the one without EMA."""
+    return series.device, series.settings, series.source
+
+
+def _with_speed_up(panel: Panel) -> Panel:
+    """Only the series that begin at the panel's smallest number of GPUs, and go on."""
+    smallest = min(min(series.points) for series in panel.series)
+    series = [one for one in panel.series if smallest in one.points and len(one.points) > 1]
+    return dataclasses.replace(panel, series=series)
+
+
+def _num_points(series: Sequence[Series]) -> int:
+    return sum(len(one.points) for one in series)
+
+
+def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
+    """The median of the runs, and how far their intervals reach."""
+    rate = statistics.median(row["images_per_second"] for row in rows)
+    lows = [row.get("images_per_second_low") or row["images_per_second"] for row in rows]
+    highs = [row.get("images_per_second_high") or row["images_per_second"] for row in rows]
+    return Point(rate, min(lows), max(highs))
+
+
+def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
+    """Whether the work of a step was kept (strong scaling) or grew with the GPUs (weak scaling)."""
+
+    def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+        names = ("image_size", "latents", "ema", "preset", "precision", "micro_batch")
+        return (_device(row), _source(row), row["kind"], *(row.get(name) for name in names))
+
+    batches: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
+    for row in rows:
+        if row.get("global_batch"):
+            batches[key_of(row)].add((row["global_batch"], row["num_gpus"]))
+
+    def describe(row: dict[str, Any]) -> str | None:
+        if not row.get("global_batch"):
+            return None
+        per_gpu = {batch / number for batch, number in batches[key_of(row)]}
+        numbers = {number for _, number in batches[key_of(row)]}
+        if len(per_gpu) == 1 and len(numbers) > 1:
+            return f"{row['global_batch'] / row['num_gpus']:g} images per GPU and step"
+        return f"global batch {row['global_batch']}"
+
+    return describe
+
+
+def _draw(
+    panels: Sequence[Panel],
+    *,
+    name: str,
+    title: str,
+    draw_panel: Callable[[Axes, Panel, Callable[[Series], dict[str, Any]]], None],
+) -> Plot | None:
+    if not panels:
+        return None
+    shown = [
+        dataclasses.replace(panel, series=panel.series[:MAX_SERIES])
+        for panel in panels[:MAX_PANELS]
+    ]
+    every_series = [series for panel in shown for series in panel.series]
+    colours = _number(series.device for series in every_series)
+    sources = _number(series.source for series in every_series)
+
+    def look_of(series: Series) -> dict[str, Any]:
+        colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
+        return {
+            "color": colour,
+            "marker": MARKERS[series.kind],
+            "markerfacecolor": "white" if series.has_ema is False else colour,
+            "markersize": 8 if series.has_ema is False else 5,
+            "linestyle": "--" if series.has_ema is False else "-",
+            # A hollow marker goes behind a full one at the same place.
+            "zorder": 2 if series.has_ema is False else 3,
+            "label": _label(series, number=sources[series.source]),
+        }
+
+    notes = [f"[{number}] {source}" for source, number in sources.items()]
+    left_out = sum(len(panel.series) for panel in panels) - len(every_series)
+    if left_out:
+        notes.insert(0, f"{left_out} more series are not drawn")
+    legend_inches = LEGEND_LINE_INCHES * (1 + max(len(panel.series) for panel in shown))
+    figure, axes = make_figure(
+        [PANEL_HEIGHT_INCHES] * len(shown),
+        sources="; ".join(notes),
+        gap=0.9 + legend_inches,
+        below=0.55 + legend_inches,
+    )
+    for ax, panel in zip(axes, shown, strict=True):
+        ax.set_title(shorten(panel.title, length=90))
+        draw_panel(ax, panel, look_of)
+        # Below the axes, where it covers no line.
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
+    return render(figure, name=name, title=title)
+
+
+def _draw_micro_batch_panel(
+    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
+) -> None:
+    for series in panel.series:
+        _draw_series(ax, series, look_of(series), scale=1.0)
+    micro_batches = sorted({x for series in panel.series for x in series.points})
+    if len(micro_batches) <= MAX_TICKS:
+        ax.set_xticks(micro_batches)
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("micro-batch per device, images")
+    ax.set_ylabel("images/s")
+
+
+def _draw_speed_up_panel(
+    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
+) -> None:
+    smallest = min(min(series.points) for series in panel.series)
+    largest = max(max(series.points) for series in panel.series)
+    ax.plot(
+        [smallest, largest],
+        [1, largest / smallest],
+        color="#666666",
+        linestyle=":",
+        label="ideal",
+    )
+    for series in panel.series:
+        _draw_series(ax, series, look_of(series), scale=1 / series.points[smallest].rate)
+    _label_gpu_counts(ax, panel)
+    ax.set_ylabel(f"speed-up over {smallest} GPUs")
+
+
+def _draw_scaling_panel(
+    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
+) -> None:
+    for series in panel.series:
+        _draw_series(ax, series, look_of(series), scale=1.0)
+    _label_gpu_counts(ax, panel)
+    ax.set_ylabel("images/s")
+
+
+def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
+    """Logarithmic axes, so that 8 and 512 GPUs can both be read."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
+
+    counts = {x for series in panel.series for x in series.points}
+    powers = [2**exponent for exponent in range(max(counts).bit_length())]
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_major_locator(FixedLocator([power for power in powers if power >= min(counts)]))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ax.set_xlabel("GPUs")
+
+
+def _draw_series(ax: Axes, series: Series, look: dict[str, Any], *, scale: float) -> None:
+    points = series.points.values()
+    ax.plot(list(series.points), [point.rate * scale for point in points], **look)
+    ax.vlines(
+        list(series.points),
+        [point.low * scale for point in points],
+        [point.high * scale for point in points],
+        color=look["color"],
+        linewidth=1,
+    )
+
+
+def _label(series: Series, *, number: int) -> str:
+    ema = {True: "EMA", False: "no EMA", None: None}[series.has_ema]
+    parts = [series.device, ema, series.settings, series.kind]
+    return shorten(", ".join(part for part in parts if part), length=80) + f" [{number}]"
+
+
+def _number(names: Iterable[str]) -> dict[str, int]:
+    """1 for the first, 2 for the next that differs, and so on."""
+    return {name: number for number, name in enumerate(dict.fromkeys(names), start=1)}
+
+
+def _device(row: dict[str, Any]) -> str:
+    return row.get("gpu") or row.get("device") or "device not told"
+
+
+def _count_devices(number: int | None) -> str:
+    if number is None:
+        return "number of devices not told"
+    return "1 device" if number == 1 else f"{number} devices"
+
+
+def _num_devices(row: dict[str, Any]) -> int | None:
+    return row.get("num_gpus") or row.get("num_devices")
+
+
+def _source(row: dict[str, Any]) -> str:
+    """Measured runs are all of one source: the published records."""
+    if row["kind"] == "measured":
+        return "results/runs"
+    parts = (row.get("source"), row.get("submitter"), row.get("read_from"))
+    return ", ".join(str(part) for part in parts if part) or "source not told"

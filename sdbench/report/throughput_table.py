@@ -1,0 +1,238 @@
+"""How fast did training go, here and according to others?
+
+One table per resolution and place of the encoders: a step with the encoders in it is about 1.5
+times the work of one on latents, and a picture of 512 px four times that of 256, so that figures of
+the two never stand in one table. Within a table, measured rows come first, then quoted, then
+modelled ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell
+from sdbench.report.terminal import format_number, format_rates
+
+LATENTS_IN_WORDS = {
+    "online": "the encoders run in the step (online)",
+    "precomputed": "latents and text embeddings made beforehand (precomputed)",
+    "moments": "VAE moments made beforehand, text encoder in the step (moments)",
+}
+FLAGS_IN_WORDS = {
+    "drift": "drift: the step time never settled",
+    "noisy": "noisy",
+    "throttled": "throttled: the GPU lowered its clock",
+    "shared": "shared: others used the GPU",
+    "other_time": "more than 5 % of the step is in no known phase",
+    "precision_not_reached": "the precision asked for was not reached",
+}
+COLUMNS = (
+    Column("kind"),
+    Column("device"),
+    Column("devices", is_number=True),
+    Column("runs", is_number=True),
+    Column("images/s (95 % interval)", is_number=True),
+    Column("images/s per device", is_number=True),
+    Column("model"),
+    Column("px", is_number=True),
+    Column("preset"),
+    Column("precision"),
+    Column("EMA"),
+    Column("global batch", is_number=True),
+    Column("micro-batch", is_number=True),
+    Column("other settings"),
+    Column("step p50, s", is_number=True),
+    Column("peak memory, GiB", is_number=True),
+    Column("MFU, %", is_number=True),
+    Column("MFU of measured matmul, %", is_number=True),
+    Column("power, W", is_number=True),
+    Column("notes"),
+    Column("source"),
+)
+# Settings with a column of their own, and those that say how to measure or where to write: what is
+# left of what a user chose is told under "other settings".
+NOT_OTHER_SETTINGS = frozenset(
+    {
+        "model_name",
+        "image_size",
+        "preset",
+        "precision",
+        "latents",
+        "use_ema",
+        "batch_size",
+        "device_train_microbatch_size",
+        "use_synth_data",
+        "data_format",
+        "remote",
+        "local",
+        "streams",
+        "warmup_batches",
+        "max_warmup_batches",
+        "measure_batches",
+        "max_measure_batches",
+        "target_precision",
+        "max_duration",
+        "profile_batches",
+        "profile_trace",
+        "measure_peak",
+        "seed",
+        "results_dir",
+        "check_memory",
+        "wandb_name",
+        "wandb_project",
+    }
+)
+
+
+def make_tables(
+    records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]] = ()
+) -> list[Table]:
+    """Sort measured, quoted and modelled figures into tables.
+
+    Runs of one configuration become one row: three or more have a between-runs interval, fewer the
+    within-run one of each run.
+
+    Args:
+        records: Records of training runs with the status ok.
+        figures: Rows of quoted and modelled tables, with their kind.
+
+    Returns:
+        One table per resolution and place of the encoders; those with measured rows come first.
+    """
+    rows: dict[tuple[Any, Any], list[list[Cell]]] = {}
+    for runs in group_runs(records):
+        config = runs[0]["config"]
+        rows.setdefault((config["image_size"], config["latents"]), []).append(_measured_row(runs))
+    for figure in figures:
+        if figure.get("images_per_second") is not None:
+            key = (figure.get("image_size"), figure.get("latents"))
+            rows.setdefault(key, []).append(_figure_row(figure))
+    return [
+        Table(
+            name=f"{image_size}px-{latents}",
+            caption=describe_work(image_size=image_size, latents=latents),
+            columns=COLUMNS,
+            rows=cells,
+        ).without_empty_columns()
+        for (image_size, latents), cells in rows.items()
+    ]
+
+
+def describe_work(*, image_size: int | None, latents: str | None) -> str:
+    """What a step does, in words."""
+    size = "resolution not told" if image_size is None else f"{image_size} px"
+    place = "place of the encoders not told" if latents is None else latents
+    return f"{size}, {LATENTS_IN_WORDS.get(place, place)}"
+
+
+def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs of one configuration together, in the order in which each was first seen."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(_configuration(record), []).append(record)
+    return list(groups.values())
+
+
+def describe_notes(records: Sequence[dict[str, Any]]) -> str | None:
+    """What a reader must know before trusting these runs, in words."""
+    flags = [flag for record in records for flag in record["summary"].get("flags", ())]
+    notes = [FLAGS_IN_WORDS.get(flag, flag) for flag in dict.fromkeys(flags)]
+    if any(record["git"]["dirty"] for record in records):
+        notes.append("the code had uncommitted changes")
+    return "; ".join(notes) or None
+
+
+def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
+    """All that makes a row, in the order of the columns."""
+    config = record["config"]
+    return (
+        record["machine"]["device_name"],
+        record["ranks"]["world_size"],
+        record["workload"]["architecture"],
+        config["image_size"],
+        config["preset"],
+        config["precision"],
+        config["use_ema"],
+        config["batch_size"],
+        config["device_train_microbatch_size"],
+        _other_settings(record),
+        config["latents"],
+    )
+
+
+def _other_settings(record: dict[str, Any]) -> str | None:
+    """What the user chose beyond the columns, e.g. ``num_workers 0, attention math``."""
+    config = record["config"]
+    chosen = [
+        f"{name} {config[name]}"
+        for name, origin in record["origin"].items()
+        if origin in ("flag", "file") and name not in NOT_OTHER_SETTINGS
+    ]
+    if config["data_format"] != "synthetic":
+        chosen.append(f"data_format {config['data_format']}")
+    return ", ".join(chosen) or None
+
+
+def _measured_row(records: Sequence[dict[str, Any]]) -> list[Cell]:
+    summaries = [record["summary"] for record in records]
+    rates = [summary["images_per_second"] for summary in summaries]
+    peak_memory_gib = max(summary["peak_memory_gib"] for summary in summaries)
+    device, num_devices, *work, _ = _configuration(records[0])
+    return [
+        make_cell("measured"),
+        make_cell(device),
+        make_cell(num_devices),
+        make_cell(len(records)),
+        Cell(format_rates(summaries), statistics.median(rates)),
+        median_cell(summary["images_per_second_per_device"] for summary in summaries),
+        *(make_cell(value, unknown="") for value in work),
+        median_cell(summary["step_time_p50_s"] for summary in summaries),
+        Cell(f"{peak_memory_gib:.1f}", peak_memory_gib),
+        median_cell((summary["mfu_percent"] for summary in summaries), num_digits=3),
+        median_cell((summary.get("mfu_of_matmul_percent") for summary in summaries), num_digits=3),
+        median_cell((summary.get("gpu") or {}).get("power_w") for summary in summaries),
+        make_cell(describe_notes(records), unknown=""),
+        make_cell(_source_of(records)),
+    ]
+
+
+def _source_of(records: Sequence[dict[str, Any]]) -> str:
+    """When the runs began, and the commit of the code."""
+    dates = sorted({record["started_utc"][:10] for record in records})
+    commits = sorted({(record["git"]["commit"] or "unknown")[:7] for record in records})
+    return f"{' and '.join(dates)}, code {' and '.join(commits)}"
+
+
+def _figure_row(figure: dict[str, Any]) -> list[Cell]:
+    rate, num_devices = figure["images_per_second"], figure.get("num_gpus")
+    text = format_number(rate, num_digits=6)
+    low, high = figure.get("images_per_second_low"), figure.get("images_per_second_high")
+    if low is not None and high is not None:
+        text += f" ({format_number(low)} to {format_number(high)})"
+    num_workers = figure.get("num_workers")
+    source = (figure.get(name) for name in ("source", "submitter", "read_from"))
+    return [
+        make_cell(figure["kind"]),
+        make_cell(figure.get("gpu") or figure.get("device")),
+        make_cell(num_devices),
+        make_cell(None),
+        Cell(text, rate),
+        make_cell(rate / num_devices if num_devices else None),
+        make_cell(figure.get("model")),
+        make_cell(figure.get("image_size")),
+        make_cell(figure.get("preset")),
+        make_cell(figure.get("precision")),
+        make_cell(figure.get("ema")),
+        make_cell(figure.get("global_batch")),
+        make_cell(figure.get("micro_batch")),
+        make_cell(None if num_workers is None else f"num_workers {num_workers}", unknown=""),
+        make_cell(figure.get("step_time_p50_s")),
+        make_cell(figure.get("peak_memory_gib")),
+        make_cell(figure.get("mfu_percent")),
+        make_cell(figure.get("mfu_of_matmul_percent")),
+        make_cell(figure.get("power_w")),
+        make_cell(figure.get("reason"), unknown=""),
+        make_cell(", ".join(str(part) for part in source if part is not None) or None),
+    ]

@@ -1,0 +1,1 @@
+"""How does throughput grow with GPUs, and what do days, money and energy follow from it?"""

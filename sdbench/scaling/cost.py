@@ -1,0 +1,292 @@
+"""How many days, GPU-hours, dollars and kilowatt-hours does a training take at a given throughput?
+
+    days = sum over the stages of images / images_per_second / 86,400
+    GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
+
+An interval of the throughput becomes one of the days and of all that follows from them, as if every
+stage were off in the same direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.figures import find_name
+
+SECONDS_PER_DAY = 86_400
+HOURS_PER_DAY = 24
+RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
+PRICES_FILE = Path(__file__).with_name("prices.yaml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """So many images at one resolution."""
+
+    image_size: int
+    num_images: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A training.
+
+    Attributes:
+        name: Its key in the file of recipes.
+        about: What is trained, in words.
+        source: Where its numbers come from.
+        global_batch: Images of an optimizer step.
+        stages: One after the other.
+    """
+
+    name: str
+    about: str
+    source: str
+    global_batch: int
+    stages: tuple[Stage, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A number with its 95 % interval, where there is one.
+
+    Attributes:
+        value: The number.
+        low: Lower end; None without an interval.
+        high: Upper end; None without an interval, or where it has no bound.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __mul__(self, factor: float) -> Value:
+        return Value(*(None if one is None else one * factor for one in self._ends()))
+
+    def __add__(self, other: Value) -> Value:
+        pairs = zip(self._ends(), other._ends(), strict=True)
+        return Value(*(None if None in pair else sum(pair) for pair in pairs))
+
+    def _ends(self) -> tuple[float | None, ...]:
+        return self.value, self.low, self.high
+
+    def as_time_of(self, num_images: int) -> Value:
+        """Seconds for so many images at this rate; the slow end of the rate is the long one."""
+        return Value(
+            num_images / self.value,
+            None if self.high is None else num_images / self.high,
+            None if self.low is None else num_images / self.low,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tariff:
+    """What a GPU costs or draws.
+
+    Attributes:
+        value: Dollars per GPU-hour, or watts per board.
+        source: Where that comes from, and of what date.
+        others: Names of other rows that would apply.
+    """
+
+    value: float
+    source: str
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a training takes on so many GPUs.
+
+    Attributes:
+        num_gpus: GPUs.
+        days: Wall-clock days of training alone, without interruptions and evaluation.
+        gpu_hours: GPU-hours.
+        cost_usd: Dollars; None without a price.
+        energy_kwh: Of the GPU boards alone; None without their power.
+    """
+
+    num_gpus: int
+    days: Value
+    gpu_hours: Value
+    cost_usd: Value | None
+    energy_kwh: Value | None
+
+
+def estimate(
+    recipe: Recipe,
+    rates: Mapping[int, Value],
+    *,
+    num_gpus: int,
+    price: Tariff | None = None,
+    power: Tariff | None = None,
+) -> Estimate:
+    """Work out what a training takes.
+
+    Args:
+        recipe: The training.
+        rates: Images/s of all GPUs together, by resolution.
+        num_gpus: GPUs.
+        price: Dollars per GPU-hour.
+        power: Watts per board.
+
+    Raises:
+        ConfigError: If a stage has no rate.
+    """
+    missing = [stage.image_size for stage in recipe.stages if stage.image_size not in rates]
+    if missing:
+        raise ConfigError(
+            f"{num_gpus} GPUs have no figure at {missing[0]} px, which the recipe {recipe.name} "
+            "needs",
+            value=sorted(rates),
+            allowed="figures at " + " and ".join(f"{one.image_size} px" for one in recipe.stages),
+            flag="TABLE, --images_per_second or --recipe",
+        )
+    seconds = [rates[stage.image_size].as_time_of(stage.num_images) for stage in recipe.stages]
+    days = sum(seconds[1:], start=seconds[0]) * (1 / SECONDS_PER_DAY)
+    gpu_hours = days * (HOURS_PER_DAY * num_gpus)
+    return Estimate(
+        num_gpus=num_gpus,
+        days=days,
+        gpu_hours=gpu_hours,
+        cost_usd=gpu_hours * price.value if price else None,
+        energy_kwh=gpu_hours * (power.value / 1000) if power else None,
+    )
+
+
+def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
+    """Read one recipe.
+
+    Args:
+        name: Its key, or the beginning of one.
+        path: YAML file of recipes.
+
+    Raises:
+        ConfigError: If the file is none of recipes, or has no such one.
+    """
+    content = _load_yaml(path, flag="--recipes")
+    key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
+    try:
+        values = content[key]
+        stages = tuple(
+            Stage(int(stage["image_size"]), int(stage["num_images"])) for stage in values["stages"]
+        )
+        if not stages or min(min(one.image_size, one.num_images) for one in stages) < 1:
+            raise ValueError("a stage without images")
+        return Recipe(key, values["about"], values["source"], int(values["global_batch"]), stages)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the recipe {key} cannot be read ({error})",
+            value=str(path),
+            allowed="about, source, global_batch and stages of image_size and num_images",
+            flag="--recipes",
+        ) from None
+
+
+def load_price(
+    gpu: str | None, *, chosen: str | None = None, path: Path = PRICES_FILE
+) -> Tariff | None:
+    """What an hour of this GPU costs.
+
+    Args:
+        gpu: Its name; None if the figures do not tell it.
+        chosen: Name of a price, or a number of dollars; None takes the first row for this GPU.
+        path: YAML file of prices.
+
+    Returns:
+        The price, or None if there is no row for this GPU.
+
+    Raises:
+        ConfigError: If the file is none of prices, or has no price of that name.
+    """
+    if chosen is not None and _is_number(chosen):
+        return Tariff(_positive(float(chosen), path=path), "given with --price")
+    rows = _load_tariffs(path, "prices", per="GPU-hour", unit="USD")
+    if chosen is not None:
+        names = [row["name"] for row in rows]
+        name = find_name(chosen, names, what="there is no such price", flag="--price")
+        rows = [row for row in rows if row["name"] == name]
+    else:
+        rows = [row for row in rows if _is_for(gpu, row)]
+    return _first(rows)
+
+
+def load_power(gpu: str | None, *, path: Path = PRICES_FILE) -> Tariff | None:
+    """What the board of this GPU draws at most, in watts; None if there is no row for it."""
+    rows = _load_tariffs(path, "power", per="GPU board", unit="W")
+    return _first([row for row in rows if _is_for(gpu, row)])
+
+
+def _first(rows: Sequence[dict[str, Any]]) -> Tariff | None:
+    if not rows:
+        return None
+    others = tuple(row["name"] for row in rows[1:] if "name" in row)
+    return Tariff(float(rows[0]["value"]), f"{rows[0]['source']}; {rows[0]['date']}", others)
+
+
+def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
+    """A table may name the machine too: ``H100-SXM5-80GB (p5.48xlarge)``."""
+    return gpu is not None and (gpu in row["gpus"] or gpu.split(" (")[0] in row["gpus"])
+
+
+def _load_tariffs(path: Path, key: str, *, per: str, unit: str) -> list[dict[str, Any]]:
+    rows = _load_yaml(path, flag="--prices").get(key)
+    needed = {"gpus", "value", "unit", "per", "source", "date"}
+    if key == "prices":
+        needed.add("name")
+    for row in rows if isinstance(rows, list) else [rows]:
+        is_whole = isinstance(row, dict) and needed <= row.keys()
+        if not is_whole or (row["unit"], row["per"]) != (unit, per):
+            raise ConfigError(
+                f"a row under {key} is not whole",
+                value=row,
+                allowed=f"{', '.join(sorted(needed))}; unit {unit}, per {per}",
+                flag="--prices",
+            )
+        _positive(row["value"], path=path)
+    return rows
+
+
+def _positive(value: Any, *, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError(
+            "a price or power is no positive number",
+            value=value,
+            allowed=f"a number above 0 (in {path.name} or after --price)",
+            flag="--prices or --price",
+        )
+    return float(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _load_yaml(path: Path, *, flag: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the file cannot be read ({' '.join(str(error).split())})",
+            value=str(path),
+            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
+            flag=flag,
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            "the file has no keys",
+            value=str(path),
+            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
+            flag=flag,
+        )
+    return content

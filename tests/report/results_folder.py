@@ -1,0 +1,82 @@
+"""Results folders to make tables, plots and pages from."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sdbench.report.markers import BEGIN, END
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+PARTS_S = {
+    "data_wait": 0.1,
+    "host_to_device": 0.1,
+    "vae_encode": 0.5,
+    "text_encode": 0.1,
+    "unet_forward": 0.9,
+    "backward": 1.6,
+    "gradient_communication": 0.2,
+    "optimizer": 0.3,
+    "ema": 0.1,
+    "other": 0.1,
+}
+BREAKDOWN = {"num_steps": 5, "step_time_s": 4.0, "seconds": PARTS_S}
+# Line breaks, the marks of markdown, HTML and CSV, two dollar signs, and letters beyond ASCII.
+HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2d\u202e'
+
+
+@functools.cache
+def _published_record() -> dict[str, Any]:
+    path = sorted(RESULTS.glob("runs/*_sd2-base-256px-fast/record.json"))[0]
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def make_record(**changes: Any) -> dict[str, Any]:
+    """A published record of `fast` at 256 px with changes, e.g. ``config__use_ema=True``."""
+    record = copy.deepcopy(_published_record())
+    for path, value in changes.items():
+        *folders, name = path.split("__")
+        place = functools.reduce(dict.__getitem__, folders, record)
+        place[name] = value
+    return record
+
+
+def make_gpu_record(**changes: Any) -> dict[str, Any]:
+    """A run on eight H200 at 512 px, global batch 2048, with EMA, unless changed."""
+    gpu = {
+        "machine__device_type": "cuda",
+        "machine__device_name": "NVIDIA H200",
+        "ranks__world_size": 8,
+        "config__image_size": 512,
+        "config__batch_size": 2048,
+        "config__use_ema": True,
+    }
+    return make_record(**{**gpu, **changes})
+
+
+def make_readme(results: Path) -> None:
+    """A README.md with places for the tables."""
+    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in ("throughput", "data")]
+    (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
+
+
+def make_results(results: Path, *records: dict[str, Any], quoted: bool = True) -> Path:
+    """A results folder with these runs, each under a name of its own and with steps."""
+    results.mkdir(exist_ok=True)
+    make_readme(results)
+    if quoted:
+        shutil.copytree(RESULTS / "quoted", results / "quoted")
+    steps = (
+        "index,phase,step_time_s,data_wait_s,loss\n0,warmup,9.0,0.1,1.0\n1,measured,4.0,0.1,0.9\n"
+    )
+    for number, record in enumerate(records):
+        record = {**record, "run_id": f"{number:04d}{record['run_id'][4:]}"}
+        folder = results / "runs" / record["run_id"]
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps(record))
+        (folder / "steps.csv").write_text(steps)
+    return results

@@ -1,0 +1,424 @@
+"""Two sets of figures set against each other, through `python -m sdbench compare`."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.report.compare import EPILOG
+
+HOSTILE = "=cmd|' /C calc'!A0\n<script>alert(1)</script> \u4e2d\u6587 \x1b[2J"
+
+
+@pytest.fixture(scope="module")
+def a_record(repository):
+    """A committed record of a run on two cores."""
+    folder = next((repository / "results" / "runs").glob("*_sd2-base-256px-fast"))
+    return json.loads((folder / "record.json").read_text())
+
+
+def write_runs(folder, a_record, *rates, status="ok", flags=(), versions=None, **config):
+    """One record per rate, at different depths below the folder."""
+    for index, rate in enumerate(rates):
+        record = copy.deepcopy(a_record)
+        record["config"].update(config)
+        record["versions"].update(versions or {})
+        record["status"] = status
+        record["summary"]["images_per_second"] = rate
+        record["summary"]["flags"] = list(flags)
+        name = "-".join(f"{value}" for value in config.values() if isinstance(value, str | int))
+        run = folder / ("deep/" * index) / f"run-{status}-{name}-{index}"
+        run.mkdir(parents=True)
+        (run / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+def write_table(path, *rows):
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def compare(capsys, *arguments) -> str:
+    assert main(["compare", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def compare_as_json(capsys, *arguments) -> dict:
+    return json.loads(compare(capsys, *arguments, "--format", "json"))
+
+
+def refusal(capsys, *arguments) -> str:
+    assert main(["compare", *map(str, arguments)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err
+
+
+# The seed's table of P4de against P5.
+
+
+def test_the_ratios_of_the_seeds_table(capsys, repository):
+    # 189.28/142.69 = 1.32651, 289.19/173.89 = 1.66306, 329.55/185.18 = 1.77962,
+    # 353.81/192.85 = 1.83464, 358.68/197.47 = 1.81638, 361.15/197.90 = 1.82491,
+    # 385.31/204.22 = 1.88674. The seed prints 1.32, 1.66, 1.78, 1.83, 1.82, 1.83, 1.89: the first
+    # and the sixth do not follow from its own figures by any rounding, and are 0.01 beside them.
+    table = repository / "results" / "quoted" / "aws_p4de_p5_single_node.csv"
+    found = compare_as_json(capsys, table, "--between", "gpu")
+    rows = [row for row in found["rows"] if row["row"] == "matched"]
+    assert [(row["micro_batch"], row["ema"], round(row["ratio"], 5)) for row in rows] == [
+        (4, True, 1.32651),
+        (8, True, 1.66306),
+        (12, True, 1.77962),
+        (16, True, 1.83464),
+        (20, True, 1.81638),
+        (20, False, 1.82491),
+        (32, True, 1.88674),
+    ]
+    printed = (1.32, 1.66, 1.78, 1.83, 1.82, 1.83, 1.89)
+    for row, ratio in zip(rows, printed, strict=True):
+        assert row["ratio"] == pytest.approx(ratio, abs=0.0066)
+    assert [row["verdict"] for row in rows] == ["not tested"] * 7
+
+    text = compare(capsys, table, "--between", "gpu", "--candidate", "H100", "--baseline", "a100")
+    assert [line.split()[5] for line in text.splitlines() if "n=1, not tested" in line] == [
+        "1.33x",
+        "1.66x",
+        "1.78x",
+        "1.83x",
+        "1.82x",
+        "1.82x",
+        "1.89x",
+    ]
+    # exp of the mean of the logs of the seven ratios above.
+    assert "geometric mean of 7" in text
+    mean = math.exp(math.fsum(math.log(row["ratio"]) for row in rows) / 7)
+    assert found["rows"][-1]["ratio"] == pytest.approx(mean)
+    assert f"{mean:.2f}x  not tested" in text
+
+
+# Runs.
+
+
+def test_runs_of_one_configuration_are_replicates(capsys, tmp_path, a_record):
+    before = write_runs(tmp_path / "a", a_record, 100.0, 101.0, 99.0)
+    after = write_runs(tmp_path / "b", a_record, 110.0, 111.0, 109.0, precision="amp_bf16", lr=2e-4)
+    found = compare_as_json(capsys, before, after)
+    row, mean = found["rows"]
+    assert (row["num_baseline_runs"], row["num_candidate_runs"]) == (3, 3)
+    # Geometric means 99.996667 and 109.996970: 1.1000064. The logs differ by 0.0953160; their
+    # standard deviations are 0.0100004 and 0.0090912, so the difference has the standard error
+    # 0.0078029 on 3.9642 degrees of freedom (Welch), and t(0.975) = 2.786361: half-width 0.0217418.
+    assert row["ratio"] == pytest.approx(1.1000064, rel=1e-6)
+    assert row["ratio_low"] == pytest.approx(math.exp(0.0953160 - 0.0217418), rel=1e-6)
+    assert row["ratio_high"] == pytest.approx(math.exp(0.0953160 + 0.0217418), rel=1e-6)
+    assert row["verdict"] == mean["verdict"] == "faster"
+    assert found["compared"] == {"lr": ["0.0001", "0.0002"]}
+
+
+def test_what_differs_between_two_folders_is_found_and_said(capsys, tmp_path, a_record):
+    before = write_runs(tmp_path / "a", a_record, 100.0, optimizer="adamw", num_workers=0)
+    after = write_runs(
+        tmp_path / "b", a_record, 50.0, num_workers=8, versions={"torch": "2.8.0"}, seed=3
+    )
+    text = compare(capsys, before, after)
+    assert "compared: optimizer: adamw -> adamw_fused" in text
+    assert "compared: num_workers: 0 -> 8" in text
+    assert "version of torch 2.7.0 -> 2.8.0" in text
+    assert "seed" not in text
+    assert "0.50x  n=1, not tested" in text
+
+
+def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(capsys, tmp_path, a_record):
+    for side, factor, batches in (("a", 1.0, (4, 8, 16)), ("b", 1.5, (8, 16, 32))):
+        for batch in batches:
+            write_runs(
+                tmp_path / side,
+                a_record,
+                *(factor * batch * noise for noise in (1, 1.01, 0.99)),
+                device_train_microbatch_size=batch,
+                compile=side == "b",
+            )
+    found = compare_as_json(capsys, tmp_path / "a", tmp_path / "b")
+    rows = {(row["row"], row.get("micro_batch")): row for row in found["rows"]}
+    assert list(rows) == [
+        ("matched", 16),
+        ("matched", 8),
+        ("only in the baseline", 4),
+        ("only in the candidate", 32),
+        ("geometric mean", None),
+    ]
+    assert rows["matched", 8]["ratio"] == pytest.approx(1.5)
+    assert rows["geometric mean", None]["ratio"] == pytest.approx(1.5)
+    mean, row = rows["geometric mean", None], rows["matched", 8]
+    # Twice the data: the interval of the mean is narrower.
+    assert mean["ratio_high"] - mean["ratio_low"] < row["ratio_high"] - row["ratio_low"]
+    text = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert "1 only in the baseline:" in text
+    assert "1 only in the candidate:" in text
+    assert "corrected for 2 tests (Holm)" in text
+
+
+def test_failed_runs_are_left_out_and_counted_and_flags_are_shown(capsys, tmp_path, a_record):
+    before = write_runs(tmp_path / "a", a_record, 100.0, flags=["drift", "throttled"])
+    write_runs(before, a_record, 1.0, 2.0, status="oom")
+    after = write_runs(tmp_path / "b", a_record, 100.0)
+    text = compare(capsys, before, after)
+    assert f"Left out of {before}: 2 x oom." in text
+    assert "drift, throttled" in text
+    assert "no setting differs, only the runs" in text
+
+
+def test_published_runs_of_two_presets(capsys, repository, tmp_path):
+    # Three runs of each, as published on 2026-11-21.
+    runs = sorted((repository / "results" / "runs").glob("20261121T0[56]*_sd2-base-256px-*"))
+    feed = next((repository / "results" / "runs").glob("*_feed-mds-512px"))
+    for run in (*runs, feed):
+        shutil.copytree(run, tmp_path / run.name)
+    sides = (tmp_path, "--between", "preset", "--baseline", "seed", "--candidate", "fast")
+    assert "allow precision" in refusal(capsys, *sides)
+    text = compare(capsys, *sides, "--allow", "precision")
+    assert "compared: precision: fp32 -> amp_bf16" in text
+    assert [line.split()[:4] for line in text.splitlines() if "faster" in line] == [
+        ["3", "0.12314", "0.47046", "3.82x"]
+    ]
+    # A record of something else is counted and not compared.
+    assert "1 x feed, which is no training" in compare(capsys, tmp_path, tmp_path)
+
+
+# What is refused.
+
+
+def rows_of(**columns):
+    return [{"num_gpus": gpus, "images_per_second": 10 * gpus, **columns} for gpus in (8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "ours", "theirs"),
+    [
+        ("latents", "online", "precomputed"),
+        ("latents", "online", "moments"),
+        ("image_size", 256, 512),
+        ("precision", "amp_fp16", "amp_bf16"),
+        ("model", "sd1-base", "sd2-base"),
+    ],
+)
+def test_different_work_is_not_compared_unless_allowed(capsys, tmp_path, setting, ours, theirs):
+    a = write_table(tmp_path / "a.csv", *rows_of(**{setting: ours}))
+    b = write_table(tmp_path / "b.csv", *rows_of(**{setting: theirs}))
+    message = refusal(capsys, a, b)
+    assert f"got '{ours} and {theirs}'" in message
+    assert f"--allow {setting}" in message
+    assert f"compared: {setting}: {ours} -> {theirs}" in compare(capsys, a, b, "--allow", setting)
+
+
+def test_several_kinds_of_different_work_are_not_compared_either(capsys, tmp_path):
+    a = write_table(tmp_path / "a.csv", *rows_of(latents="online"))
+    b = write_table(
+        tmp_path / "b.csv", *rows_of(latents="moments"), *rows_of(latents="precomputed")
+    )
+    assert "the sides differ in latents" in refusal(capsys, a, b)
+
+
+def test_rows_that_do_not_meet_are_refused_with_the_setting_that_keeps_them_apart(capsys, tmp_path):
+    a = write_table(tmp_path / "a.csv", *rows_of(micro_batch=4), *rows_of(micro_batch=8))
+    b = write_table(tmp_path / "b.csv", *rows_of(micro_batch=16))
+    message = refusal(capsys, a, b)
+    assert "micro_batch: 4, 8 and 16" in message
+    assert "--between micro_batch" in message
+    # And dropping it would take rows of two micro-batches for runs of one configuration.
+    message = refusal(capsys, a, b, "--between", "micro_batch")
+    assert "got '4 and 8'" in message
+
+
+def test_replicates_need_one_source_unless_measured(capsys, tmp_path):
+    rows = [{**row, "source": source} for source in "xy" for row in rows_of()]
+    a, b = write_table(tmp_path / "a.csv", *rows), write_table(tmp_path / "b.csv", *rows_of())
+    assert "several sources" in refusal(capsys, a, b)
+    measured = write_table(tmp_path / "c.csv", *({**row, "kind": "measured"} for row in rows))
+    assert "2 and 1" in compare(capsys, measured, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["results/quoted/aws_p5_scaling.csv"], "has no two sides by itself"),
+        (["a.csv", "b.csv", "c.csv"], "more than two sides"),
+        (["a.csv", "b.csv"], "cannot be read"),
+        (["tests/assets", "tests/assets"], "this folder holds no run"),
+        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--baseline", "A"], "two are given"),
+        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--allow", "ema"], "only what is refused"),
+        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--fail_if_slower", "5 apples"], "no share"),
+        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--where", "x"], "a condition has no"),
+        (["results/quoted/aws_p5_scaling.csv", "--between", "num_gpu"], "num_gpus"),
+        (
+            ["results/quoted/milabench_diffusion.csv", "--between", "gpu", "--baseline", "h300"],
+            "H200",
+        ),
+        (
+            ["results/quoted/milabench_diffusion.csv", "--between", "gpu", "--baseline", "H"],
+            "several names begin like this",
+        ),
+        (["results/quoted/mlperf_training_sd2.csv", "--between", "gpu"], "4 to choose from"),
+        (["results/quoted/mlperf_training_sd2.csv", "--where", "gpu=A100"], "no row has this gpu"),
+        (["results/quoted/mlperf_training_sd2.csv", "--where", "gp=H100"], "has this column"),
+        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--out", "no/such/folder"], "be written"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(capsys, monkeypatch, repository, arguments, message):
+    monkeypatch.chdir(repository)
+    assert message in refusal(capsys, *arguments)
+
+
+# The gate.
+
+
+@pytest.mark.parametrize(
+    ("rates", "baseline_rates", "code"),
+    [
+        ([90, 90.1, 89.9], [100, 100.1, 99.9], 1),  # 10 % slower, and sure
+        ([96, 96.1, 95.9], [100, 100.1, 99.9], 0),  # 4 %
+        ([90, 99, 81], [100, 110, 90], 0),  # 10 % and anything: not shown
+        ([110, 110.1, 109.9], [100, 100.1, 99.9], 0),
+        ([94], [100], 1),  # not tested, and yet a gate
+        ([96], [100], 0),
+    ],
+)
+def test_fail_if_slower(capsys, tmp_path, a_record, rates, baseline_rates, code):
+    a = write_runs(tmp_path / "a", a_record, *map(float, baseline_rates))
+    b = write_runs(tmp_path / "b", a_record, *map(float, rates), lr=1.0)
+    for share in ("5%", "0.05"):
+        assert main(["compare", str(a), str(b), "--fail_if_slower", share]) == code
+        assert ("slower than allowed" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_candidate_without_a_figure_does_not_pass(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, 100.0, batch_size=2)
+    write_runs(a, a_record, 100.0, batch_size=4)
+    b = write_runs(tmp_path / "b", a_record, 100.0, batch_size=2)
+    write_runs(b, a_record, 100.0, batch_size=4, status="oom")
+    assert main(["compare", str(a), str(b)]) == 0
+    assert main(["compare", str(a), str(b), "--fail_if_slower", "5%"]) == 1
+    assert "no figure of the candidate" in capsys.readouterr().err
+
+
+# Outputs.
+
+
+@pytest.fixture
+def hostile_tables(tmp_path):
+    return [
+        write_table(
+            tmp_path / f"{name}.csv",
+            {"gpu": gpu, "note": HOSTILE, "micro_batch": 4, "images_per_second": 10},
+            {"gpu": gpu, "note": "plain", "micro_batch": 4, "images_per_second": 20},
+            {"gpu": gpu, "note": f"+{name}", "micro_batch": 4, "images_per_second": 30},
+        )
+        for name, gpu in (("a", HOSTILE), ("b", "|H100|"))
+    ]
+
+
+def test_hostile_names_survive_csv_and_json(capsys, hostile_tables, tmp_path):
+    found = compare_as_json(capsys, *hostile_tables)
+    assert found["rows"][0]["note"] == HOSTILE
+    text = compare(capsys, *hostile_tables, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    assert [row["note"] for row in rows] == [f"'{HOSTILE}", "plain", "'+a", "'+b", ""]
+    assert not any(cell.startswith(("=", "+")) for row in rows for cell in row.values())
+
+
+def test_hostile_names_are_one_line_in_terminal_and_markdown(capsys, hostile_tables):
+    text = compare(capsys, *hostile_tables)
+    assert "\x1b" not in text
+    assert "=cmd|' /C calc'!A0 <script>alert(1)</script> \u4e2d\u6587 ?[2J" in text
+    markdown = compare(capsys, *hostile_tables, "--format", "markdown")
+    assert "<script>" not in markdown
+    assert "=cmd\\|' /C calc'!A0 &lt;script&gt;" in markdown
+    table = [line for line in markdown.splitlines() if line.startswith("|")]
+    widths = {line.replace("\\|", "").count("|") for line in table[:5]}
+    assert len(widths) == 1
+
+
+def test_the_comparison_is_written_to_a_file(capsys, repository, tmp_path):
+    table = repository / "results" / "quoted" / "aws_p4de_p5_single_node.csv"
+    out = tmp_path / "comparison.md"
+    arguments = (table, "--between", "gpu", "--format", "markdown")
+    assert compare(capsys, *arguments, "--out", out) == f"wrote {out}\n"
+    assert out.read_text() == compare(capsys, *arguments)
+    assert "| ema | micro\\_batch | n |" in out.read_text()
+
+
+def test_the_examples_of_the_help_run(capsys, repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    examples = EPILOG.replace("\\\n", "").splitlines()[1:]
+    shipped = [shlex.split(line)[3:] for line in examples if "results/" in line]
+    assert len(shipped) == 2
+    for arguments in shipped:
+        assert main(arguments) == 0
+        assert "not tested" in capsys.readouterr().out
+
+
+# Speed.
+
+
+def timed(*arguments, cwd) -> float:
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "sdbench", "compare", *map(str, arguments)],
+        cwd=cwd,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return time.perf_counter() - start
+
+
+def test_a_thousand_records_take_two_seconds(tmp_path, repository, a_record):
+    # Twice what is asked of a quiet machine, since tests share theirs.
+    for side in "ab":
+        for batch in range(100):
+            write_runs(
+                tmp_path / side,
+                a_record,
+                *(10 + batch + index / 10 for index in range(5)),
+                batch_size=batch,
+                compile=side,
+            )
+    duration_s = timed(tmp_path / "a", tmp_path / "b", cwd=repository)
+    print(f"1,000 records: {duration_s:.2f} s")
+    assert duration_s < 4
+
+
+def test_fifty_thousand_rows_take_twenty_seconds(tmp_path, repository):
+    for side in "ab":
+        rows = [
+            {
+                "kind": "measured",
+                "source": f"{side}{index}",
+                "gpu": side,
+                "num_gpus": 8,
+                "image_size": 512,
+                "latents": "online",
+                "global_batch": index // 2,
+                "precision": "bf16",
+                "images_per_second": 100 + index % 7,
+            }
+            for index in range(25_000)
+        ]
+        write_table(tmp_path / f"{side}.csv", *rows)
+    duration_s = timed(tmp_path / "a.csv", tmp_path / "b.csv", cwd=repository)
+    print(f"50,000 rows: {duration_s:.2f} s")
+    assert duration_s < 20

@@ -1,0 +1,248 @@
+"""Does the command make everything, the same every time, soon enough and unharmed by names?"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+from sdbench.cli import main
+from sdbench.report.report import rebuild
+from sdbench.report.throughput_plots import MICRO_BATCH, SCALING, SPEED_UP
+from tests.report.results_folder import (
+    BREAKDOWN,
+    HOSTILE,
+    RESULTS,
+    make_gpu_record,
+    make_record,
+    make_results,
+)
+
+REPOSITORY = RESULTS.parent
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def texts_of(results, name):
+    """Every piece of text in a drawing, which has to be well-formed for that."""
+    drawing = ElementTree.parse(results / "plots" / f"{name}.svg")
+    return ["".join(text.itertext()).strip() for text in drawing.iter(f"{SVG}text")]
+
+
+def micro_batch_run(micro_batch, rate, **changes):
+    return make_gpu_record(
+        config__device_train_microbatch_size=micro_batch,
+        summary__images_per_second=rate,
+        **changes,
+    )
+
+
+def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(tmp_path, capsys):
+    results = make_results(tmp_path, make_record(), make_record(status="oom", reason="no memory"))
+    (results / "modelled").mkdir()
+    (results / "modelled" / "p5.csv").write_text(
+        "source,gpu,num_gpus,image_size,latents,images_per_second,images_per_second_low,"
+        "images_per_second_high,fitted_to\n"
+        "scaling predict,H100,1024,512,online,9000,8000,10000,p5\n"
+    )
+    assert main(["report", "--results", str(results)]) == 0
+    rows = read_csv(results / "throughput.csv")
+    kinds = [row["kind"] for row in rows]
+    assert kinds == ["measured"] * 2 + ["quoted"] * 71 + ["modelled"]
+    assert (rows[0]["status"], rows[1]["status"], rows[1]["reason"]) == ("ok", "oom", "no memory")
+    assert rows[-1]["fitted_to"] == "p5"
+    submitters = {row["submitter"] for row in rows}
+    assert {"NVIDIA", "HPE", "Google Cloud"} <= submitters
+    assert (
+        "| modelled | H100 | 1024 | 9000 (8000 to 10000) |" in (results / "README.md").read_text()
+    )
+    output = capsys.readouterr().out
+    assert "from 2 runs and 72 figures of others" in output
+    assert "not drawn, for want of data: time_breakdown" in output
+
+
+def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
+    results = make_results(tmp_path, quoted=False)
+    (results / "plots").mkdir()
+    for name in (f"{SCALING}.svg", f"{SCALING}.png", "page.png"):
+        (results / "plots" / name).write_text("of an earlier time")
+    assert main(["report", "--results", str(results)]) == 0
+    assert [path.name for path in (results / "plots").iterdir()] == ["page.png"]
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "not drawn, for want of data: p5-model-scaling-stable-diff, "
+        "p5-model-scaling-stable-diff-throughput, sd_p4de_p5, step_times, time_breakdown"
+    )
+    assert "No figures yet." in (results / "README.md").read_text()
+
+
+def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
+    runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0)]
+    runs += [micro_batch_run(4, 600.0, ranks__world_size=16)]
+    results = make_results(tmp_path, *runs)
+    rebuild(results)
+    texts = texts_of(results, MICRO_BATCH)
+    assert "512 px, the encoders run in the step (online), 8 devices" in texts
+    assert "NVIDIA H200, EMA, fast, amp_bf16, measured [1]" in texts
+    assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, quoted [2]" in texts
+    assert any(
+        text.startswith("[1] results/runs; [2] seed 003 README section 1.5") for text in texts
+    )
+    for name in (SPEED_UP, SCALING):
+        labels = [text for text in texts_of(results, name) if text.startswith("NVIDIA H200")]
+        assert labels == [
+            "NVIDIA H200, EMA, fast, amp_bf16, micro-batch 4, global batch 2048, measured [1]"
+        ]
+    assert "ideal" in texts_of(results, SPEED_UP)
+    assert "speed-up over 8 GPUs" in texts_of(results, SPEED_UP)
+
+
+def test_other_work_has_axes_of_its_own(tmp_path):
+    runs = [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
+    results = make_results(tmp_path, *runs)
+    rebuild(results)
+    texts = texts_of(results, MICRO_BATCH)
+    panels = [text for text in texts if text.endswith((" device", " devices"))]
+    assert panels == [
+        "512 px, the encoders run in the step (online), 8 devices",
+        "512 px, the encoders run in the step (online), 1 device",
+        "512 px, latents and text embeddings made beforehand (precomputed), 8 devices",
+    ]
+
+
+def test_growing_batches_are_told_from_a_constant_one(tmp_path):
+    runs = [
+        micro_batch_run(4, 100.0 * number, ranks__world_size=number, config__batch_size=32 * number)
+        for number in (8, 16)
+    ]
+    results = make_results(tmp_path, *runs, quoted=False)
+    rebuild(results)
+    assert any("32 images per GPU and step" in text for text in texts_of(results, SCALING))
+
+
+def test_the_breakdown_shows_the_share_of_every_phase(tmp_path):
+    results = make_results(tmp_path, make_record(summary__breakdown=BREAKDOWN), make_record())
+    rebuild(results)
+    texts = texts_of(results, "time_breakdown")
+    # Of 4 s: VAE 0.5, U-Net forward 0.9, backward 1.6, communication 0.2, optimizer 0.3.
+    labels = texts.index("share of a step, %") + 1
+    assert texts[labels : labels + 5] == ["12", "22", "40", "5", "8"]
+    assert {"data wait", "host to device", "EMA", "other"} <= set(texts)
+    assert any(text.endswith("micro-batch 2, no EMA: 4 s") for text in texts)
+
+
+def test_a_trace_marks_warm_up_and_what_the_run_was_flagged_for(tmp_path):
+    results = make_results(tmp_path, make_record(summary__flags=["drift"]), quoted=False)
+    rebuild(results)
+    texts = texts_of(results, "step_times")
+    assert "warm-up" in texts
+    assert any(text.endswith("no EMA (drift)") for text in texts)
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    runs = [micro_batch_run(4, 300.0), micro_batch_run(8, 400.0), make_record()]
+    made = []
+    for name in ("one", "another"):
+        results = make_results(tmp_path / name, *runs)
+        rebuild(results)
+        paths = [path for path in sorted(results.rglob("*")) if path.is_file()]
+        made.append({str(path.relative_to(results)): path.read_bytes() for path in paths})
+    assert made[0] == made[1]
+    assert b"<dc:date>" not in made[0][f"plots/{MICRO_BATCH}.svg"]
+
+
+def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
+    secrets = {
+        name: f"marker-of-{name}" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    names = {
+        "machine__device_name": HOSTILE,
+        "workload__architecture": HOSTILE,
+        "config__preset": HOSTILE,
+        "origin__attention": "flag",
+        "config__attention": HOSTILE,
+        "summary__flags": [HOSTILE],
+        "summary__breakdown": BREAKDOWN,
+    }
+    runs = [micro_batch_run(size, 100.0 * size, **names) for size in (4, 8)]
+    runs += [micro_batch_run(4, 600.0, ranks__world_size=16, **names)]
+    results = make_results(tmp_path, *runs, make_record(status="failed", reason=HOSTILE))
+    with (results / "quoted" / "hostile.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["source", "gpu", "num_gpus", "image_size", "latents", "images_per_second"])
+        writer.writerow([HOSTILE, f"+{HOSTILE}", 8, 512, HOSTILE, 100.5])
+    rebuild(results)
+
+    rows = read_csv(results / "throughput.csv")
+    (quoted,) = [row for row in rows if row["images_per_second"] == "100.5"]
+    assert (rows[0]["gpu"], rows[3]["reason"]) == (f"'{HOSTILE}", f"'{HOSTILE}")
+    assert (quoted["source"], quoted["gpu"]) == (f"'{HOSTILE}", f"'+{HOSTILE}")
+    assert not [
+        cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))
+    ]
+
+    readme = (results / "README.md").read_text()
+    assert "<b>" not in readme
+    table = readme[readme.index("| kind |") :].split("\n\n")[0].splitlines()
+    bars = {line.replace("\\|", "").count("|") for line in table}
+    assert len(bars) == 1, "a name broke out of its cell"
+
+    page = (results / "index.html").read_text()
+    assert "<b>" not in page
+    assert "&lt;b&gt;&#34;x&#34;&lt;/b&gt;" in page
+    for name in (MICRO_BATCH, SPEED_UP, SCALING, "time_breakdown", "step_times"):
+        hostile = [text for text in texts_of(results, name) if "=cmd()|<b>" in text]
+        assert hostile and all("`a` $x^2$" in text for text in hostile)
+
+    for path in (path for path in results.rglob("*") if path.is_file()):
+        assert not [value for value in secrets.values() if value.encode() in path.read_bytes()]
+
+
+def run_report(results):
+    """Run it in a process of its own, and say how long that took in seconds."""
+    program = (
+        "import sys; from sdbench.cli import main; code = main(sys.argv[1:]); "
+        "print(*sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "report", "--results", str(results)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    begin = time.perf_counter()
+    process = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True
+    )
+    taken_s = time.perf_counter() - begin
+    modules = set(process.stdout.splitlines()[-1].split())
+    assert "sdbench.report.report" in modules
+    assert not modules & {"torch", "pandas", "composer"}
+    return taken_s
+
+
+def test_a_thousand_records_are_soon_done(tmp_path):
+    runs = [micro_batch_run(4 + index % 8, 1.0 + index) for index in range(500)]
+    runs += [make_record(summary__breakdown=BREAKDOWN)] * 500
+    taken_s = run_report(make_results(tmp_path, *runs))
+    print(f"1,000 records: {taken_s:.2f} s")
+    assert taken_s < 6  # 1.6 s on two idle cores; others may be at work
+
+
+def test_fifty_thousand_quoted_rows_are_soon_done(tmp_path):
+    results = make_results(tmp_path)
+    header = "source,gpu,num_gpus,image_size,latents,ema,micro_batch,images_per_second\n"
+    rows = (
+        f"source {index % 50},GPU {index % 100},{2 ** (index % 10)},512,online,true,"
+        f"{1 + index % 9},{100 + index / 7}\n"
+        for index in range(50_000)
+    )
+    (results / "quoted" / "many.csv").write_text(header + "".join(rows))
+    taken_s = run_report(results)
+    print(f"50,000 rows: {taken_s:.2f} s")
+    assert taken_s < 20
+    assert len(read_csv(results / "throughput.csv")) == 50_071

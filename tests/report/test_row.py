@@ -1,0 +1,63 @@
+"""What is a run as a row, and what does a file of rows bear?"""
+
+from __future__ import annotations
+
+import csv
+
+from sdbench.report.row import COLUMNS, append_row, format_csv, make_row
+from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_record_without_the_newer_figures_has_empty_cells():
+    (row,) = csv.DictReader(format_csv([make_row(make_record())], columns=COLUMNS).splitlines())
+    for name in ("stability", "flags", "matmul_tflops", "power_w", "energy_j_per_image"):
+        assert row[name] == ""
+    assert (row["kind"], row["ema"], row["num_gpus"], row["gpu"]) == ("measured", "false", "0", "")
+
+
+def test_flags_power_and_energy_are_columns():
+    gpu = {"power_w": 650.0, "energy_j": 40960.0}
+    record = make_gpu_record(
+        summary__flags=["drift", "noisy"], summary__stability="drift", summary__gpu=gpu
+    )
+    row = make_row(record)
+    assert (row["flags"], row["stability"], row["power_w"]) == ("drift;noisy", "drift", 650.0)
+    # 10 measured steps of 2048 images: 40960 J over 20480 images.
+    assert row["energy_j_per_image"] == 2.0
+
+
+def test_rows_are_appended_under_one_header(tmp_path):
+    path = tmp_path / "runs.csv"
+    for rate in (1.0, 2.0):
+        append_row(path, make_record(summary__images_per_second=rate))
+    assert [row["images_per_second"] for row in read(path)] == ["1.0", "2.0"]
+    assert path.read_text().count("images_per_second,") == 1
+
+
+def test_a_hostile_name_is_one_cell_and_no_formula(tmp_path):
+    path = tmp_path / "runs.csv"
+    append_row(path, make_record(machine__device_name=HOSTILE, status="failed", reason="+1"))
+    append_row(path, make_record())
+    first, second = read(path)
+    assert (first["device"], first["reason"]) == (f"'{HOSTILE}", "'+1")
+    assert second["device"] == "Intel Xeon Processor"
+
+
+def test_a_file_of_an_older_version_is_set_aside_whole(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    old = "source,kind,images_per_second\nan-old-run,measured,1.5\n"
+    for number in (1, 2):
+        path.write_text(old)
+        append_row(path, make_record())
+        assert (tmp_path / f"runs.old-{number}.csv").read_text() == old
+        assert (
+            f"it is now runs.old-{number}.csv, and runs.csv begins anew" in capsys.readouterr().err
+        )
+    (row,) = read(path)
+    assert tuple(row) == COLUMNS
+    assert row["images_per_second"] == str(make_record()["summary"]["images_per_second"])

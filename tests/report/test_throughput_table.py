@@ -1,0 +1,163 @@
+"""Which runs and figures stand in one table, and what does a row say?"""
+
+from __future__ import annotations
+
+import pytest
+
+from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
+from sdbench.report.row import make_row
+from sdbench.report.tables import MAX_ROWS, Column, Table, make_cell, to_markdown
+from sdbench.report.throughput_table import make_tables
+from tests.report.results_folder import RESULTS, make_gpu_record, make_record
+
+
+def cells(table, *, row=0):
+    names = [column.name for column in table.columns]
+    return dict(zip(names, (cell.text for cell in table.rows[row]), strict=True))
+
+
+def with_rate(rate, **changes):
+    return make_record(
+        summary__images_per_second=rate, summary__images_per_second_interval=None, **changes
+    )
+
+
+def test_three_runs_of_one_configuration_become_one_row_with_an_interval():
+    # Logs of 0.5, 1, 2 have sd 0.693147: exp(+-4.302653 x 0.693147 / sqrt(3)) = 0.1787 and 5.595.
+    (table,) = make_tables([with_rate(0.5), with_rate(1.0), with_rate(2.0)])
+    assert len(table.rows) == 1
+    row = cells(table)
+    assert row["runs"] == "3"
+    assert row["images/s (95 % interval)"] == "median 1 (0.1787 to 5.595, between-runs)"
+    assert row["source"] == "2026-11-21, code 977fb62"
+
+
+def test_two_runs_keep_the_interval_of_each():
+    (table,) = make_tables([make_record(), with_rate(2.0)])
+    assert cells(table)["images/s (95 % interval)"] == (
+        "0.4706 (0.4565 to 0.4857, 95 % within-run); 2 (no interval: 10 measured steps, 10 needed)"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config__use_ema": True},
+        {"config__device_train_microbatch_size": 1},
+        {"config__precision": "fp32"},
+        {"ranks__world_size": 2},
+        {"machine__device_name": "another"},
+        {"config__attention": "math", "origin__attention": "flag"},
+        {"config__data_format": "mds"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_setting_is_another_row(change):
+    (table,) = make_tables([make_record(), make_record(**change)])
+    assert len(table.rows) == 2
+
+
+def test_what_the_user_chose_beyond_the_columns_is_told():
+    record = make_record(
+        config__attention="math", origin__attention="file", config__data_format="mds"
+    )
+    (table,) = make_tables([record])
+    assert cells(table)["other settings"] == "attention math, num_workers 0, data_format mds"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"config__latents": "precomputed"}, {"config__image_size": 512}],
+    ids=["latents", "px"],
+)
+def test_other_work_per_image_is_another_table(change):
+    tables = make_tables([make_record(), make_record(**change)])
+    assert [len(table.rows) for table in tables] == [1, 1]
+    assert tables[0].caption == "256 px, the encoders run in the step (online)"
+
+
+def test_flags_are_told_in_words():
+    record = make_record(summary__flags=["drift", "shared"], git__dirty=True)
+    (table,) = make_tables([make_record(), record])
+    assert cells(table)["notes"] == (
+        "drift: the step time never settled; shared: others used the GPU; "
+        "the code had uncommitted changes"
+    )
+
+
+def test_quoted_and_modelled_figures_stand_beside_measured_ones_of_the_same_work():
+    figure = {"image_size": 256, "latents": "online", "gpu": "B200", "num_gpus": 4}
+    quoted = {**figure, "kind": "quoted", "images_per_second": 1001.25, "source": "a paper"}
+    modelled = {
+        **figure,
+        "kind": "modelled",
+        "images_per_second": 2000.0,
+        "images_per_second_low": 1900.0,
+        "images_per_second_high": 2100.0,
+    }
+    other = {**quoted, "latents": "precomputed"}
+    first, second = make_tables([make_record()], [other, quoted, modelled])
+    assert [row[first.kind_column].text for row in first.rows] == ["measured", "quoted", "modelled"]
+    assert [row[second.kind_column].text for row in second.rows] == ["quoted"]
+    row = cells(first, row=1)
+    assert (row["images/s (95 % interval)"], row["images/s per device"]) == ("1001.25", "250.3")
+    assert (row["source"], row["EMA"]) == ("a paper", "n/a")
+    assert cells(first, row=2)["images/s (95 % interval)"] == "2000 (1900 to 2100)"
+
+
+def test_figures_with_the_encoders_in_the_step_never_share_a_table_with_others():
+    quoted = load_figures(RESULTS / "quoted", kind="quoted")
+    figures = [row for rows in quoted.values() for row in rows if row.get("images_per_second")]
+    tables = {table.name: table for table in make_tables([], figures)}
+    assert {name: len(table.rows) for name, table in tables.items()} == {
+        "512px-online": 38,  # 14 + 12 of seed 003, 6 of milabench, 6 of diffusion-benchmark
+        "512px-moments": 4,  # MLPerf 3.1
+        "512px-precomputed": 24,  # MLPerf 4.0 to 5.0: 19, mosaicml/diffusion: 5
+        "256px-precomputed": 5,  # mosaicml/diffusion
+    }
+
+
+def test_the_seeds_table_is_reproduced():
+    table = make_seed_table(load_figures(RESULTS / "quoted", kind="quoted"))
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["4", "8", "yes", "142.69", "189.28", "1.33x", "1.32x", "n=1, not tested"],
+        ["8", "8", "yes", "173.89", "289.19", "1.66x", "1.66x", "n=1, not tested"],
+        ["12", "8", "yes", "185.18", "329.55", "1.78x", "1.78x", "n=1, not tested"],
+        ["16", "8", "yes", "192.85", "353.81", "1.83x", "1.83x", "n=1, not tested"],
+        ["20", "8", "yes", "197.47", "358.68", "1.82x", "1.82x", "n=1, not tested"],
+        ["20", "8", "no", "197.9", "361.15", "1.82x", "1.83x", "n=1, not tested"],
+        ["32", "8", "yes", "204.22", "385.31", "1.89x", "1.89x", "n=1, not tested"],
+    ]
+
+
+def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
+    runs = [
+        make_gpu_record(
+            config__device_train_microbatch_size=4,
+            config__num_workers=8,
+            summary__images_per_second=300.0,
+        ),
+        make_gpu_record(ranks__world_size=16),
+        make_record(),
+    ]
+    quoted = load_figures(RESULTS / "quoted", kind="quoted")
+    table = make_seed_table(quoted, map(make_row, runs))
+    assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
+    assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, images/s"
+
+
+def test_days_and_costs_of_others_are_shown_as_they_are():
+    tables = make_other_tables(load_figures(RESULTS / "quoted", kind="quoted"))
+    assert [table.caption for table in tables] == [
+        "mosaicml_diffusion_a100_cost.csv, quoted",
+        "mosaicml_diffusion_benchmark_a100_cost.csv, quoted",
+        "other_seed_figures.csv, quoted",
+    ]
+    assert cells(tables[1])["days_to_train"] == "258.83"
+
+
+def test_a_very_long_table_ends_with_how_much_is_left():
+    rows = [[make_cell(number)] for number in range(MAX_ROWS + 5)]
+    lines = to_markdown(Table("long", "", [Column("n", is_number=True)], rows)).splitlines()
+    assert lines[-1] == "5 more rows are in the CSV file."
+    assert len(lines) == MAX_ROWS + 4

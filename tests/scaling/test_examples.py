@@ -1,0 +1,45 @@
+"""The examples in the help run on the tables that are shipped."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.scaling import flags
+
+TEXTS = (
+    flags.EPILOG,
+    flags.FIT_EPILOG,
+    flags.PREDICT_EPILOG,
+    flags.COST_EPILOG,
+    flags.PLAN_EPILOG,
+)
+EXAMPLES = [
+    line.strip()
+    for text in TEXTS
+    for line in text.replace("\\\n", "").splitlines()
+    if line.startswith("  python") and "--help" not in line
+]
+
+
+def test_every_command_has_examples():
+    assert len(EXAMPLES) >= 14
+    assert {shlex.split(example)[4] for example in EXAMPLES} == {"fit", "predict", "cost", "plan"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs(capsys, tmp_path, monkeypatch, repository, example):
+    (tmp_path / "results").symlink_to(repository / "results")
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(example)[3:]) == 0
+    assert "GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", "fit", "predict", "cost", "plan"])
+def test_help_is_answered(capsys, command):
+    with pytest.raises(SystemExit) as stopped:
+        main(["scaling", *command.split(), "--help"])
+    assert stopped.value.code == 0
+    assert "examples:" in capsys.readouterr().out

@@ -1,0 +1,319 @@
+"""The step law against tables of other people, against planted constants, and its predictions."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.errors import ConfigError
+from sdbench.figures import read_figures
+from sdbench.scaling.law import (
+    COMMUNICATION,
+    IMAGE,
+    MICRO_BATCH,
+    OVERHEAD,
+    Point,
+    Setup,
+    fit_law,
+)
+from sdbench.scaling.table import make_points, parse_counts, read_rows, split_batch
+
+COLUMNS = ("source", "gpu", "num_gpus", "micro_batch", "global_batch", "images_per_second")
+
+
+@pytest.fixture
+def quoted(repository):
+    return repository / "results" / "quoted"
+
+
+def fit_table(*paths, where=()):
+    rows = read_rows(paths, where=where, required=("num_gpus", "images_per_second"))
+    return fit_law(make_points(rows))
+
+
+def mean_error(law) -> float:
+    return sum(map(abs, law.errors())) / len(law.points)
+
+
+def predict(tmp_path, table, *arguments) -> list[dict]:
+    out = tmp_path / "predicted.csv"
+    assert main(["scaling", "predict", str(table), *arguments, "--out", str(out)]) == 0
+    return read_figures(out)
+
+
+def refusal(capsys, *arguments) -> str:
+    assert main(["scaling", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+# Tables of others.
+
+
+def test_the_chart_of_aws_is_fitted_to_three_percent(quoted):
+    # An independent fit of the same 12 points gave 0.160 s and 0.192 s, with a mean error of 2.6 %.
+    law = fit_table(quoted / "aws_p5_scaling.csv")
+    assert law.terms == (MICRO_BATCH, OVERHEAD)
+    assert law.constant(MICRO_BATCH)[0] == pytest.approx(0.160, abs=0.0015)
+    assert law.constant(OVERHEAD)[0] == pytest.approx(0.192, abs=0.002)
+    assert len(law.points) == 12
+    assert mean_error(law) == pytest.approx(0.0258, abs=0.0001)
+    assert any(COMMUNICATION in note for note in law.notes)
+
+
+def test_the_images_of_a_step_are_those_that_there_are(quoted):
+    # Of 2048, 96 GPUs take 21 each: 2016; 192 take 10, 320 take 6 and 384 take 5: 1920; 448 take 4.
+    law = fit_table(quoted / "aws_p5_scaling.csv")
+    images = {point.setup.num_gpus: point.setup.images_per_step for point in law.points}
+    assert {images[gpus] for gpus in (8, 16, 32, 64, 128, 256, 512)} == {2048}
+    assert {gpus: images[gpus] for gpus in (96, 192, 320, 384, 448)} == {
+        96: 2016,
+        192: 1920,
+        320: 1920,
+        384: 1920,
+        448: 1792,
+    }
+
+
+def test_mosaicmls_tables_are_fitted_to_one_percent(quoted):
+    # An independent fit gave 0.2437 s and 0.2999 s for the benchmark.
+    law = fit_table(quoted / "mosaicml_diffusion_benchmark_a100.csv")
+    assert law.constant(MICRO_BATCH)[0] == pytest.approx(0.2437, abs=5e-5)
+    assert law.constant(OVERHEAD)[0] == pytest.approx(0.2999, abs=5e-5)
+    assert mean_error(law) == pytest.approx(0.0045, abs=0.0001)
+    precomputed = fit_table(quoted / "mosaicml_diffusion_a100.csv", where=["image_size=512"])
+    assert mean_error(precomputed) < 0.01
+
+
+def test_several_micro_batches_tell_the_time_of_an_image(quoted):
+    # An independent fit of seed 003's P4de table gave 77 ms for each micro-batch and 35.5 ms for
+    # each image, to 0.5 %.
+    law = fit_table(quoted / "aws_p4de_p5_single_node.csv", where=["gpu=A100", "ema=true"])
+    assert law.terms == (MICRO_BATCH, IMAGE)
+    assert law.constant(MICRO_BATCH)[0] == pytest.approx(0.077, abs=0.0005)
+    assert law.constant(IMAGE)[0] == pytest.approx(0.0366, abs=0.0002)
+    assert max(map(abs, law.errors())) < 0.006
+    # All of its points have 256 images on a GPU, so the overhead is part of the time of an image.
+    assert any(note.startswith(OVERHEAD) for note in law.notes)
+
+
+def test_fit_tells_constants_and_errors(capsys, quoted):
+    assert main(["scaling", "fit", str(quoted / "aws_p5_scaling.csv")]) == 0
+    output = capsys.readouterr().out
+    assert "figures: 12, gpu H100-SXM5-80GB (p5.48xlarge), image_size 512" in output
+    assert "error of 12 figures: mean 2.58%, max 5.98%" in output
+    assert "6 of 4, the last of 1" in output
+
+
+# Planted constants.
+
+
+def planted(setups, *, micro_batch_s=0.0, image_s=0.0, overhead_s=0.0, communication_s=0.0):
+    points = []
+    for setup in setups:
+        num_nodes = math.ceil(setup.num_gpus / 8)
+        step_s = (
+            micro_batch_s * setup.num_micro_batches
+            + image_s * setup.device_batch
+            + overhead_s
+            + communication_s * (num_nodes - 1) / num_nodes
+        )
+        points.append(Point(setup, setup.images_per_step / step_s))
+    return points
+
+
+def test_all_four_constants_come_back():
+    setups = [
+        Setup(num_gpus, device_batch, micro_batch)
+        for num_gpus in (8, 16, 64, 256)
+        for device_batch in (16, 32, 64)
+        for micro_batch in (4, 8)
+    ]
+    law = fit_law(
+        planted(setups, micro_batch_s=0.08, image_s=0.02, overhead_s=0.2, communication_s=0.1)
+    )
+    assert law.terms == (MICRO_BATCH, IMAGE, OVERHEAD, COMMUNICATION)
+    assert law.seconds == pytest.approx((0.08, 0.02, 0.2, 0.1))
+    # 512 GPUs, 32 images each: 4 x 0.08 + 32 x 0.02 + 0.2 + 0.1 x 63/64 = 1.2584375 s.
+    prediction = law.predict(Setup(512, 32, 8))
+    assert prediction.step_time_s == pytest.approx(1.2584375)
+    assert prediction.images_per_second == pytest.approx(512 * 32 / 1.2584375)
+    assert prediction.is_extrapolated
+    assert not law.predict(Setup(128, 32, 6)).is_extrapolated
+
+
+def test_an_interval_by_hand():
+    # Two points of each of two setups, +-1 % around 1.1 s and 2.1 s: t = 1 s and o = 0.1 s but for
+    # 0.01 %, and four residuals of 1 % on 2 degrees of freedom: sqrt(4 x 1e-4 / 2) = 0.01414.
+    points = [
+        Point(Setup(8, device_batch, 4), 8 * device_batch / (step_s * factor))
+        for device_batch, step_s in ((4, 1.1), (8, 2.1))
+        for factor in (0.99, 1.01)
+    ]
+    law = fit_law(points)
+    assert law.relative_error == pytest.approx(math.sqrt(2) / 100, rel=0.01)
+    assert law.degrees_of_freedom == 2
+    # At a fitted setup, the law's own doubt is that of a mean of two: 0.01414^2 / 2. A figure there
+    # adds its own: 0.01414 x sqrt(1.5) x t(0.975, 2) = 0.01732 x 4.302653 = 0.07452.
+    prediction = law.predict(Setup(8, 4, 4))
+    assert prediction.images_per_second == pytest.approx(32 / 1.1, rel=0.001)
+    ratio = prediction.images_per_second / prediction.images_per_second_low
+    assert ratio == pytest.approx(1.07452, abs=0.001)
+
+
+def test_weak_scaling_figures_alone_tell_no_overhead():
+    law = fit_law(planted([Setup(gpus, 8, 4) for gpus in (1, 2, 4, 8)], micro_batch_s=0.5))
+    assert law.terms == (MICRO_BATCH,)
+    assert law.seconds == pytest.approx((0.5,))
+
+
+def test_a_term_without_time_is_left_out():
+    law = fit_law(planted([Setup(8, size, 4) for size in (4, 8, 16, 32)], micro_batch_s=0.5))
+    assert law.terms == (MICRO_BATCH,)
+    assert law.seconds == pytest.approx((0.5,))
+
+
+def test_two_figures_are_too_few():
+    with pytest.raises(ConfigError, match="too few figures to fit"):
+        fit_law(planted([Setup(8, 4, 4), Setup(8, 8, 4)], micro_batch_s=0.1, overhead_s=0.1))
+
+
+# Predictions.
+
+
+def test_the_plateau_of_the_chart_is_predicted(quoted, tmp_path):
+    rows = predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "256,320,384")
+    # 8 images on a GPU are 4 + 4, 6 are 4 + 2 and 5 are 4 + 1: the same time for 2048, 1920, 1920.
+    assert [row["num_micro_batches"] for row in rows] == [2, 2, 2]
+    assert [row["last_micro_batch"] for row in rows] == [4, 2, 1]
+    assert [row["images_per_step"] for row in rows] == [2048, 1920, 1920]
+    rates = [row["images_per_second"] for row in rows]
+    assert rates[1] == rates[2] == pytest.approx(rates[0] * 1920 / 2048)
+    assert rates[0] == pytest.approx(4003.5, abs=0.1)  # the chart says 4076, 3939 and 3992
+    for row, chart in zip(rows, (4076, 3939, 3992), strict=True):
+        assert row["images_per_second_low"] < chart < row["images_per_second_high"]
+
+
+def test_strong_scaling_to_more_gpus_than_measured(capsys, quoted, tmp_path):
+    table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
+    rows = predict(tmp_path, table, "--num_gpus", "8,16,...,512")
+    assert [row["num_gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
+    # One micro-batch: 2048 / (0.2437 + 0.2999) = 3767; on 8 GPUs, 2048 / (64 x 0.2437 + 0.2999) =
+    # 128.83: 29.2 times as fast, on 64 times as many.
+    assert rows[-1]["images_per_second"] == pytest.approx(3767, rel=0.001)
+    assert rows[-1]["speed_up"] == pytest.approx(29.2, rel=0.002)
+    assert rows[-1]["efficiency_percent"] == pytest.approx(45.7, rel=0.002)
+    assert [row["extrapolated"] for row in rows] == [False] * 6 + [True]
+    assert {row["kind"] for row in rows} == {"modelled"}
+    assert rows[0]["source"].startswith("step law fitted to mosaicml_diffusion_benchmark_a100.csv")
+    assert "extrapolated" in capsys.readouterr().out
+
+
+def test_weak_scaling_keeps_the_time_of_a_step(quoted, tmp_path):
+    arguments = ("--num_gpus", "8,512", "--device_batch", "32")
+    rows = predict(tmp_path, quoted / "aws_p5_scaling.csv", *arguments)
+    assert [row["global_batch"] for row in rows] == [256, 16384]
+    assert [row["images_per_step"] for row in rows] == [256, 16384]
+    assert rows[1]["images_per_second"] == pytest.approx(64 * rows[0]["images_per_second"])
+    assert rows[1]["efficiency_percent"] == pytest.approx(100)
+
+
+def test_predictions_are_no_evidence_for_another_fit(capsys, quoted, tmp_path):
+    predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "8,16,...,512")
+    assert "too few figures" in refusal(capsys, "fit", tmp_path / "predicted.csv")
+
+
+def test_the_batch_that_does_not_divide_is_told(capsys, quoted, tmp_path):
+    predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "384,100")
+    output = capsys.readouterr().out
+    assert "2000 of 2048 images in a step" in output  # 100 GPUs take 20 each
+    assert "1920 of 2048 images in a step" in output
+
+
+def test_hostile_names_survive(capsys, tmp_path):
+    name = "=cmd|' /C calc'!A0\n<b>\x1b[2J"
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows([[name, name, gpus, 4, 64, 10 * gpus] for gpus in (1, 2, 4)])
+    rows = predict(tmp_path, table, "--num_gpus", "1,8")
+    assert rows[0]["gpu"] == f"'{name}"
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "=cmd|' /C calc'!A0 <b>?[2J" in output
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("where", "column"),
+    [((), "gpu"), (("gpu=H100",), "ema"), (("ema=true",), "gpu")],
+)
+def test_a_table_of_several_kinds_is_refused(capsys, quoted, where, column):
+    table = quoted / "aws_p4de_p5_single_node.csv"
+    message = refusal(capsys, "fit", table, *(["--where", *where] if where else []))
+    assert f"several values of {column}" in message
+    assert f"--where {column}=" in message
+
+
+def test_different_work_is_refused(capsys, quoted):
+    table = quoted / "mosaicml_diffusion_a100.csv"
+    assert "several values of image_size" in refusal(capsys, "fit", table)
+    both = (table, quoted / "mosaicml_diffusion_benchmark_a100.csv")
+    message = refusal(capsys, "fit", *both, "--where", "image_size=512")
+    assert "several values of latents" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit"], "no table is given"),
+        (["fit", "{quoted}/mlperf_training_sd2.csv", "--where", "gpu=H200"], "its micro_batch"),
+        (["fit", "{quoted}/mosaicml_diffusion_a100_cost.csv"], "lacks the column"),
+        (["predict", "{scaling}", "--num_gpus", "8 and more"], "no GPU counts"),
+        (["predict", "{scaling}", "--num_gpus", "8,...,64"], "no GPU counts"),
+        (["predict", "{scaling}", "--num_gpus", "0"], "no GPU counts"),
+        (["predict", "{scaling}", "--num_gpus", "4096"], "no image in a step"),
+        (["predict", "{scaling}", "--num_gpus", "8", "--micro_batch", "8"], "about this micro"),
+        (
+            ["predict", "{scaling}", "--num_gpus=8", "--device_batch=8", "--global_batch=8"],
+            "one of the two",
+        ),
+        (
+            ["predict", "{single}", "--num_gpus", "8", "--where", "gpu=H100", "ema=true"],
+            "a prediction is for one",
+        ),
+        (["predict", "{scaling}", "--num_gpus", "8", "--out", "no/such/folder"], "be written"),
+    ],
+)
+def test_what_cannot_be_fitted_or_predicted_is_refused(capsys, quoted, arguments, message):
+    names = {
+        "quoted": quoted,
+        "scaling": quoted / "aws_p5_scaling.csv",
+        "single": quoted / "aws_p4de_p5_single_node.csv",
+    }
+    assert message in refusal(capsys, *(argument.format(**names) for argument in arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("8", [8]),
+        ("8,16,64", [8, 16, 64]),
+        ("8,16,...,100", [8, 16, 32, 64]),
+        ("64,96,...,160", [64, 96, 128, 160]),
+        ("1,8,16,...,64", [1, 8, 16, 32, 64]),
+    ],
+)
+def test_gpu_counts(text, counts):
+    assert parse_counts(text, flag="--num_gpus") == counts
+
+
+def test_a_batch_is_split_evenly():
+    setup = split_batch(global_batch=2048, num_gpus=96, micro_batch=4)
+    assert (setup.device_batch, setup.num_micro_batches, setup.last_micro_batch) == (21, 6, 1)
+    assert setup.images_per_step == 2016

@@ -1,0 +1,146 @@
+"""Which number of GPUs to take, on a table whose law is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdbench.cli import main
+
+# step = micro-batches x 1 s + 1 s, with a batch of 64 and micro-batches of 4: on 1, 2, 4, 8 and 16
+# GPUs 17, 9, 5, 3 and 2 s for 64 images. A day trains 5082.4, 9600, 17280, 28800 and 43200 of them.
+STEPS_S = {1: 17, 2: 9, 4: 5, 8: 3, 16: 2}
+RECIPE = """\
+year:
+  about: a test
+  source: here
+  global_batch: 64
+  stages: [{image_size: 64, num_images: 5529600}]
+"""
+
+
+@pytest.fixture
+def flags(tmp_path):
+    table, recipes = tmp_path / "table.csv", tmp_path / "recipes.yaml"
+    rows = [f"X100,{gpus},64,4,64,{64 / step_s!r}\n" for gpus, step_s in STEPS_S.items()]
+    table.write_text(
+        "gpu,num_gpus,image_size,micro_batch,global_batch,images_per_second\n" + "".join(rows)
+    )
+    recipes.write_text(RECIPE)
+    arguments = ["scaling", "plan", table, "--recipe", "year", "--recipes", recipes]
+    return [*map(str, arguments), "--num_gpus", "1,2,4,8,16", "--price", "1"]
+
+
+def plan(capsys, *arguments) -> tuple[str, str]:
+    """The number of GPUs in the line marked as the best, and the advice below the table."""
+    assert main(list(arguments)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    best = [line.split()[0] for line in lines if "<- best" in line]
+    return " ".join(best), lines[-1]
+
+
+# 5,529,600 images are 86,400 steps: 17, 9, 5, 3 and 2 days, 408, 432, 480, 576 and 768 GPU-hours.
+
+
+@pytest.mark.parametrize(
+    ("limits", "best", "advice"),
+    [
+        (["--max_days", "6"], "4", "Take 4 GPUs with micro-batch 4: 5 days (5 to 5), 480 USD."),
+        (["--max_days", "20"], "1", "Take 1 GPU with micro-batch 4: 17 days (17 to 17), 408 USD."),
+        (["--max_cost", "600"], "8", "Take 8 GPUs with micro-batch 4: 3 days (3 to 3), 576 USD."),
+        (
+            ["--max_cost", "600", "--max_days", "10"],
+            "2",
+            "Take 2 GPUs with micro-batch 4: 9 days (9 to 9), 432 USD.",
+        ),
+        (
+            ["--by", "2026-12-05", "--start", "2026-12-01"],
+            "8",
+            "Take 8 GPUs with micro-batch 4: 3 days",
+        ),
+    ],
+)
+def test_the_best_is_the_cheapest_in_time_or_the_fastest_for_the_sum(
+    capsys, flags, limits, best, advice
+):
+    found, sentence = plan(capsys, *flags, *limits)
+    assert found == best
+    assert sentence.startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (["--max_days", "1"], "Nothing here keeps 1 days."),
+        (["--max_cost", "400"], "Nothing here keeps 400 USD."),
+        (["--max_days", "4", "--max_cost", "500"], "Nothing here keeps 4 days and 500 USD."),
+    ],
+)
+def test_when_nothing_fits_it_says_so_and_how_near_it_comes(capsys, flags, limits, words):
+    found, sentence = plan(capsys, *flags, *limits)
+    assert found == ""
+    assert sentence.startswith(words)
+    assert "The fastest is 16 GPUs: 2 days" in sentence
+    assert "the cheapest is 1 GPU: 17 days" in sentence
+
+
+def test_a_doubtful_fit_is_told(capsys, repository):
+    # 512 GPUs of the chart train this in 5.714 days, 5.2 to 6.2.
+    table = str(repository / "results" / "quoted" / "aws_p5_scaling.csv")
+    arguments = ["scaling", "plan", table, "--recipe", "mosaicml-all-512", "--max_days"]
+    found, sentence = plan(capsys, *arguments, "6")
+    assert found == "512"
+    assert "It may miss the limits" in sentence
+    found, sentence = plan(capsys, *arguments, "6.5")
+    assert found == "512"
+    assert "may miss" not in sentence
+
+
+def test_beyond_the_figures_it_asks_for_a_measurement(capsys, repository):
+    table = str(repository / "results" / "quoted" / "aws_p5_scaling.csv")
+    arguments = ["--recipe", "mosaicml-all-512", "--max_days", "6.5", "--num_gpus", "1024"]
+    found, sentence = plan(capsys, "scaling", "plan", table, *arguments)
+    assert found == "1024"
+    assert "measure there before relying on it" in sentence
+
+
+def test_the_fastest_micro_batch_is_chosen(capsys, repository):
+    # Seed 003's figures of P5 are faster the larger the micro-batch, up to 32; at 64 GPUs of a
+    # batch of 2048, that is one micro-batch.
+    quoted = repository / "results" / "quoted"
+    tables = [str(quoted / name) for name in ("aws_p5_scaling.csv", "aws_p4de_p5_single_node.csv")]
+    arguments = ["--where", "gpu=H100", "ema=true", "--recipe", "mosaicml-all-512"]
+    assert main(["scaling", "plan", *tables, *arguments, "--max_days", "30"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "best" in line)
+    assert row.split()[-5:] == ["32", "2048", "yes", "<-", "best"]
+
+
+def test_a_recipe_of_two_resolutions_needs_figures_at_both(capsys, repository):
+    quoted = repository / "results" / "quoted"
+    limits = ["--recipe", "mosaicml", "--max_days", "12"]
+    table = str(quoted / "mosaicml_diffusion_a100.csv")
+    found, _ = plan(capsys, "scaling", "plan", table, *limits, "--micro_batch", "16")
+    assert found == "64"
+    assert main(["scaling", "plan", table, *limits]) == 2
+    assert "does not tell its micro_batch" in capsys.readouterr().err
+    table = str(quoted / "mosaicml_diffusion_benchmark_a100.csv")
+    assert main(["scaling", "plan", table, *limits]) == 2
+    assert "has a stage at 256 px" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ([], "no limit is given"),
+        (["--by", "2026-12-01", "--start", "2026-12-01"], "the date is not after the start"),
+    ],
+)
+def test_a_plan_needs_a_limit(capsys, flags, limits, message):
+    assert main([*flags, *limits]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sum_needs_a_price(capsys, flags):
+    assert main([*flags[:-2], "--max_cost", "600"]) == 2
+    error = capsys.readouterr().err
+    assert "the price of this GPU is not known" in error
+    assert "a row for it in prices.yaml" in error

@@ -1,0 +1,109 @@
+"""Tables of figures: what is read, and what is no table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdbench.errors import ConfigError
+from sdbench.figures import read_figures
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(tmp_path: Path, content: str | bytes, **arguments) -> list[dict]:
+    path = tmp_path / "table.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_figures(path, **arguments)
+
+
+def test_cells_become_numbers_bools_none_or_stay_text(tmp_path):
+    rows = read(
+        tmp_path,
+        "source,num_gpus,ema,images_per_second,micro_batch,note\na,8,true,142.69,,x\nb,0,false,1e3,4,\n",
+    )
+    assert rows == [
+        {
+            "source": "a",
+            "num_gpus": 8,
+            "ema": True,
+            "images_per_second": 142.69,
+            "micro_batch": None,
+            "note": "x",
+        },
+        {
+            "source": "b",
+            "num_gpus": 0,
+            "ema": False,
+            "images_per_second": 1000.0,
+            "micro_batch": 4,
+            "note": None,
+        },
+    ]
+    assert [type(row["num_gpus"]) for row in rows] == [int, int]
+
+
+def test_a_name_stays_text_even_if_it_looks_like_a_number(tmp_path):
+    assert read(tmp_path, "gpu,git_commit,model\n4090,1234567,true\n") == [
+        {"gpu": "4090", "git_commit": "1234567", "model": "true"}
+    ]
+
+
+@pytest.mark.parametrize("cell", ["nan", "inf", "-", "1,5", "0x10", "1_000"])
+def test_what_only_python_takes_for_a_number_stays_text(tmp_path, cell):
+    assert read(tmp_path, f'note\n"{cell}"\n') == [{"note": cell}]
+
+
+def test_hostile_names_come_through_unchanged(tmp_path):
+    name = "=cmd|' /C calc'!A0\n<b>H100, \u4e2d\u6587 \U0001f600"
+    rows = read(tmp_path, f'gpu,images_per_second\n"{name}",1\n')
+    assert rows == [{"gpu": name, "images_per_second": 1}]
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_content(tmp_path):
+    assert read(tmp_path, b"\xef\xbb\xbfgpu,num_gpus\r\n\r\nH100,8\r\n\r\n") == [
+        {"gpu": "H100", "num_gpus": 8}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "is empty"),
+        ("gpu,gpu\n1,2\n", "empty or repeated names"),
+        ("gpu,\n1,2\n", "empty or repeated names"),
+        ("gpu,num_gpus\nH100\n", "has 1 cells in row 1, not 2"),
+        ("gpu,num_gpus\nH100,8\nH100,8,9\n", "has 3 cells in row 2, not 2"),
+        ("images_per_second\nfast\n", "has 'fast' as images_per_second in row 1"),
+        ("images_per_second\n0\n", "has '0' as images_per_second in row 1"),
+        ("images_per_second_high\n1e999\n", "has '1e999' as images_per_second_high"),
+        ("num_gpus\n-8\n", "has '-8' as num_gpus in row 1"),
+        (b"gpu\n\xff\xfe\n", "cannot be read"),
+        ('gpu\n"H100\n', "cannot be read"),
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path, content, what):
+    with pytest.raises(ConfigError, match=what) as caught:
+        read(tmp_path, content)
+    assert caught.value.value == str(tmp_path / "table.csv")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    for path in (tmp_path / "none.csv", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_figures(path)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="lacks the column num_gpus, image_size"):
+        read(tmp_path, "gpu\nH100\n", required=("gpu", "num_gpus", "image_size"))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "results" / "quoted").glob("*.csv")), ids=lambda path: path.name
+)
+def test_every_quoted_table_can_be_read_and_names_its_sources(path):
+    rows = read_figures(path, required=("source",))
+    assert rows
+    assert all(row["source"] for row in rows)

@@ -1,0 +1,112 @@
+"""Do intervals and verdicts keep their word, on runs whose truth is known?
+
+2,000 pairs of series of runs, as the steps of a training come: a step's time varies by 3 % and
+resembles the one before it (lag-1 correlation 0.5 or 0.8), and runs differ by 1 % among themselves.
+A run is 200 steps, and its rate is images over time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from sdbench import statistics
+
+SEED = 20261121
+NUM_PAIRS = 2000
+NUM_STEPS = 200
+IMAGES_PER_STEP = 2048
+STEP_CV = 0.03
+RUN_CV = 0.01
+CORRELATIONS = (0.5, 0.8)
+RUNS_A_SIDE = (3, 5, 10)
+
+CELLS = [(correlation, num_runs) for correlation in CORRELATIONS for num_runs in RUNS_A_SIDE]
+
+
+@functools.cache
+def simulate_rates(correlation: float, num_runs: int) -> np.ndarray:
+    """Images/s of every run, in the shape (pairs, 2 sides, runs); the true step time is 1 s."""
+    generator = np.random.default_rng([SEED, round(10 * correlation), num_runs])
+    shape = (NUM_PAIRS, 2, num_runs)
+    run_mean_s = 1 + RUN_CV * generator.normal(size=shape)
+    # First-order autoregression of unit variance, one step at a time for all runs at once.
+    deviation = generator.normal(size=shape)
+    total_s = np.zeros(shape)
+    for _ in range(NUM_STEPS):
+        total_s += run_mean_s * (1 + STEP_CV * deviation)
+        innovation = generator.normal(size=shape)
+        deviation = correlation * deviation + math.sqrt(1 - correlation**2) * innovation
+    return NUM_STEPS * IMAGES_PER_STEP / total_s
+
+
+def compare_all(correlation: float, num_runs: int, *, true_ratio: float):
+    rates = simulate_rates(correlation, num_runs)
+    return [statistics.compare(candidate * true_ratio, baseline) for candidate, baseline in rates]
+
+
+def share_of(comparisons, verdict: str) -> float:
+    return sum(comparison.verdict == verdict for comparison in comparisons) / NUM_PAIRS
+
+
+@pytest.mark.parametrize(("correlation", "num_runs"), CELLS)
+def test_the_interval_covers_the_truth_and_nothing_is_called_a_difference(correlation, num_runs):
+    comparisons = compare_all(correlation, num_runs, true_ratio=1.0)
+    covered = sum(one.interval.low <= 1 <= one.interval.high for one in comparisons) / NUM_PAIRS
+    wrong = share_of(comparisons, "faster") + share_of(comparisons, "slower")
+    print(f"correlation {correlation}, {num_runs} runs: covers {covered:.1%}, wrong {wrong:.2%}")
+    assert 0.93 <= covered <= 0.97
+    assert wrong <= 0.02
+
+
+@pytest.mark.parametrize("correlation", CORRELATIONS)
+@pytest.mark.parametrize(("true_ratio", "verdict"), [(1.05, "faster"), (0.95, "slower")])
+def test_five_percent_are_found_with_five_runs(correlation, true_ratio, verdict):
+    found = share_of(compare_all(correlation, 5, true_ratio=true_ratio), verdict)
+    print(f"correlation {correlation}: {true_ratio} found in {found:.2%}")
+    assert found >= 0.99
+
+
+@pytest.mark.parametrize(("correlation", "num_runs"), CELLS)
+def test_the_power_at_three_percent_is_as_stated(correlation, num_runs):
+    # What the help of `python -m sdbench compare` rounds to whole percents.
+    stated = {
+        (0.5, 3): 0.595,
+        (0.5, 5): 0.915,
+        (0.5, 10): 0.980,
+        (0.8, 3): 0.515,
+        (0.8, 5): 0.880,
+        (0.8, 10): 0.965,
+    }
+    found = share_of(compare_all(correlation, num_runs, true_ratio=1.03), "faster")
+    print(f"correlation {correlation}, {num_runs} runs: 3 % found in {found:.1%}")
+    assert found == pytest.approx(stated[correlation, num_runs], abs=0.001)
+
+
+def test_many_rows_without_a_difference_seldom_give_a_verdict():
+    # 100 tables of 20 rows. Without the correction, about 1 row in 100 is called a difference here,
+    # so that nearly every fifth table has one.
+    comparisons = compare_all(0.8, 3, true_ratio=1.0)
+    tables = [comparisons[start : start + 20] for start in range(0, NUM_PAIRS, 20)]
+
+    def num_wrong(tables) -> int:
+        return sum(any(one.verdict != "no difference shown" for one in table) for table in tables)
+
+    assert num_wrong(tables) >= 10
+    assert num_wrong([statistics.correct_verdicts(table) for table in tables]) <= 5
+
+
+def test_the_interval_of_a_geometric_mean_covers_the_truth():
+    # Ratios of four configurations, 1.10, 1.20, 1.30 and 1.40: geometric mean 1.24498.
+    comparisons = [
+        compare_all(0.8, 3, true_ratio=true_ratio)[start::4]
+        for start, true_ratio in enumerate((1.1, 1.2, 1.3, 1.4))
+    ]
+    means = [statistics.geometric_mean(rows) for rows in zip(*comparisons, strict=True)]
+    covered = [mean.interval.low <= 1.24498 <= mean.interval.high for mean in means]
+    assert len(means) == 500
+    # 500 trials at 95 % have a standard error of 1 %.
+    assert 0.92 <= sum(covered) / len(covered) <= 0.98
