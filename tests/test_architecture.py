@@ -80,7 +80,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.signals",
         "sdbench.report.escape",
         "sdbench.report.row",
+        "sdbench.report.tables",
         "sdbench.report.terminal",
+        "sdbench.report.text_table",
     ),
     # A command that runs from flags to record, as benchmark.py does.
     "sdbench.precompute": ("sdbench",),

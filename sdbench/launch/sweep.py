@@ -24,7 +24,9 @@ from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_s
 from sdbench.measure.record import OK, OOM, replace_file
 from sdbench.report.escape import for_csv, for_terminal
 from sdbench.report.row import COLUMNS, make_row
-from sdbench.report.terminal import format_number, format_rate
+from sdbench.report.tables import Column, Table, make_cell
+from sdbench.report.terminal import format_rate
+from sdbench.report.text_table import to_terminal
 from sdbench.signals import Terminated, stop_signals_raise
 
 RETRYABLE = ("failed", "oom", "timeout", "invalid")
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         finally:
             write_table(runs, folder / "sweep.csv")
-    print(f"\n{format_table(runs)}\n\ntable: {folder / 'sweep.csv'}")
+    print(f"\n{to_terminal(make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
     _warn_of_machines(runs)
     return 0 if all(run.outcome()["status"] in (OK, OOM) for run in runs) else 1
 
@@ -103,26 +105,32 @@ def write_table(runs: Sequence[Run], path: Path) -> None:
     replace_file(path, buffer.getvalue())
 
 
-def format_table(runs: Sequence[Run]) -> str:
+def make_table(runs: Sequence[Run]) -> Table:
     """What varied, and what it came to, a line for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.cell.varied))
-    header = [*names, "repeat", "images/s", "peak GiB", "status"]
-    lines = [header]
+    columns = [
+        *(Column(name) for name in names),
+        Column("repeat", is_number=True),
+        Column("images/s"),
+        Column("peak GiB", is_number=True),
+        Column("status"),
+    ]
+    rows = []
     for run in runs:
-        outcome, record = run.outcome(), run.record()
-        summary = (record or {}).get("summary")
-        settings = [for_terminal(run.cell.varied.get(name, "")) for name in names]
+        outcome, summary = run.outcome(), (run.record() or {}).get("summary")
         status = "not run" if outcome is None else outcome["status"]
         if outcome is not None and outcome["reason"]:
-            status += f": {for_terminal(outcome['reason'])}"
-        rate = format_rate(summary) if summary else ""
-        peak = format_number(summary["peak_memory_gib"], num_digits=3) if summary else ""
-        lines.append([*settings, str(run.repeat), rate, peak, status])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+            status += f": {outcome['reason']}"
+        rows.append(
+            [
+                *(make_cell(run.cell.varied.get(name), unknown="") for name in names),
+                make_cell(run.repeat),
+                make_cell(format_rate(summary) if summary else None, unknown=""),
+                make_cell(summary["peak_memory_gib"] if summary else None, unknown=""),
+                make_cell(status),
+            ]
+        )
+    return Table(name="sweep", caption="Runs of the sweep", columns=columns, rows=rows)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

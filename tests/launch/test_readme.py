@@ -47,8 +47,8 @@ def run(command: str, *, folder: Path, timeout_s: float = 280) -> subprocess.Com
 @pytest.fixture
 def workplace(tmp_path, picture_folder) -> Path:
     """A folder that looks like the checkout, with a few images of a user's in it."""
-    names = ("benchmark.py", "data.py", "calculate_number_of_parameters.py", "sdbench", "results")
-    for name in names:
+    scripts = ("benchmark.py", "data.py", "calculate_number_of_parameters.py")
+    for name in (*scripts, "sdbench", "results", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 

@@ -233,25 +233,48 @@ def wait_for(condition, timeout_s=90.0):
         time.sleep(0.02)
 
 
+FAULTY = """
+import os, signal, sys, time
+sys.path.insert(0, {repository!r})
+import benchmark
+from sdbench.measure.watch import StepWatch
+from sdbench.workloads import pretrain
+original = StepWatch.step_ends
+fault = sys.argv[sys.argv.index("--seed") + 1]
+
+def step_ends(self, *, loss):
+    if os.environ["RANK"] == "1" and self.timer.num_steps == 1:
+        if fault == "2":
+            time.sleep(600)
+        if fault == "3":
+            os.kill(os.getpid(), signal.SIGKILL)
+    original(self, loss=loss)
+
+def loss(output):
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+StepWatch.step_ends = step_ends
+if fault == "1":
+    pretrain._loss = loss
+sys.exit(benchmark.main())
+"""
+
+
 @pytest.mark.slow
-def test_a_rank_that_dies_under_composer_is_a_failed_cell(tmp_path, repository):
-    script = tmp_path / "dying.py"
-    script.write_text(
-        f"import os, signal, sys\nsys.path.insert(0, {str(repository)!r})\n"
-        "import benchmark\nfrom sdbench.measure.watch import StepWatch\n"
-        "original = StepWatch.step_ends\n"
-        "def step_ends(self, *, loss):\n"
-        "    if os.environ['RANK'] == '1' and self.timer.num_steps == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    original(self, loss=loss)\n"
-        "StepWatch.step_ends = step_ends\nsys.exit(benchmark.main())\n"
-    )
-    code, (row,) = sweep(
+def test_real_ranks_that_run_out_of_memory_hang_or_die_are_rows(tmp_path, repository):
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(repository=str(repository)))
+    code, rows = sweep(
         tmp_path,
         launcher="composer -n 2",
         script=str(script),
-        list=[{"model_name": "tiny", "use_synth_data": True}],
-        timeout_s=120,
+        base={"model_name": "tiny", "use_synth_data": True},
+        list=[{"seed": seed} for seed in (1, 2, 3, 4)],
+        timeout_s=60,
     )
-    assert (code, row["status"]) == (1, "failed")
-    assert "rank 0" in row["reason"]  # the one that is left says what it saw
+    assert code == 1
+    assert [row["status"] for row in rows] == ["oom", "timeout", "failed", "ok"]
+    assert "CUDA out of memory" in rows[0]["reason"]
+    assert "rank 0" in rows[2]["reason"]  # the one that is left says what it saw
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
+    assert left == []
