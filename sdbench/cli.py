@@ -87,3 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:  # a full disk, a folder that may not be read
+        print(f"error: {error}", file=sys.stderr)
+        return 1

@@ -127,6 +127,7 @@ POSITIVE = _whole_number(1)
 NOT_NEGATIVE = _whole_number(0)
 TEXT = Kind("a text", _parse_text)
 SWITCH = Kind("true | false", _parse_switch)
+SECONDS = Kind("a number of seconds above 0", _number(zero_allowed=False).parse)
 FRACTION = Kind("a number from 0 to 1", _parse_fraction)
 CONDITIONS = Kind(
     'fields and conditions, e.g. {pwatermark: "<=0.5", original_width: ">=512"}',

@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.config",
         "sdbench.measure.record",
         "sdbench.measure.provenance",
+        "sdbench.measure.secrets",
         "sdbench.signals",
         "sdbench.report.escape",
         "sdbench.report.row",

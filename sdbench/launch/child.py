@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,15 +24,21 @@ from sdbench.measure.record import (
     TIMEOUT,
     UNFINISHED_REASON,
     load_record,
+    replace_file,
 )
+from sdbench.measure.secrets import redact
+from sdbench.report.escape import for_terminal
 
 OUTPUT_NAME = "output.log"
+LOCK_NAME = ".measuring"
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
 GRACE_S = 20.0
 NUM_TAIL_LINES = 12
+MAX_TAIL_BYTES = 64 * 1024
 MAX_REASON_LENGTH = 300
-KILLED = 128 + signal.SIGKILL
+# `composer` says so of a rank that the out-of-memory killer, or anybody else, has killed.
+RANK_KILLED = re.compile(r"Rank (\d+) crashed with exit code -9\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Outcome:
         reason: Why, in a sentence; None for ok.
         exit_code: Of the command; one that a signal ended has 128 plus its number.
         duration_s: From its start to its end.
+        was_killed: It, or a rank of it, got SIGKILL, as from the out-of-memory killer.
         run_folder: The folder of its record, or None if it left none.
         record: The record, or None.
     """
@@ -49,6 +59,7 @@ class Outcome:
     reason: str | None
     exit_code: int
     duration_s: float
+    was_killed: bool
     run_folder: Path | None
     record: dict[str, Any] | None
 
@@ -73,8 +84,9 @@ def find_program(command: Sequence[str]) -> list[str]:
             allowed="a command without it",
             flag="COMMAND",
         )
-    beside = Path(sys.executable).with_name(command[0])
-    program = str(beside) if beside.is_file() else shutil.which(command[0])
+    is_name = os.path.basename(command[0]) == command[0] != ""
+    beside = Path(sys.executable).parent / command[0]
+    program = str(beside) if is_name and beside.is_file() else shutil.which(command[0])
     if program is None:
         raise ConfigError(
             "this program is not installed",
@@ -85,24 +97,73 @@ def find_program(command: Sequence[str]) -> list[str]:
     return [program, *command[1:]]
 
 
+def new_folder(given: Path | None, *, prefix: str) -> Path:
+    """A folder that holds nothing yet, for runs that belong together.
+
+    Args:
+        given: The user's; None makes ``runs/<prefix>_<time>``.
+        prefix: What the runs are for.
+
+    Raises:
+        ConfigError: The user's folder holds something, or cannot be made.
+    """
+    folder = given
+    while folder is None:
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        try:
+            (Path("runs") / f"{prefix}_{now}").mkdir(parents=True)
+        except FileExistsError:
+            time.sleep(0.1)  # another one began within the same second
+        else:
+            return Path("runs") / f"{prefix}_{now}"
+    make_folder(folder)
+    if any(folder.iterdir()):
+        raise ConfigError(
+            "this folder holds something already",
+            value=str(folder),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of the user's choice.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"this folder cannot be made ({error.strerror})",
+            value=str(folder),
+            allowed="a folder that this user may write",
+            flag="--folder",
+        ) from None
+
+
 def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
     """Run a command in a process of its own to its end.
 
-    It, and all that it has started, end with this process, however this one ends.
+    It, and all that it has started, end with this process, however this one ends. Another command
+    in the same parent folder begins only when nothing of the one before is left.
 
     Args:
         command: Program and arguments; ``--results_dir FOLDER`` is added.
-        folder: Gets the run's folder and output.log.
+        folder: Made for it; gets the run's folder and output.log.
         timeout_s: The command is ended after so many seconds; None waits.
 
     Returns:
         How it ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     started_s = time.perf_counter()
+    guard = [sys.executable, str(GUARD), str(GRACE_S), str(folder.parent / LOCK_NAME)]
     with (folder / OUTPUT_NAME).open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(GUARD), str(GRACE_S), *command, "--results_dir", str(folder)],
+            [*guard, *command, "--results_dir", str(folder)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -120,7 +181,13 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
             process.stdin.close()
             process.wait()
             raise
+        finally:
+            process.stdin.close()
+            if process.returncode is not None and process.returncode < 0:
+                _end_session(process.pid)  # the guard itself was killed
     duration_s = time.perf_counter() - started_s
+    log = folder / OUTPUT_NAME
+    replace_file(log, log.read_text(encoding="utf-8", errors="replace"))  # without secrets
     if has_timed_out:
         reason = f"it did not end within {timeout_s:g} s"
         return _explain(folder, exit_code, duration_s, status=TIMEOUT, reason=reason)
@@ -128,9 +195,10 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
 
 
 def tail(folder: Path) -> str:
-    """The last lines that the command printed."""
-    text = (folder / OUTPUT_NAME).read_text(encoding="utf-8", errors="replace")
-    return "\n".join(text.rstrip().splitlines()[-NUM_TAIL_LINES:])
+    """The last lines that the command printed, as plain text."""
+    content = (folder / OUTPUT_NAME).read_bytes()[-MAX_TAIL_BYTES:]
+    lines = content.decode(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join(for_terminal(redact(line)) for line in lines[-NUM_TAIL_LINES:])
 
 
 def _explain(
@@ -142,8 +210,9 @@ def _explain(
     reason: str | None = None,
 ) -> Outcome:
     """Put together what the record says and how the process ended."""
-    paths = sorted(folder.glob(f"*/{RECORD_NAME}"))
-    record = load_record(paths[-1]) if paths else None
+    record, run_folder, complaint = _find_record(folder)
+    killed = RANK_KILLED.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
+    was_killed = killed is not None or _signal_of(exit_code) == signal.SIGKILL
     if status is None and record is not None and record["reason"] != UNFINISHED_REASON:
         status, reason = record["status"], record["reason"]
         if (status == OK) != (exit_code == 0) or status == INTERRUPTED:
@@ -151,28 +220,59 @@ def _explain(
             status = FAILED
             reason = f"{_describe_exit(exit_code)}; the record says: {reason or 'ok'}"
     elif status is None:
-        last_line = tail(folder).splitlines()[-1:] or ["no output"]
-        status, reason = FAILED, f"{_describe_exit(exit_code)}: {last_line[0]}"
-        if exit_code == KILLED:
-            reason = f"{_describe_exit(exit_code)}, as the out-of-memory killer does"
+        lines = tail(folder).splitlines() or ["no output"]
+        errors = [line for line in lines if line.startswith("error: ")]
+        status = FAILED
+        reason = f"{_describe_exit(exit_code)}: {complaint or [*lines, *errors][-1]}"
+    if was_killed and status == FAILED:
+        who = f"rank {killed[1]}" if killed else "it"
+        reason = f"{who} got SIGKILL, as from the out-of-memory killer: {reason}"
     return Outcome(
         status=status,
         reason=None if reason is None else reason[:MAX_REASON_LENGTH],
         exit_code=exit_code,
         duration_s=duration_s,
-        run_folder=paths[-1].parent if paths else None,
+        was_killed=was_killed,
+        run_folder=run_folder,
         record=record,
     )
 
 
+def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str | None]:
+    """The record and its folder, or why there is none that can be read."""
+    for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
+        try:
+            return load_record(path), path.parent, None
+        except (OSError, ValueError) as error:
+            return None, path.parent, f"its record cannot be read ({error})"
+    return None, None, None
+
+
 def _describe_exit(exit_code: int) -> str:
-    if exit_code > 128:
-        return f"it was ended by signal {exit_code - 128} ({_signal_name(exit_code - 128)})"
-    return f"it ended with exit code {exit_code}"
+    number = _signal_of(exit_code)
+    if number is None:
+        return f"it ended with exit code {exit_code}"
+    return f"it was ended by signal {int(number)} ({number.name})"
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+def _signal_of(exit_code: int) -> signal.Signals | None:
+    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n."""
+    numbers = {number.value: number for number in signal.Signals}
+    if exit_code < 0:
+        return numbers.get(-exit_code)
+    return numbers.get(256 - exit_code if exit_code > 192 else exit_code - 128)
+
+
+def _end_session(session: int) -> None:
+    """Kill what is left of a session whose first process has died."""
+    import psutil
+
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                process.kill()
+                left.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    psutil.wait_procs(left, timeout=GRACE_S)

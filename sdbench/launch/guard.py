@@ -1,66 +1,105 @@
 """How does a command end with the program that started it, whatever kills either of them?
 
-Run as a script between the two: `python guard.py GRACE_S COMMAND...`. Its standard input is a pipe
-from the program. When that closes, because the program asks for an end or has died itself, the
-command and everything that it has started are asked to end, and killed if they have not after the
-grace.
+Run as a script between the two: `python guard.py GRACE_S LOCK COMMAND...`. Its standard input is a
+pipe from the program. When that closes, because the program asks for an end or has died itself, or
+when a signal to stop arrives, the command and everything that it has started are asked to end, and
+killed if they have not after the grace. The lock is held until all of them are gone, so that what
+is measured next has the machine for itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_S = 0.05
+# What a killed process holds, 16 GiB of it or a GPU, takes the kernel a while to free.
+KILLED_WITHIN_S = 60.0
 
 
-def main(command: list[str], *, grace_s: float) -> int:
-    """Run a command to its end, or until standard input closes.
+def main(command: list[str], *, grace_s: float, lock: str) -> int:
+    """Run a command to its end, or until it is asked to stop.
 
     Args:
         command: Program and arguments.
         grace_s: How long what is asked to end may take.
+        lock: File that guards before this one hold while their processes end.
 
     Returns:
         Its exit code; for one that a signal ended 128 plus its number, as a shell has it.
     """
+    stop = threading.Event()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_wait_for_starter, args=(stop,), daemon=True).start()
     if sys.platform == "linux":
         # Ranks whose launcher has died become children of this process and are still found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    threading.Thread(target=_end_with_starter, args=(grace_s,), daemon=True).start()
-    exit_code = process.wait()
-    end_processes(psutil.Process().children(recursive=True), grace_s=grace_s)
-    return exit_code if exit_code >= 0 else 128 - exit_code
+    with open(lock, "a") as file:
+        while not _acquire(file):
+            if stop.wait(POLL_S):
+                return 128 + signal.SIGTERM
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
+        while process.poll() is None and not stop.wait(POLL_S):
+            pass
+        _end(process, grace_s=grace_s)
+    assert process.returncode is not None
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def end_processes(processes: list[psutil.Process], *, grace_s: float) -> None:
-    """Ask processes to end, and kill those that have not after the grace."""
-    for process in processes:
-        _tell(process, psutil.Process.terminate)
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        _tell(process, psutil.Process.kill)
+def _end(process: subprocess.Popen, *, grace_s: float) -> None:
+    """End a command and all its descendants, and come back when they are gone."""
+    for tell, patience_s in ((psutil.Process.terminate, grace_s), (None, KILLED_WITHIN_S)):
+        left = [one for one in psutil.Process().children(recursive=True) if _is_alive(one)]
+        for one in left:
+            try:
+                (tell or psutil.Process.kill)(one)
+            except psutil.NoSuchProcess:
+                continue
+        end_s = time.monotonic() + patience_s
+        while process.poll() is None or any(_is_alive(one) for one in left):
+            if time.monotonic() > end_s:
+                break
+            time.sleep(POLL_S)
 
 
-def _end_with_starter(grace_s: float) -> None:
-    # Returns when the other end of the pipe is closed. Not sys.stdin, whose lock the thread would
-    # hold when the interpreter ends.
-    os.read(0, 1)
-    end_processes(psutil.Process().children(recursive=True), grace_s=grace_s)
-
-
-def _tell(process: psutil.Process, what: object) -> None:
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        what(process)  # type: ignore[operator]
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return
+        return False
+
+
+def _acquire(file: object) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_starter(stop: threading.Event) -> None:
+    # Not sys.stdin, whose lock the thread would hold when the interpreter ends.
+    os.read(0, 1)  # returns when the other end of the pipe is closed
+    stop.set()
+
+
+def _end_with_guard() -> None:
+    """Before the command begins: it is to end should even the guard be killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], grace_s=float(sys.argv[1])))
+    sys.exit(main(sys.argv[3:], grace_s=float(sys.argv[1]), lock=sys.argv[2]))

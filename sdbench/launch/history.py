@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.config import FIELDS
 from sdbench.launch.sweep_state import Run
 from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
 
@@ -23,13 +24,14 @@ def estimate_durations(pending: Sequence[Run], *, done: Sequence[Run]) -> list[f
         done: Runs of the same sweep that have ended.
 
     Returns:
-        For each the median over the runs of this sweep, or else over the runs in runs/ of the same
-        model and size; None where there are neither.
+        For each the median over the runs of this sweep that ended well, or else over those in runs/
+        of the same model and size; None where there are neither.
     """
-    durations_s = [run.outcome()["duration_s"] for run in done]
+    ended = [run.outcome() for run in done]
+    durations_s = [outcome["duration_s"] for outcome in ended if outcome["status"] == OK]
     if durations_s:
         return [statistics.median(durations_s)] * len(pending)
-    records = [_load(path) for path in sorted(HISTORY.glob(f"*/{RECORD_NAME}"))]
+    records = [_load(path) for path in sorted(HISTORY.rglob(RECORD_NAME))]
     earlier = [record for record in records if record is not None]
     return [_from(earlier, run.cell.settings) for run in pending]
 
@@ -44,9 +46,11 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 
 def _from(records: Sequence[dict[str, Any]], settings: Any) -> float | None:
+    wanted = {name: settings.get(name, FIELDS[name].default) for name in DECISIVE}
     same = [
         record["duration_s"]
         for record in records
-        if all(record["config"][name] == settings[name] for name in DECISIVE if name in settings)
+        # None is what the machine chooses, so that a record from here has chosen it as well.
+        if all(value in (None, record["config"][name]) for name, value in wanted.items())
     ]
     return statistics.median(same) if same else None

@@ -7,7 +7,6 @@ run will give.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.config import SECONDS, parse_value
 from sdbench.errors import ConfigError
-from sdbench.launch.child import Outcome, find_program, run_child, tail
+from sdbench.launch.child import Outcome, find_program, new_folder, run_child, tail
 from sdbench.launch.progress import Countdown
 from sdbench.measure.record import OK, replace_file
 from sdbench.report.escape import for_terminal
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments, command = _parse(argv)
-    folder = arguments.folder or Path("runs") / f"repeat_{_now()}"
+    folder = new_folder(arguments.folder, prefix="repeat")
     outcomes: list[Outcome] = []
     is_interrupted = False
     try:
@@ -143,14 +143,20 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("times", type=int, metavar="N", help="how many runs")
     parser.add_argument("--folder", type=Path, help="where they go (default: runs/repeat_<time>)")
-    parser.add_argument("--timeout_s", type=float, help="end a run after so many seconds")
+    parser.add_argument("--timeout_s", metavar="S", help="end a run after so many seconds")
     own, command = split_command(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     if arguments.times < 1:
         raise ConfigError(
             "there is nothing to run", value=arguments.times, allowed="1 or more", flag="N"
         )
+    arguments.timeout_s = parse_timeout(arguments.timeout_s)
     return arguments, find_program(command)
+
+
+def parse_timeout(text: str | None) -> float | None:
+    """The value of --timeout_s, or None for no bound."""
+    return None if text is None else parse_value("timeout_s", text, kind=SECONDS)
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +169,3 @@ def _describe(outcome: Outcome) -> str:
     if outcome.status != OK:
         return f"{outcome.status}, {for_terminal(outcome.reason)}"
     return f"{format_rate(outcome.record['summary'])} images/s in {outcome.duration_s:.0f} s"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")

@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.launch.child import KILLED, Outcome, find_program, run_child
-from sdbench.launch.repeat import split_command
-from sdbench.launch.sweep_state import only_sweep_in
-from sdbench.measure.record import OK, OOM, replace_file, utc_now
+from sdbench.launch.child import Outcome, find_program, new_folder, run_child
+from sdbench.launch.repeat import parse_timeout, split_command
+from sdbench.measure.record import FAILED, OK, OOM, replace_file
 from sdbench.report.escape import for_terminal
 from sdbench.report.terminal import format_number
 from sdbench.signals import Terminated, stop_signals_raise
 
 FLAG = "--device_train_microbatch_size"
-EXIT_BAD_INPUT = 2
+# What benchmark.py says where the estimate exceeds the memory.
+REFUSED_FOR_MEMORY = "this run is estimated to need more memory"
+# Flags that make a run longer: for the winner, not for probes.
+LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
+SHORT += ("--no_measure_peak", "--no_profile_trace")
 DEFAULT_MAX = 256
 DEFAULT_MULTIPLE = 4
 EPILOG = """\
@@ -58,12 +62,10 @@ class Probe:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it failed for want of memory, or was refused where a smaller one ran."""
-        return (
-            self.outcome.status == OOM
-            or self.outcome.exit_code in (KILLED, EXIT_BAD_INPUT)
-            or "as the out-of-memory killer does" in (self.outcome.reason or "")
-        )
+        """Whether it failed, or was refused, for want of memory."""
+        if self.outcome.status == FAILED:
+            return self.outcome.was_killed or REFUSED_FOR_MEMORY in self.outcome.reason
+        return self.outcome.status == OOM
 
 
 class Search:
@@ -89,18 +91,15 @@ class Search:
             RunError: It failed for another reason than memory.
         """
         if micro_batch not in self.probes:
-            window = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
-            flags = [FLAG, str(micro_batch), *window, "--no_measure_peak"]
-            if self._is_on_gpu:
-                flags.append("--no_check_memory")  # a GPU says so when its memory is full
+            flags = [*self.flags_of(micro_batch), *SHORT]
             outcome = run_child(
-                [*self._command, *flags],
+                [*without_flags(self._command, LONGER), *flags],
                 folder=self._folder / f"probe-{micro_batch}",
                 timeout_s=self._timeout_s,
             )
             probe = Probe(micro_batch, outcome)
             print(f"  micro-batch {micro_batch}: {describe(outcome)}", flush=True)
-            if not probe.fits and not (probe.is_too_large and self.probes):
+            if not probe.fits and not probe.is_too_large:
                 raise RunError(
                     f"micro-batch {micro_batch} ended for another reason than memory: "
                     f"{outcome.status}, {outcome.reason}"
@@ -116,9 +115,10 @@ class Search:
             multiple: Between powers of two only multiples of this are tried.
         """
         fits, too_large = 1, None
-        self.probe(1)
-        if limit >= 2:
-            limit = min(limit, self._device_batch_limit(limit))
+        first = self.probe(1)
+        if not first.fits:
+            raise RunError(f"not even micro-batch 1 fits: {first.outcome.reason}")
+        limit = min(limit, _device_batch(first.outcome.record) or limit)
         while too_large is None and fits < limit:
             size = min(2 * fits, limit)
             if self.probe(size).fits:
@@ -144,20 +144,31 @@ class Search:
         """The one with the highest rate in its few steps."""
         return max(self.fitting, key=lambda p: p.outcome.record["summary"]["images_per_second"])
 
-    @property
-    def _is_on_gpu(self) -> bool:
+    def flags_of(self, micro_batch: int) -> list[str]:
+        """The flags of a run with a micro-batch."""
         first = next(iter(self.probes.values()), None)
-        return first is not None and first.outcome.record["machine"]["device_type"] == "cuda"
+        is_on_gpu = first is not None and first.outcome.record["machine"]["device_type"] == "cuda"
+        # A GPU says so itself when its memory is full; a machine without one would be killed.
+        return [FLAG, str(micro_batch), *(["--no_check_memory"] if is_on_gpu else [])]
 
-    def _device_batch_limit(self, limit: int) -> int:
-        """A rank's share of the global batch, where that does not grow with the micro-batch."""
-        first, second = self.probe(1), self.probe(2)
-        if not second.fits:
-            return limit
-        batches = {p.outcome.record["config"]["batch_size"] for p in (first, second)}
-        if len(batches) == 2:
-            return limit
-        return batches.pop() // first.outcome.record["ranks"]["world_size"]
+
+def _device_batch(record: dict[str, Any]) -> int | None:
+    """A rank's share of the global batch; None on a CPU whose batch grows with the micro-batch."""
+    is_given = record["origin"]["batch_size"] in ("flag", "file")
+    if not is_given and record["machine"]["device_type"] == "cpu":
+        return None
+    return record["config"]["batch_size"] // record["ranks"]["world_size"]
+
+
+def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A command without some flags and their values."""
+    kept, skip = [], False
+    for argument in command:
+        name, equals, _ = argument.partition("=")
+        if not skip and name not in names:
+            kept.append(argument)
+        skip = not skip and name in names and not equals
+    return kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,24 +181,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments, command = _parse(argv)
-    folder = arguments.folder or Path("runs") / f"search_{utc_now().replace(':', '')[:17]}"
+    folder = new_folder(arguments.folder, prefix="search")
     search = Search(command, folder=folder, timeout_s=arguments.timeout_s)
     print(f"Probing micro-batches up to {arguments.max_micro_batch} in {folder}", flush=True)
+    final = None
     try:
-        with only_sweep_in(folder), stop_signals_raise():
+        with stop_signals_raise():
             search.find_largest(limit=arguments.max_micro_batch, multiple=arguments.multiple_of)
             winner = search.fastest.micro_batch
             print(f"Measuring micro-batch {winner} again, with the command's own settings")
             final = run_child(
-                [*command, FLAG, str(winner)],
+                [*command, *search.flags_of(winner)],
                 folder=folder / "winner",
                 timeout_s=arguments.timeout_s,
             )
     except (KeyboardInterrupt, Terminated):
         print("interrupted: what was probed is in the folder", file=sys.stderr)
         return 130
-    summary = summarize(search, final)
-    replace_file(folder / "search.json", json.dumps(summary, indent=2) + "\n")
+    finally:
+        if search.fitting:
+            summary = summarize(search, final)
+            replace_file(folder / "search.json", json.dumps(summary, indent=2) + "\n")
     largest = summary["largest_micro_batch"]
     bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
     print(f"\nlargest micro-batch that fits: {largest}{bound}")
@@ -195,16 +209,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if final.status == OK else 1
 
 
-def summarize(search: Search, final: Outcome) -> dict[str, Any]:
-    """What the search found, for search.json."""
+def summarize(search: Search, final: Outcome | None) -> dict[str, Any]:
+    """What the search found, for search.json.
+
+    Args:
+        search: With at least one probe that fits.
+        final: The winner, measured again; None if it has not come to that.
+    """
+    has_figure = final is not None and final.status == OK
     return {
         "largest_micro_batch": search.fitting[-1].micro_batch,
         "is_bounded_by_memory": len(search.fitting) < len(search.probes),
         "fastest_micro_batch": search.fastest.micro_batch,
-        "images_per_second": final.record["summary"]["images_per_second"]
-        if final.status == OK
-        else None,
-        "run": None if final.run_folder is None else final.run_folder.name,
+        "images_per_second": final.record["summary"]["images_per_second"] if has_figure else None,
+        "run": final.run_folder.name if has_figure else None,
         "probes": [
             {
                 "micro_batch": probe.micro_batch,
@@ -254,7 +272,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help=f"between powers of two try multiples of it only (default: {DEFAULT_MULTIPLE})",
     )
-    parser.add_argument("--timeout_s", type=float, metavar="S", help="bound on each run")
+    parser.add_argument("--timeout_s", metavar="S", help="bound on each run")
     parser.add_argument("--folder", type=Path, help="for the runs (default: runs/search_<time>)")
     own, command = split_command(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
@@ -273,4 +291,5 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             allowed="a command without it",
             flag="COMMAND",
         )
+    arguments.timeout_s = parse_timeout(arguments.timeout_s)
     return arguments, find_program(command)

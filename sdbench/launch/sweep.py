@@ -7,8 +7,6 @@ like any other, and a sweep that was interrupted goes on where it was.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +20,8 @@ from sdbench.launch.progress import Countdown
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.measure.record import OK, OOM, replace_file
-from sdbench.report.escape import for_csv, for_terminal
-from sdbench.report.row import COLUMNS, make_row
+from sdbench.report.escape import for_terminal
+from sdbench.report.row import COLUMNS, format_csv, make_row
 from sdbench.report.tables import Column, Table, make_cell
 from sdbench.report.terminal import format_rate
 from sdbench.report.text_table import to_terminal
@@ -70,39 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.folder or Path("runs") / f"sweep_{arguments.file.stem}"
     runs = list_runs(sweep, folder=folder)
     retry = _parse_retry(arguments.retry)
-    pending = [run for run in runs if _is_pending(run, retry)]
-    print(_describe(sweep, runs, pending, folder=folder), flush=True)
     if arguments.dry_run:
+        print(_describe(sweep, runs, _pending(runs, retry), folder=folder))
         return 0
     with only_sweep_in(folder):
         check_environment(folder, allow_other=arguments.allow_mixed)
+        pending = _pending(runs, retry)
+        print(_describe(sweep, runs, pending, folder=folder), flush=True)
         try:
             with stop_signals_raise():
-                _measure(pending, num_runs=len(runs), timeout_s=sweep.timeout_s)
+                _measure(pending, timeout_s=sweep.timeout_s)
         except (KeyboardInterrupt, Terminated):
             print("interrupted: the same command goes on here", file=sys.stderr)
             return 130
         finally:
-            write_table(runs, folder / "sweep.csv")
+            replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
     print(f"\n{to_terminal(make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
     _warn_of_machines(runs)
     return 0 if all(run.outcome()["status"] in (OK, OOM) for run in runs) else 1
-
-
-def write_table(runs: Sequence[Run], path: Path) -> None:
-    """Write one row per run that has ended, in the columns of all tables of figures."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for run in runs:
-        outcome = run.outcome()
-        if outcome is None:
-            continue
-        record = run.record()
-        row = make_row(record) if record is not None else _row_without_record(run)
-        row |= {"status": outcome["status"], "reason": outcome["reason"]}
-        writer.writerow({name: for_csv(value) for name, value in row.items()})
-    replace_file(path, buffer.getvalue())
 
 
 def make_table(runs: Sequence[Run]) -> Table:
@@ -174,9 +157,14 @@ def _parse_retry(text: str) -> tuple[str, ...]:
     return statuses
 
 
-def _is_pending(run: Run, retry: tuple[str, ...]) -> bool:
-    outcome = run.outcome()
-    return outcome is None or outcome["status"] in retry
+def _pending(runs: Sequence[Run], retry: tuple[str, ...]) -> list[Run]:
+    """Runs that have not ended, or not as they should have."""
+    outcomes = [run.outcome() for run in runs]
+    return [
+        run
+        for run, outcome in zip(runs, outcomes, strict=True)
+        if outcome is None or outcome["status"] in retry
+    ]
 
 
 def _describe(
@@ -206,7 +194,7 @@ def _describe(
     return "\n".join(lines)
 
 
-def _measure(pending: Sequence[Run], *, num_runs: int, timeout_s: float) -> None:
+def _measure(pending: Sequence[Run], *, timeout_s: float) -> None:
     countdown = Countdown(len(pending), unit="run")
     with countdown:
         for run in pending:
@@ -223,6 +211,17 @@ def _measure(pending: Sequence[Run], *, num_runs: int, timeout_s: float) -> None
             )
             if outcome.status not in (OK, OOM):
                 countdown.say(tail(run.folder))
+
+
+def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row per run that has ended, in the columns of all tables of figures."""
+    rows = []
+    for run in runs:
+        outcome, record = run.outcome(), run.record()
+        if outcome is not None:
+            row = make_row(record) if record is not None else _row_without_record(run)
+            rows.append(row | {"status": outcome["status"], "reason": outcome["reason"]})
+    return rows
 
 
 def _row_without_record(run: Run) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.config import FIELDS, parse_value, raise_unknown
+from sdbench.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
 from sdbench.errors import ConfigError
 from sdbench.launch.child import find_program
 
@@ -69,13 +69,18 @@ def read_sweep_file(path: Path) -> SweepFile:
     for key in content:
         if key not in DEFAULTS:
             raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
-    timeout_s, repeats = content["timeout_s"], content["repeats"]
-    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise _wrong(path, "timeout_s", timeout_s, "a number of seconds above 0")
-    if not isinstance(repeats, int) or repeats < 1:
-        raise _wrong(path, "repeats", repeats, "a whole number of at least 1")
-    launcher = find_program(shlex.split(str(content["launcher"])))
-    start = [*launcher, str(content["script"])]
+    for key, kind in (("timeout_s", SECONDS), ("repeats", POSITIVE)):
+        try:
+            kind.parse(content[key])
+        except (TypeError, ValueError):
+            raise _wrong(path, key, content[key], kind.allowed) from None
+    if not Path(str(content["script"])).is_file():
+        raise _wrong(path, "script", content["script"], "a file, from the folder you are in")
+    try:
+        launcher = shlex.split(str(content["launcher"]))
+    except ValueError as error:
+        raise _wrong(path, "launcher", content["launcher"], f"a command ({error})") from None
+    start = [*find_program(launcher), str(content["script"])]
     settings = _expand(path, content)
     shared = {
         name
@@ -98,7 +103,7 @@ def read_sweep_file(path: Path) -> SweepFile:
     for cell in cells:
         if keys.count(cell.key) > 1:
             raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
-    return SweepFile(tuple(cells), repeats, float(timeout_s))
+    return SweepFile(tuple(cells), content["repeats"], float(content["timeout_s"]))
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -107,10 +112,9 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
     for name, value in settings.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, Mapping):
-            flags += [f"--{name}", json.dumps(value)]  # JSON is YAML
         else:
-            flags += [f"--{name}", str(value)]
+            text = json.dumps(value) if isinstance(value, Mapping) else str(value)  # JSON is YAML
+            flags.append(f"--{name}={text}")
     return flags
 
 
@@ -155,8 +159,7 @@ def _check(path: Path, name: str, value: Any) -> Any:
         raise_unknown(str(name), known=list(FIELDS), where=f"setting in {path}")
     if name == "results_dir":
         raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
-    parse_value(name, value, kind=FIELDS[name].metadata["kind"])
-    return value
+    return parse_value(name, value, kind=FIELDS[name].metadata["kind"])
 
 
 def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.errors import ConfigError
-from sdbench.launch.child import Outcome
+from sdbench.launch.child import Outcome, make_folder
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.measure.provenance import git_state, package_versions
-from sdbench.measure.record import load_record, replace_file
+from sdbench.measure.record import RECORD_NAME, load_record, replace_file
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
@@ -34,16 +34,24 @@ class Run:
     folder: Path
 
     def outcome(self) -> dict[str, Any] | None:
-        """How it ended, as cell.json has it; None if it has not."""
+        """How it ended, as cell.json has it; None if it has not, or if its record is gone."""
         path = self.folder / STATE_NAME
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        outcome = json.loads(path.read_text(encoding="utf-8"))
+        has_record = outcome["run"] is not None
+        is_whole = not has_record or (self.folder / outcome["run"] / RECORD_NAME).is_file()
+        return outcome if is_whole else None
 
     def record(self) -> dict[str, Any] | None:
-        """The record that it left, or None."""
+        """The record that it left; None if it left none, or one that cannot be read."""
         outcome = self.outcome()
         if outcome is None or outcome["run"] is None:
             return None
-        return load_record(self.folder / outcome["run"])
+        try:
+            return load_record(self.folder / outcome["run"])
+        except ValueError:
+            return None  # cell.json gives this as the reason
 
     def end(self, outcome: Outcome) -> None:
         """Write how it ended."""
@@ -60,6 +68,7 @@ class Run:
 
     def clear(self) -> None:
         """Take away what an unfinished or a failed attempt has left."""
+        (self.folder / STATE_NAME).unlink(missing_ok=True)  # first: a half-cleared run is no run
         if self.folder.is_dir():
             shutil.rmtree(self.folder)
 
@@ -85,7 +94,7 @@ def only_sweep_in(folder: Path) -> Iterator[None]:
     """
     import filelock
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = filelock.FileLock(folder / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
@@ -103,12 +112,19 @@ def only_sweep_in(folder: Path) -> Iterator[None]:
 
 
 def check_environment(folder: Path, *, allow_other: bool) -> None:
-    """Refuse to go on with a sweep that was begun under other code or other libraries.
+    """Refuse to go on with a sweep that was begun under other code, libraries or hardware.
 
     Raises:
-        ConfigError: The commit, or the version of a package, is another one.
+        ConfigError: The commit, the version of a package or the machine is another one.
     """
-    here = {"commit": git_state()["commit"], **package_versions()}
+    import psutil
+
+    here = {
+        **git_state(),
+        **package_versions(),
+        "num_cpu_cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
     path = folder / ENVIRONMENT_NAME
     if not path.is_file():
         replace_file(path, json.dumps(here, indent=2) + "\n")
@@ -121,7 +137,7 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
     ]
     if changes and not allow_other:
         raise ConfigError(
-            "the sweep was begun under other code or libraries, and its rows would not compare",
+            "the sweep was begun under other code, libraries or hardware: rows would not compare",
             value="; ".join(changes),
             allowed="the same ones, another folder, or --allow_mixed",
             flag="--folder or --allow_mixed",

@@ -1,7 +1,8 @@
 """Stands in for benchmark.py where only what starts it is under test: quick, and without torch.
 
 What it does is said by the micro-batch, 8 and more run out of memory, and by the seed: 2 hangs, 3
-is killed, 4 is bad input, 5 takes a second. Every start leaves a line in $STARTS.
+is killed, 4 is bad input, 5 takes a second, 6 writes the record of another version. Every start
+leaves a line in $STARTS.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> int:
     with open(os.environ["STARTS"], "a") as starts:
         starts.write(" ".join(sys.argv[1:-2]) + "\n")
     if arguments.seed == 4:
+        print(" ".join(sys.argv), file=sys.stderr)
         print("error: the seed is unlucky: got 4", file=sys.stderr)
         return 2
     micro_batch = arguments.device_train_microbatch_size or 1
@@ -43,6 +45,9 @@ def main() -> int:
     record["config"]["device_train_microbatch_size"] = micro_batch
     # 1 - 0.5 / micro-batch times 10: larger ones are faster, with less and less to gain.
     record["config"]["batch_size"] = arguments.batch_size or micro_batch
+    record["origin"]["batch_size"] = "flag" if arguments.batch_size else "default"
+    if arguments.seed == 6:
+        record["schema_version"] = 0
     record["summary"]["images_per_second"] = 10 * (1 - 0.5 / micro_batch)
     ended = dict(record)
     record |= {"status": "failed", "reason": UNFINISHED_REASON, "summary": None}

@@ -36,7 +36,7 @@ def test_each_run_is_fresh_and_three_have_an_interval(tmp_path, starts, capsys):
     assert starts.read_text().splitlines() == ["--device_train_microbatch_size 4"] * 3
     interval = between_runs_interval([8.75] * 3)
     assert summary["images_per_second_interval"]["low"] == pytest.approx(interval.low)
-    assert len({run["run"] for run in summary["runs"]}) >= 1 and summary["num_ok"] == 3
+    assert summary["num_ok"] == 3
     assert len(list((tmp_path / "repeat").glob("*/*/record.json"))) == 3
     output = capsys.readouterr().out
     assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75" in output

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.cli import main
+from sdbench.launch import child
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 
@@ -56,6 +57,28 @@ def test_the_share_of_a_rank_in_the_global_batch_is_a_bound(tmp_path):
     assert found["largest_micro_batch"] == 5
 
 
+def test_a_probe_that_hangs_is_no_finding(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(child, "GRACE_S", 0.5)
+    code, found = search(tmp_path, "--timeout_s", "1", command=("python", FAKE, "--seed", "2"))
+    assert (code, found) == (1, None)
+    assert "another reason than memory: timeout" in capsys.readouterr().err
+
+
+def test_probes_are_short_whatever_the_command_asks_for(tmp_path, starts):
+    flags = ("--target_precision", "1%", "--max_duration=50ba")
+    search(tmp_path, "--max_micro_batch", "1", command=("python", FAKE, *flags))
+    probe, winner = starts.read_text().splitlines()
+    assert "--target_precision" not in probe and "--max_duration" not in probe
+    assert winner.startswith("--target_precision 1% --max_duration=50ba")
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "mine").touch()
+    assert search(tmp_path) == (2, None)
+    assert "this folder holds something already" in capsys.readouterr().err
+
+
 def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
     code, found = search(tmp_path, command=("python", FAKE, "--seed", "4"))
     assert (code, found) == (1, None)
@@ -69,6 +92,8 @@ def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
         ([], ["python", FAKE, "--device_train_microbatch_size", "4"], "is what is searched for"),
         ([], ["python", FAKE, "--results_dir=x"], "each run gets a folder of its own"),
         (["--multiple_of", "0"], ["python", FAKE], "--multiple_of is too small: got 0"),
+        (["--timeout_s", "-5"], ["python", FAKE], "got '-5'; allowed: a number of seconds above 0"),
+        ([], ["./no/such/program"], "this program is not installed"),
     ],
 )
 def test_wrong_input_is_refused(tmp_path, capsys, argv, command, message):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +22,11 @@ from sdbench.cli import main
 from sdbench.launch import child
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
+# The command line with a short grace for what does not end.
+QUICK = (
+    "import sys; from sdbench import cli; from sdbench.launch import child; "
+    "child.GRACE_S = 1.0; sys.exit(cli.main())"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +65,7 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
     assert code == 0
     assert [row["images_per_second"] for row in rows] == ["7.5", "7.5", "8.75", "8.75"]
     assert starts.read_text().splitlines() == [
-        f"--model_name tiny --crop random --device_train_microbatch_size {size} {ema}"
+        f"--model_name=tiny --crop=random --device_train_microbatch_size={size} {ema}"
         for size in (2, 4)
         for ema in ("--use_ema", "--no_use_ema")
     ]
@@ -84,12 +93,12 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     assert [row["status"] for row in rows] == ["timeout", "failed", "failed", "ok"]
     reasons = [row["reason"] for row in rows]
     assert reasons[0] == "it did not end within 2 s"
-    assert "signal 9 (SIGKILL), as the out-of-memory killer does" in reasons[1]
+    assert reasons[1].startswith("it got SIGKILL, as from the out-of-memory killer: ")
     assert reasons[2] == "it ended with exit code 2: error: the seed is unlucky: got 4"
     # The rank that would not end has been killed.
     logs = [path.read_text() for path in (tmp_path / "sweep").glob("*/output.log")]
     (log,) = [text for text in logs if text.startswith("rank ")]
-    assert not psutil.pid_exists(int(log.split()[1]))
+    assert is_gone(int(log.split()[1]))
     assert "the seed is unlucky" in capsys.readouterr().out
 
 
@@ -112,7 +121,7 @@ def test_another_cell_in_the_file_is_the_only_one_that_runs(tmp_path, starts):
 
 def test_repeats_come_round_by_round(tmp_path, starts):
     _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]}, repeats=2)
-    sizes = [line.split()[1] for line in starts.read_text().splitlines()]
+    sizes = [line.split("=")[1] for line in starts.read_text().splitlines()]
     assert sizes == ["2", "4", "2", "4"] and len(rows) == 4
 
 
@@ -144,12 +153,14 @@ def test_an_estimate_comes_from_the_runs_that_are_done(tmp_path, capsys):
         ({"base": {"seed": 1}}, "`grid, list` of the sweep file is wrong"),
         ({"list": [{"results_dir": "x"}]}, "each run gets a folder of its own"),
         ({"list": [{"seed": 1}], "timeout_s": 0}, "a number of seconds above 0"),
+        ({"list": [{"seed": 1}], "timeout_s": True}, "a number of seconds above 0"),
         ({"list": [{"seed": 1}], "launcher": "no-such-program"}, "this program is not installed"),
+        ({"list": [{"seed": 1}], "launcher": "'unclosed"}, "No closing quotation"),
+        ({"list": [{"seed": 1}], "script": "benchmrk.py"}, "got 'benchmrk.py'; allowed: a file"),
+        ({"list": [{"lr": 1e-4}, {"lr": "0.0001"}]}, "allowed: each cell once"),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_starts(tmp_path, starts, capsys, content, message):
-    import re
-
     assert sweep(tmp_path, **content) == (2, [])
     error = capsys.readouterr().err
     assert re.search(message, error), error
@@ -165,6 +176,63 @@ def test_a_sweep_does_not_go_on_under_other_code(tmp_path, capsys):
     assert sweep(tmp_path, grid=grid)[0] == 2
     assert "got 'torch 1.12.1 -> " in capsys.readouterr().err
     assert sweep(tmp_path, "--allow_mixed", grid=grid)[0] == 0
+
+
+def test_a_sweep_that_follows_a_killed_one_waits_until_its_ranks_are_gone(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    lock = (tmp_path / "sweep" / ".measuring").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as the guard of a run that is still ending
+    released_s = []
+
+    def release():
+        released_s.append(time.time())
+        lock.close()
+
+    threading.Timer(1.0, release).start()
+    code, _ = sweep(tmp_path, list=[{"seed": 1}])
+    (record,) = (tmp_path / "sweep").glob("*/*/record.json")
+    assert code == 0 and record.stat().st_ctime > released_s[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_guard_that_is_killed_leaves_no_rank(tmp_path, repository, number):
+    file = write_sweep(tmp_path, list=[{"seed": 2}, {"seed": 1}])
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "-c", QUICK, "sweep", file, "--folder", str(folder)]
+    process = subprocess.Popen(command, cwd=repository, stdout=subprocess.DEVNULL)
+    wait_for(lambda: any("rank" in log.read_text() for log in folder.glob("*/output.log")))
+    (guard,) = psutil.Process(process.pid).children()
+    started = guard.children(recursive=True)
+    assert len(started) == 2  # the command, and a rank that ignores SIGTERM
+    guard.send_signal(number)
+    assert process.wait(timeout=60) == 1
+    assert all(is_gone(one.pid) for one in started)
+    with (folder / "sweep.csv").open() as table:
+        assert [row["status"] for row in csv.DictReader(table)] == ["failed", "ok"]
+
+
+def test_a_record_of_another_version_is_a_failed_row(tmp_path):
+    code, (row,) = sweep(tmp_path, list=[{"seed": 6}])
+    assert (code, row["status"]) == (1, "failed")
+    assert "its record cannot be read" in row["reason"]
+
+
+def test_a_run_whose_folder_is_gone_is_made_again(tmp_path, starts):
+    sweep(tmp_path, list=[{"seed": 1}])
+    (record,) = (tmp_path / "sweep").glob("*/*/record.json")
+    shutil.rmtree(record.parent)
+    assert sweep(tmp_path, list=[{"seed": 1}])[0] == 0 and num_starts(starts) == 2
+
+
+def test_secrets_that_a_command_prints_stay_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    sweep(tmp_path, list=[{"seed": 4, "wandb_name": "hf_0123456789"}])
+    (log,) = (tmp_path / "sweep").glob("*/output.log")
+    printed = capsys.readouterr().out
+    texts = [path.read_text() for path in (tmp_path / "sweep").rglob("*") if path.is_file()]
+    assert "<HF_TOKEN>" in log.read_text()
+    assert all("hf_0123456789" not in text for text in texts)
+    assert "hf_0123456789" not in printed
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
@@ -209,8 +277,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository,
     assert started
     process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(started, timeout=30)
-    assert alive == []
+    wait_for(lambda: all(is_gone(one.pid) for one in started), timeout_s=30)
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/cell.json")}
     assert len(before) in (2, 3)  # the third may have ended just before the signal
@@ -224,6 +291,14 @@ def test_a_sweep_killed_in_the_middle_goes_on_where_it_was(tmp_path, repository,
         (str(size), "ok") for size in (1, 2, 3, 4)
     ]
     assert len({row["source"] for row in rows}) == 4
+
+
+def is_gone(pid):
+    """Whether a process has ended; where nobody asks for its exit code it stays as a zombie."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_for(condition, timeout_s=90.0):
