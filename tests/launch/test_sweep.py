@@ -315,7 +315,7 @@ import benchmark
 from sdbench.measure.watch import StepWatch
 from sdbench.workloads import pretrain
 original = StepWatch.step_ends
-fault = sys.argv[sys.argv.index("--seed") + 1]
+(fault,) = [argument[-1] for argument in sys.argv if argument.startswith("--seed=")]
 
 def step_ends(self, *, loss):
     if os.environ["RANK"] == "1" and self.timer.num_steps == 1:
