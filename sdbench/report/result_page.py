@@ -94,10 +94,24 @@ def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
             "Every run. Its interval is within the run (t over block means of its steps).",
             _runs_table(groups),
         ),
+        (
+            "Where the time of a step goes: medians over the runs, of steps behind the measured "
+            "window in which the device is waited for between phases.",
+            _breakdown_table(groups),
+        ),
     )
-    headings = ("Models", "Hardware", "How it was measured", "Throughput", None)
+    headings = (
+        "Models",
+        "Hardware",
+        "How it was measured",
+        "Throughput",
+        None,
+        "Where the time goes",
+    )
     parts = []
     for number, (heading, (caption, table)) in enumerate(zip(headings, tables, strict=True), 1):
+        if not table.rows and heading == "Where the time goes":
+            continue  # records made before steps were profiled
         if heading is not None:
             parts.append(f"## {heading}")
         if heading == "How it was measured":
@@ -178,6 +192,7 @@ def _throughput_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
         Column("data wait, %", is_number=True),
         Column("peak memory, GiB", is_number=True),
         Column("achieved TFLOP/s", is_number=True),
+        Column("of a matrix product, %", is_number=True),
         Column("notes"),
     ]
     rows = []
@@ -198,6 +213,9 @@ def _throughput_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
                 median_cell(
                     (summary["achieved_tflops_per_device"] for summary in summaries), num_digits=3
                 ),
+                median_cell(
+                    (summary.get("mfu_of_matmul_percent") for summary in summaries), num_digits=3
+                ),
                 make_cell(describe_notes(group), unknown=""),
             ]
         )
@@ -209,10 +227,12 @@ def _runs_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
         Column("configuration"),
         Column("run"),
         Column("images/s (95 % interval)", is_number=True),
+        Column("warm-up steps", is_number=True),
         Column("measured steps", is_number=True),
         Column("step p50, s", is_number=True),
         Column("step p95, s", is_number=True),
         Column("loss, first to last"),
+        Column("notes"),
     ]
     rows = []
     for letter, group in zip(_letters(groups), groups, strict=True):
@@ -224,13 +244,36 @@ def _runs_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
                     make_cell(f"({letter})"),
                     make_cell(run["run_id"]),
                     Cell(format_rate(summary), summary["images_per_second"]),
+                    make_cell(summary.get("num_warmup_steps", run["config"]["warmup_batches"])),
                     make_cell(summary["num_measured_steps"]),
                     make_cell(summary["step_time_p50_s"]),
                     make_cell(summary["step_time_p95_s"]),
                     make_cell(losses),
+                    make_cell(describe_notes([run]), unknown=""),
                 ]
             )
     return Table("runs", "", columns, rows)
+
+
+def _breakdown_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
+    """Seconds and shares by phase, a pair of columns per configuration; no rows if none has any."""
+    columns, breakdowns = [Column("phase")], []
+    for letter, group in zip(_letters(groups), groups, strict=True):
+        known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
+        if known:
+            breakdowns.append(known)
+            columns += [Column(f"({letter}), s", True), Column(f"({letter}), %", True)]
+    if not breakdowns:
+        return Table("breakdown", "", columns, [])
+    rows = []
+    for phase in breakdowns[0][0]["seconds"]:
+        row = [make_cell(phase.replace("_", " "))]
+        for known in breakdowns:
+            shares = [100 * one["seconds"][phase] / one["step_time_s"] for one in known]
+            row.append(median_cell((one["seconds"][phase] for one in known), num_digits=3))
+            row.append(median_cell(shares, num_digits=2))
+        rows.append(row)
+    return Table("breakdown", "", columns, rows)
 
 
 def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
@@ -247,7 +290,8 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
         f"{all_of('data_format')}, {all_of('num_workers')} loader workers; EMA: "
         f"{all_of('use_ema')}; engine: {all_of('engine')}; seed {all_of('seed')}. The device is "
         "synchronised at the edges of the measured window only, and images/s is images over the "
-        "time of that window. The command of a run and every setting are in its record."
+        "time of that window. A window in which the step time has not settled becomes warm-up, and "
+        "another one is measured, up to a bound. The command of a run and every setting are in its record."
     )
 
 

@@ -13,20 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell
-from sdbench.report.terminal import format_number, format_rates
+from sdbench.report.terminal import FLAG_MEANINGS, format_number, format_rates
 
 LATENTS_IN_WORDS = {
     "online": "the encoders run in the step (online)",
     "precomputed": "latents and text embeddings made beforehand (precomputed)",
     "moments": "VAE moments made beforehand, text encoder in the step (moments)",
-}
-FLAGS_IN_WORDS = {
-    "drift": "drift: the step time never settled",
-    "noisy": "noisy",
-    "throttled": "throttled: the GPU lowered its clock",
-    "shared": "shared: others used the GPU",
-    "other_time": "more than 5 % of the step is in no known phase",
-    "precision_not_reached": "the precision asked for was not reached",
 }
 COLUMNS = (
     Column("kind"),
@@ -138,7 +130,8 @@ def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def describe_notes(records: Sequence[dict[str, Any]]) -> str | None:
     """What a reader must know before trusting these runs, in words."""
     flags = [flag for record in records for flag in record["summary"].get("flags", ())]
-    notes = [FLAGS_IN_WORDS.get(flag, flag) for flag in dict.fromkeys(flags)]
+    # A flag of another version of the suite speaks for itself.
+    notes = [f"{flag}: {FLAG_MEANINGS.get(flag, flag)}" for flag in dict.fromkeys(flags)]
     if any(record["git"]["dirty"] for record in records):
         notes.append("the code had uncommitted changes")
     return "; ".join(notes) or None

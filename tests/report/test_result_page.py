@@ -69,6 +69,22 @@ def test_settings_that_differ_between_configurations_are_a_table(tmp_path):
     assert "| image\\_size |" not in page
 
 
+def test_where_the_time_goes_is_the_median_of_the_runs(tmp_path):
+    def breakdown(backward_s):
+        seconds = {"vae_encode": 1.0, "backward": backward_s, "other": 0.5}
+        return {"num_steps": 2, "step_time_s": 1.5 + backward_s, "seconds": seconds}
+
+    records = [
+        make_record(run_id=f"{run}", summary__breakdown=breakdown(backward_s))
+        for run, backward_s in enumerate((2.5, 3.5, 8.5))
+    ]
+    page = make_page(tmp_path, *records)
+    assert "## Where the time goes\n\n**Table 6.**" in page
+    # Of steps of 4, 5 and 10 s: 1 s is 25, 20 and 10 %, and the backward pass 62.5, 70 and 85 %.
+    assert "| vae encode | 1 | 20 |" in page
+    assert "| backward | 3.5 | 70 |" in page
+
+
 def test_a_pattern_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no published run fits a pattern of .*: got '2031\\*'"):
         make_page(tmp_path, make_record(run_id="2026-a"), patterns="2026* 2031*")

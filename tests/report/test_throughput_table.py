@@ -80,8 +80,8 @@ def test_flags_are_told_in_words():
     record = make_record(summary__flags=["drift", "shared"], git__dirty=True)
     (table,) = make_tables([make_record(), record])
     assert cells(table)["notes"] == (
-        "drift: the step time never settled; shared: others used the GPU; "
-        "the code had uncommitted changes"
+        "drift: the step time had not settled when the window ended; "
+        "shared: other processes computed on the GPU; the code had uncommitted changes"
     )
 
 
