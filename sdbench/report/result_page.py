@@ -291,7 +291,8 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
         f"{all_of('use_ema')}; engine: {all_of('engine')}; seed {all_of('seed')}. The device is "
         "synchronised at the edges of the measured window only, and images/s is images over the "
         "time of that window. A window in which the step time has not settled becomes warm-up, and "
-        "another one is measured, up to a bound. The command of a run and every setting are in its record."
+        "another one is measured, up to a bound. The command of a run and every setting are in its "
+        "record."
     )
 
 
