@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import composer.devices
@@ -37,7 +38,8 @@ PLACES = {
     "text_encode": (CLIPTextModel, "forward"),
     "unet_forward": (UNet2DConditionModel, "forward"),
     "backward": (torch.Tensor, "backward"),
-    "optimizer": (torch.optim.AdamW, "step"),
+    # Behind the closure with forward and backward pass that Composer makes of a step.
+    "optimizer": (sys.modules["torch.optim.adam"], "adam"),
     "ema": (torch.optim.swa_utils.AveragedModel, "update_parameters"),
     "other": (torch.optim.lr_scheduler.LambdaLR, "step"),
 }

@@ -90,6 +90,22 @@ def test_within_run_interval_covers_the_truth_with_correlated_steps(correlation)
     assert 0.93 <= covered / len(trials) <= 0.98
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "correlation", "least"),
+    [(10, 0.0, 0.93), (10, 0.5, 0.92), (10, 0.8, 0.88), (20, 0.5, 0.93), (20, 0.8, 0.90)],
+)
+def test_windows_as_short_as_the_defaults_cover_nearly_as_often(num_steps, correlation, least):
+    # The standard error of 1500 trials is 0.6 %.
+    trials = correlated_steps(
+        np.random.default_rng(3), num_trials=1500, num_steps=num_steps, correlation=correlation
+    )
+    covered = 0
+    for trial in trials:
+        interval = statistics.within_run_interval(list(trial), images_per_step=1)
+        covered += interval.low <= 1.0 <= interval.high
+    assert least <= covered / len(trials) <= 0.99
+
+
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
     # Looks at 20, 40, ... 320 steps for 1 %, as --target_precision has them.

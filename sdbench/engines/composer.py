@@ -50,7 +50,8 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
     if isinstance(device, DeviceGPU):
         torch.cuda.reset_peak_memory_stats()
     optimizer = parts.make_optimizer(model)
-    optimizer.register_step_pre_hook(lambda *_: watch.phases.switch(phases.OPTIMIZER) and None)
+    # Composer hands most optimizers the whole forward and backward pass as a closure, so that for
+    # torch a step begins before its gradients are there: the phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     trainer = Trainer(
         model=model,
@@ -127,6 +128,10 @@ class WatchCallback(Callback):
         """They are there, and in the last micro-batch they are averaged over all ranks."""
         self._last_gradient.backward_ends()
         self._watch.phases.switch(phases.OTHER)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """All gradients of the batch are there, and the optimizer is next."""
+        self._watch.phases.switch(phases.OPTIMIZER)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; Composer has averaged the loss over all ranks."""

@@ -39,7 +39,7 @@ class GpuReadings:
         temperature_c: Highest.
         sm_clock_mhz: Mean.
         max_sm_clock_mhz: What the clock could be.
-        throttle_reasons: Each reason for a lower clock that was seen.
+        throttle_reasons: Each reason for a lower clock that was seen; empty if there was none.
         num_other_processes: Largest number of other processes that computed on the GPU.
     """
 
@@ -51,7 +51,7 @@ class GpuReadings:
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
     max_sm_clock_mhz: float | None = None
-    throttle_reasons: tuple[str, ...] = ()
+    throttle_reasons: tuple[str, ...] | None = None
     num_other_processes: int | None = None
 
     @property
@@ -62,7 +62,8 @@ class GpuReadings:
             and self.default_power_limit_w is not None
             and self.power_limit_w < self.default_power_limit_w
         )
-        return is_limited or any(reason != NORMAL_REASON for reason in self.throttle_reasons)
+        reasons = self.throttle_reasons or ()
+        return is_limited or any(reason != NORMAL_REASON for reason in reasons)
 
     @property
     def is_shared(self) -> bool:
@@ -90,9 +91,7 @@ def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
         temperature_c=over(max, "temperature_c"),
         sm_clock_mhz=over(_mean, "sm_clock_mhz"),
         max_sm_clock_mhz=over(_mean, "max_sm_clock_mhz"),
-        throttle_reasons=tuple(
-            sorted({reason for rank in known for reason in rank.throttle_reasons})
-        ),
+        throttle_reasons=over(_union, "throttle_reasons"),
         num_other_processes=over(max, "num_other_processes"),
     )
 
@@ -101,68 +100,62 @@ class GpuMonitor:
     """Samples one GPU from `start` to `stop`; without NVML it stays empty."""
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
-        """Prepare a monitor.
+        """Open the GPU.
 
         Args:
             device_uuid: Of the GPU, as torch gives it: NVML may count the GPUs in another order.
             period_s: From one sample to the next.
         """
-        self._device_uuid = device_uuid
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._device: _Device | None = None
+        self._device = _open_device(device_uuid)
         self._start_energy_j: float | None = None
 
     def start(self) -> None:
-        """Begin to sample, where NVML is there; what an earlier window gave is forgotten."""
-        if self._thread is not None:
-            self.stop()
-        self._samples, self._stopped = [], threading.Event()
-        self._device = _open_device(self._device_uuid)
-        if self._device is not None:
-            self._start_energy_j = self._device.energy_j()
+        """Begin to sample, or begin again: what was read before is forgotten."""
+        if self._device is None:
+            return
+        self._samples = []
+        self._start_energy_j = self._device.energy_j()
+        if self._thread is None:
             self._thread = threading.Thread(target=self._sample, daemon=True)
             self._thread.start()
 
-    def stop(self) -> GpuReadings | None:
-        """End sampling.
-
-        Returns:
-            What was read, or None where nothing was.
-        """
-        self._stopped.set()
-        if self._thread is None or self._device is None:
+    def read(self) -> GpuReadings | None:
+        """What was read since `start`, or None without NVML; sampling goes on."""
+        if self._device is None:
             return None
-        self._thread.join()
-        self._thread = None
-        end_energy_j = self._device.energy_j()
-        self._samples.append(self._device.sample())  # also a window shorter than a period has one
-        known = [end_energy_j, self._start_energy_j]
+        energies_j = [self._device.energy_j(), self._start_energy_j]
+        # The present state is the only sample of a window shorter than a period.
+        samples = [*self._samples, self._device.sample()]
+
+        def over(combine: Callable[[list[Any]], Any], name: str) -> Any:
+            values = [sample[name] for sample in samples if sample[name] is not None]
+            return combine(values) if values else None
+
         return GpuReadings(
-            utilization_percent=self._over(_mean, "utilization_percent"),
-            power_w=self._over(_mean, "power_w"),
-            energy_j=None if None in known else known[0] - known[1],
-            temperature_c=self._over(max, "temperature_c"),
-            sm_clock_mhz=self._over(_mean, "sm_clock_mhz"),
-            throttle_reasons=tuple(
-                sorted(
-                    {reason for sample in self._samples for reason in sample["throttle_reasons"]}
-                )
-            ),
-            num_other_processes=self._over(max, "num_other_processes"),
+            utilization_percent=over(_mean, "utilization_percent"),
+            power_w=over(_mean, "power_w"),
+            energy_j=None if None in energies_j else energies_j[0] - energies_j[1],
+            temperature_c=over(max, "temperature_c"),
+            sm_clock_mhz=over(_mean, "sm_clock_mhz"),
+            throttle_reasons=over(_union, "throttle_reasons"),
+            num_other_processes=over(max, "num_other_processes"),
             **self._device.limits(),
         )
+
+    def stop(self) -> None:
+        """End sampling."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _sample(self) -> None:
         assert self._device is not None
         while not self._stopped.wait(self._period_s):
             self._samples.append(self._device.sample())
-
-    def _over(self, combine: Callable[[list[Any]], Any], name: str) -> Any:
-        values = [sample[name] for sample in self._samples if sample[name] is not None]
-        return combine(values) if values else None
 
 
 class _Device:
@@ -174,7 +167,7 @@ class _Device:
 
     def sample(self) -> dict[str, Any]:
         nvml = self._nvml
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses")
         utilization = self._ask("nvmlDeviceGetUtilizationRates")
         return {
@@ -182,9 +175,12 @@ class _Device:
             "power_w": _scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
             "temperature_c": self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            "throttle_reasons": [name for bit, name in CLOCK_REASONS.items() if reasons & bit],
-            # One of them is this one, which in a container is listed under another number.
-            "num_other_processes": None if processes is None else max(0, len(processes) - 1),
+            "throttle_reasons": None
+            if reasons is None
+            else [name for bit, name in CLOCK_REASONS.items() if reasons & bit],
+            # One of them is this one. A container that does not see the processes of its host is
+            # told of none at all, and then nothing is known of others either.
+            "num_other_processes": len(processes) - 1 if processes else None,
         }
 
     def energy_j(self) -> float | None:
@@ -200,10 +196,10 @@ class _Device:
         }
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """An answer of NVML, or None from a GPU or driver that does not give it."""
+        """An answer of NVML, or None from a GPU, a driver or a version of pynvml without it."""
         try:
             return getattr(self._nvml, name)(self._handle, *args)
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, AttributeError):
             return None
 
 
@@ -217,6 +213,10 @@ def _open_device(uuid: str) -> _Device | None:
         return _Device(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except pynvml.NVMLError:
         return None
+
+
+def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({one for several in values for one in several}))
 
 
 def _mean(values: list[float]) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sdbench import statistics
-from sdbench.measure.timer import CLOSE, WARM_UP
+from sdbench.measure.timer import CLOSE, WARM_UP, slowest_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Looks:
         Returns:
             `CLOSE`, `WARM_UP`, or the length to go on to.
         """
-        ranks = self.gather(list(step_times_s))
-        slowest_s = [max(same_step) for same_step in zip(*ranks, strict=True)]
+        slowest_s = slowest_steps(self.gather(list(step_times_s)))
         steadiness = statistics.check_steady(slowest_s)
         num_steps = len(slowest_s)
         has_drifted = steadiness is not None and not steadiness.is_steady

@@ -7,6 +7,7 @@ step, read after the window has closed; a CPU is its own clock. Warm-up is exclu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,8 @@ class StepTimer:
         self._window_start = num_warmup_steps
         self._window_end = num_warmup_steps + num_measured_steps
         self._look = look
+        self._window_opens: Callable[[], None] = lambda: None
+        self._window_is_full: Callable[[], None] = lambda: None
         self._clock = clock
         self._synchronize: Callable[[], None] = lambda: None
         self._marks: Any = HostMarks(clock)
@@ -141,10 +144,21 @@ class StepTimer:
         self._synchronize = synchronize
         self._marks = marks
 
+    def on_window(self, *, opens: Callable[[], None], is_full: Callable[[], None]) -> None:
+        """Have something done at the window's edges, in no step's time; before `start`.
+
+        Args:
+            opens: Called before the first mark of each window, with the device idle.
+            is_full: Called behind its last mark, and before it is looked at.
+        """
+        self._window_opens = opens
+        self._window_is_full = is_full
+
     def start(self) -> None:
         """The loop is about to ask for its first batch."""
         if self._window_start == 0:
             self._synchronize()
+            self._window_opens()
         self._starts.append(self._marks.mark())
         self._edge_s = self._clock()
 
@@ -168,12 +182,16 @@ class StepTimer:
         self._ends.append(self._marks.mark())
         if is_last_edge:
             self._window_s += self._clock() - self._edge_s
+            self._window_is_full()
             self._decide()
-            self._starts.append(self._marks.mark())  # what the look took belongs to no step
+        if is_first_edge or self._window_start == self.num_steps:
+            self._window_opens()
+        if is_first_edge or is_last_edge:
+            # What was done between two marks at an edge belongs to no step.
+            self._starts.append(self._marks.mark())
+            self._edge_s = self._clock()
         else:
             self._starts.append(self._ends[-1])
-        if is_first_edge or is_last_edge:
-            self._edge_s = self._clock()
 
     @property
     def num_steps(self) -> int:
@@ -256,16 +274,35 @@ def merge_ranks(timings: Sequence[Timings]) -> Timings:
         timings: One entry per rank, all with the same number of steps.
 
     Returns:
-        The largest window, and for each step the largest step time and data wait. Losses are those
-        of the first rank: engines report the mean over all ranks on each of them.
+        The largest window, for each step its time as `slowest_steps` has it and the largest data
+        wait. Losses are those of the first rank: engines report the mean over all ranks on each.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
+    times_s: list[float] = []
+    phases = [step.phase for step in timings[0].steps]
+    for phase in dict.fromkeys(phases):  # the ranks are together at the edges between two phases
+        of_phase = [[s.step_time_s for s in rank.steps if s.phase == phase] for rank in timings]
+        times_s += slowest_steps(of_phase)
     steps = tuple(
         dataclasses.replace(
             same_step[0],
-            step_time_s=max(step.step_time_s for step in same_step),
+            step_time_s=step_time_s,
             data_wait_s=max(step.data_wait_s for step in same_step),
         )
-        for same_step in zip(*(rank.steps for rank in timings), strict=True)
+        for step_time_s, *same_step in zip(times_s, *(rank.steps for rank in timings), strict=True)
     )
     return Timings(steps, window_s=max(rank.window_s for rank in timings))
+
+
+def slowest_steps(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Step times of a run from those of its ranks, which began together.
+
+    A global step is over when the last rank is done with it, so its end is the latest end of any
+    rank, and its time the distance of two such ends. They add up to the slowest rank's time; the
+    largest time of each step by itself would add up to more, where ranks are slow in turn.
+
+    Args:
+        ranks: Step times of each rank in seconds.
+    """
+    ends_s = [max(ends) for ends in zip(*(itertools.accumulate(r) for r in ranks), strict=True)]
+    return [end_s - begin_s for begin_s, end_s in itertools.pairwise([0.0, *ends_s])]

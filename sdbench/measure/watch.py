@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from sdbench.errors import RunError
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
-from sdbench.measure.timer import MEASURED, PROFILED, CudaMarks, StepTimer
+from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 
 
 class Observer(Protocol):
@@ -45,10 +45,10 @@ class StepWatch:
         """Join the pieces.
 
         Args:
-            timer: Takes the times.
+            timer: Takes the times; starts the GPU monitor where its window opens.
             phases: Splits the time of the profiled steps.
             observers: Are told of every step.
-            gpu_monitor: Runs during the measured window; None without a GPU.
+            gpu_monitor: Is read when the window is full; None without a GPU.
             num_steps: Length of the run that the user asked for; None ends it when all is measured.
             has_trace: One more step is trained, for torch's trace.
             trace_file: Gets it; None on a rank that writes none.
@@ -56,13 +56,14 @@ class StepWatch:
         self.timer = timer
         self.phases = phases
         self.gpu: GpuReadings | None = None
+        if gpu_monitor is not None:
+            timer.on_window(opens=gpu_monitor.start, is_full=self._read_gpu)
         self._observers = observers
         self._gpu_monitor = gpu_monitor
         self._num_steps = num_steps
         self._has_trace = has_trace
         self._trace_file = trace_file
         self._profiler: Any = None
-        self._monitored_window: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -111,6 +112,8 @@ class StepWatch:
             observer.step_ends(index=index, phase=phase, loss=loss, num_steps=self._num_steps_now)
         if self._profiler is not None:
             self._end_trace()
+        if self.is_over and self._gpu_monitor is not None:
+            self._gpu_monitor.stop()
         if not math.isfinite(loss):
             raise RunError(f"the loss is {loss} at step {index + 1}", status="invalid")
         self._next_step_begins(previous_phase=phase)
@@ -118,23 +121,15 @@ class StepWatch:
     def _next_step_begins(self, *, previous_phase: str | None) -> None:
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
-        self._follow_window(phase)
         if phase == PROFILED and previous_phase != PROFILED:
             self.phases.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()
 
-    def _follow_window(self, phase: str) -> None:
-        """Run the GPU monitor in the window, and anew where another window begins."""
-        if self._gpu_monitor is None:
-            return
-        if phase == MEASURED and self._monitored_window != self.timer.window_start:
-            self._monitored_window = self.timer.window_start
-            self._gpu_monitor.start()
-        elif phase != MEASURED and self._monitored_window is not None:
-            self._monitored_window = None
-            self.gpu = self._gpu_monitor.stop()
+    def _read_gpu(self) -> None:
+        assert self._gpu_monitor is not None
+        self.gpu = self._gpu_monitor.read()
 
     def _begin_trace(self) -> None:
         import torch

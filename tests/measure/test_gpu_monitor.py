@@ -45,7 +45,8 @@ def read(monkeypatch, answers, *, period_s=10.0, seconds=0.0):
     monitor = GpuMonitor(device_uuid="x", period_s=period_s)
     monitor.start()
     time.sleep(seconds)
-    return monitor.stop()
+    monitor.stop()
+    return monitor.read()
 
 
 def test_readings_have_our_units(monkeypatch):
@@ -99,6 +100,32 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch):
     readings = read(monkeypatch, {})
     assert readings.power_w is None and readings.utilization_percent is None
     assert readings.num_other_processes is None and not readings.is_shared
+    assert readings.throttle_reasons is None and not readings.is_throttled
+
+
+def test_a_container_that_sees_no_process_knows_of_no_neighbours(monkeypatch):
+    readings = read(monkeypatch, {"nvmlDeviceGetComputeRunningProcesses": []})
+    assert readings.num_other_processes is None
+
+
+def test_each_window_is_read_from_its_own_start(monkeypatch):
+    powers = iter([100_000, 300_000])
+    energy_mj = iter([1000, 2000, 5000])
+    nvml = FakeNvml(
+        answers={
+            "nvmlInit": None,
+            "nvmlDeviceGetHandleByUUID": "handle",
+            "nvmlDeviceGetPowerUsage": lambda: next(powers),
+            "nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy_mj),
+        }
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monitor = GpuMonitor(device_uuid="x", period_s=100.0)
+    monitor.start()
+    monitor.start()  # the first window turned out to be warm-up
+    readings = monitor.read()
+    monitor.stop()
+    assert (readings.power_w, readings.energy_j) == (100.0, 3.0)
 
 
 def test_samples_are_taken_while_it_runs(monkeypatch):
@@ -116,11 +143,14 @@ def test_without_nvml_there_are_no_readings(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monitor = GpuMonitor(device_uuid="x")
     monitor.start()
-    assert monitor.stop() is None
+    monitor.stop()
+    assert monitor.read() is None
 
 
 def test_the_gpus_of_a_run_are_merged():
-    first = GpuReadings(power_w=600.0, energy_j=10.0, temperature_c=60, num_other_processes=0)
+    first = GpuReadings(
+        power_w=600.0, energy_j=10.0, temperature_c=60, num_other_processes=0, throttle_reasons=()
+    )
     second = GpuReadings(
         power_w=700.0,
         energy_j=20.0,
