@@ -11,6 +11,7 @@ the engine trains them under a watch, and what the watch saw becomes a record.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,7 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
     from sdbench import distributed
     from sdbench.engines import load_engine
     from sdbench.measure.matmul import measure_matmul_tflops
+    from sdbench.measure.secrets import redact
     from sdbench.measure.summary import merge_measurements, summarize
     from sdbench.progress import Progress
     from sdbench.wandb_log import WandbLog
@@ -164,10 +166,12 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
 
     config, ranks, machine = plan.config, plan.ranks, plan.machine
     wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
-    wandb_log.start(config=dataclasses.asdict(config), folder=folder.path)
+    settings = dataclasses.asdict(config)
+    wandb_log.start(config=json.loads(redact(json.dumps(settings))), folder=folder.path)
     pretrain.set_matmul_precision(config.precision)
     matmul_tflops = None
     if config.measure_peak:
+        distributed.gather(None, ranks)  # together, as in training: ranks may share their cores
         reached = measure_matmul_tflops(config.precision, device_type=machine.device_type)
         by_rank = distributed.gather(reached, ranks)
         matmul_tflops = sum(by_rank) / len(by_rank)
@@ -195,7 +199,7 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
         )
     summary = summarize(
         merged,
-        config=dataclasses.asdict(config),
+        config=settings,
         num_devices=ranks.world_size,
         flops_per_image=parts.flops_per_image,
         peak_tflops=machine.peak_tflops(config.precision),

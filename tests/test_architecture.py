@@ -57,6 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.statistics",
         "sdbench.figures",
         "sdbench.measure.record",
+        "sdbench.measure.secrets",
     ),
     "sdbench.scaling": (
         "sdbench.errors",

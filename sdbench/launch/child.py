@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import os
 import re
 import shutil
@@ -37,8 +38,11 @@ GRACE_S = 20.0
 NUM_TAIL_LINES = 12
 MAX_TAIL_BYTES = 64 * 1024
 MAX_REASON_LENGTH = 300
-# `composer` says so of a rank that the out-of-memory killer, or anybody else, has killed.
-RANK_KILLED = re.compile(r"Rank (\d+) crashed with exit code -9\b")
+# What `composer` says of the rank that ended first. Its own exit code is that of the first rank by
+# number, which may be one that it has ended itself.
+CRASHED_RANK = re.compile(r"Rank (\d+) crashed with exit code (-?\d+)\b")
+# The last line of a Python traceback.
+RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +163,20 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
         How it ended.
     """
     folder.mkdir(parents=True)
-    started_s = time.perf_counter()
-    guard = [sys.executable, str(GUARD), str(GRACE_S), str(folder.parent / LOCK_NAME)]
+    guard = [sys.executable, str(GUARD), str(GRACE_S)]
     with (folder / OUTPUT_NAME).open("wb") as output:
-        process = subprocess.Popen(
-            [*guard, *command, "--results_dir", str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process, which ends the command itself
-        )
+        with (folder.parent / LOCK_NAME).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the run before may still be ending its ranks
+            started_s = time.perf_counter()
+            process = subprocess.Popen(
+                [*guard, *command, "--results_dir", str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
+                # Ctrl-C reaches this process only, which ends the command itself.
+                start_new_session=True,
+            )
         assert process.stdin is not None
         has_timed_out = False
         try:
@@ -211,21 +219,24 @@ def _explain(
 ) -> Outcome:
     """Put together what the record says and how the process ended."""
     record, run_folder, complaint = _find_record(folder)
-    killed = RANK_KILLED.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
-    was_killed = killed is not None or _signal_of(exit_code) == signal.SIGKILL
+    crashed = CRASHED_RANK.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
+    cause = exit_code if crashed is None else int(crashed[2])
+    was_killed = _signal_of(cause) == signal.SIGKILL
+    ended = f"{'it' if crashed is None else f'rank {crashed[1]}'} {_describe_exit(cause)}"
     if status is None and record is not None and record["reason"] != UNFINISHED_REASON:
         status, reason = record["status"], record["reason"]
         if (status == OK) != (exit_code == 0) or status == INTERRUPTED:
             # Nobody has stopped this run, so that one of its ranks must have ended otherwise.
             status = FAILED
-            reason = f"{_describe_exit(exit_code)}; the record says: {reason or 'ok'}"
+            reason = f"{ended}; the record says: {reason or 'ok'}"
     elif status is None:
         lines = tail(folder).splitlines() or ["no output"]
+        raised = [line for line in lines if RAISED.match(line)]
         errors = [line for line in lines if line.startswith("error: ")]
         status = FAILED
-        reason = f"{_describe_exit(exit_code)}: {complaint or [*lines, *errors][-1]}"
+        reason = f"{ended}: {complaint or [*lines, *raised, *errors][-1]}"
     if was_killed and status == FAILED:
-        who = f"rank {killed[1]}" if killed else "it"
+        who = "it" if crashed is None else f"rank {crashed[1]}"
         reason = f"{who} got SIGKILL, as from the out-of-memory killer: {reason}"
     return Outcome(
         status=status,
@@ -251,8 +262,8 @@ def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str 
 def _describe_exit(exit_code: int) -> str:
     number = _signal_of(exit_code)
     if number is None:
-        return f"it ended with exit code {exit_code}"
-    return f"it was ended by signal {int(number)} ({number.name})"
+        return f"ended with exit code {exit_code}"
+    return f"was ended by signal {int(number)} ({number.name})"
 
 
 def _signal_of(exit_code: int) -> signal.Signals | None:

@@ -1,16 +1,15 @@
 """How does a command end with the program that started it, whatever kills either of them?
 
-Run as a script between the two: `python guard.py GRACE_S LOCK COMMAND...`. Its standard input is a
-pipe from the program. When that closes, because the program asks for an end or has died itself, or
-when a signal to stop arrives, the command and everything that it has started are asked to end, and
-killed if they have not after the grace. The lock is held until all of them are gone, so that what
-is measured next has the machine for itself.
+Run as a script between the two: `python guard.py GRACE_S COMMAND...`. Its standard input is a pipe
+from the program. When that closes, because the program asks for an end or has died itself, or when
+a signal to stop arrives, the command and everything that it has started are asked to end, and
+killed if they have not after the grace. The program hands it a locked file, which it holds, without
+ever using it, until all of them are gone: what is measured next waits for that lock.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
 import subprocess
@@ -28,32 +27,28 @@ POLL_S = 0.05
 KILLED_WITHIN_S = 60.0
 
 
-def main(command: list[str], *, grace_s: float, lock: str) -> int:
+def main(command: list[str], *, grace_s: float) -> int:
     """Run a command to its end, or until it is asked to stop.
 
     Args:
         command: Program and arguments.
         grace_s: How long what is asked to end may take.
-        lock: File that guards before this one hold while their processes end.
 
     Returns:
         Its exit code; for one that a signal ended 128 plus its number, as a shell has it.
     """
-    stop = threading.Event()
+    # A list, and no event: a signal may arrive while this thread holds an event's lock.
+    reasons_to_stop: list[object] = []
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=_wait_for_starter, args=(stop,), daemon=True).start()
+        signal.signal(number, lambda number, _: reasons_to_stop.append(number))
+    threading.Thread(target=_wait_for_starter, args=(reasons_to_stop,), daemon=True).start()
     if sys.platform == "linux":
         # Ranks whose launcher has died become children of this process and are still found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with open(lock, "a") as file:
-        while not _acquire(file):
-            if stop.wait(POLL_S):
-                return 128 + signal.SIGTERM
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
-        while process.poll() is None and not stop.wait(POLL_S):
-            pass
-        _end(process, grace_s=grace_s)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
+    while process.poll() is None and not reasons_to_stop:
+        time.sleep(POLL_S)
+    _end(process, grace_s=grace_s)
     assert process.returncode is not None
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
@@ -81,18 +76,10 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _acquire(file: object) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _wait_for_starter(stop: threading.Event) -> None:
+def _wait_for_starter(reasons_to_stop: list[object]) -> None:
     # Not sys.stdin, whose lock the thread would hold when the interpreter ends.
     os.read(0, 1)  # returns when the other end of the pipe is closed
-    stop.set()
+    reasons_to_stop.append("the starter has closed its pipe")
 
 
 def _end_with_guard() -> None:
@@ -102,4 +89,4 @@ def _end_with_guard() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[3:], grace_s=float(sys.argv[1]), lock=sys.argv[2]))
+    sys.exit(main(sys.argv[2:], grace_s=float(sys.argv[1])))

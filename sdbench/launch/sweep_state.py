@@ -120,10 +120,11 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
     import psutil
 
     here = {
-        **git_state(),
+        "commit": git_state()["commit"],
         **package_versions(),
         "num_cpu_cores": psutil.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        # Rounded: a kernel takes a little more or less of it from one boot to the next.
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
     }
     path = folder / ENVIRONMENT_NAME
     if not path.is_file():

@@ -39,6 +39,9 @@ SETTINGS = frozenset(
         "data_format",
         "device",
         "num_devices",
+        "num_cpu_cores",
+        "num_nodes",
+        "other_settings",
     }
 )
 NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from"}
@@ -118,6 +121,7 @@ def match(
         if column in between or (len(ours) == len(theirs) == 1 and ours != theirs)
     }
     _check_guarded(compared, allow=allow)
+    _check_both_tell(told, (baseline, candidate), allow=allow)
     columns = [column for column in common if column not in compared]
     groups = _group(baseline.rows, columns), _group(candidate.rows, columns)
     keys = [key for key in groups[0] if key in groups[1]]
@@ -214,6 +218,21 @@ def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]
                 value=f"{ours} and {theirs}",
                 allowed=f"the same {column} on both sides",
                 flag=f"--where {column}=..., or compare nevertheless with --allow {column}",
+            )
+
+
+def _check_both_tell(
+    told: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
+) -> None:
+    """Where one side does not tell whether its images are the same work, nobody knows."""
+    for column in ("latents", "image_size"):
+        silent = [side.name for side, names in zip(sides, told, strict=True) if column not in names]
+        if len(silent) == 1 and column not in allow:
+            raise ConfigError(
+                f"one side does not tell its {column}, so an image may be other work on the other",
+                value=silent[0],
+                allowed=f"a column {column} on both sides",
+                flag=f"--allow {column}",
             )
 
 

@@ -7,7 +7,6 @@ one, divided by the value in a column.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,36 +16,11 @@ from sdbench.errors import ConfigError
 from sdbench.figures import as_text, find_name, nearest, read_figures
 from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
 from sdbench.report.row import make_row
+from sdbench.report.settings import IN_COLUMNS, settings_of
 
 Row = dict[str, Any]
 
 VERSION_PREFIX = "version of "
-# Fields of a run's config that a row has under another name, or that say how to measure the run and
-# where to write.
-NOT_COMPARED_FIELDS = frozenset(
-    {
-        "use_ema",
-        "batch_size",
-        "device_train_microbatch_size",
-        "model_name",
-        "use_synth_data",
-        "local",
-        "seed",
-        "results_dir",
-        "check_memory",
-        "warmup_batches",
-        "measure_batches",
-        "max_warmup_batches",
-        "max_measure_batches",
-        "target_precision",
-        "max_duration",
-        "profile_batches",
-        "profile_trace",
-        "measure_peak",
-        "wandb_name",
-        "wandb_project",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,21 +155,11 @@ def _load_run(file: Path) -> Row:
     if kind_of(record) != BENCHMARK:
         return {"status": f"{kind_of(record)}, which is no training"}
     settings = {
-        name: _as_setting(value)
-        for name, value in record["config"].items()
-        if name not in NOT_COMPARED_FIELDS
+        name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
     versions = {**record["versions"], "driver": record["machine"].get("driver")}
     return {
         **settings,
         **make_row(record),
-        "num_nodes": record["ranks"]["num_nodes"],
         **{f"{VERSION_PREFIX}{name}": version for name, version in versions.items()},
     }
-
-
-def _as_setting(value: Any) -> str | int | float:
-    """A setting that is switched off is not one that nobody told, which is None in a row."""
-    if isinstance(value, str | int | float):
-        return value
-    return "none" if value is None else json.dumps(value, sort_keys=True)

@@ -157,9 +157,13 @@ def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
         names: Every name that a plot may have.
     """
     folder.mkdir(exist_ok=True)
+    for plot in plots:
+        for ending, content in (("svg", plot.svg.encode()), ("png", plot.png)):
+            temporary = folder / f".{plot.name}.{ending}"
+            temporary.write_bytes(content)
+            temporary.replace(folder / f"{plot.name}.{ending}")
+    drawn = {plot.name for plot in plots}
     for name in names:
         for ending in ("svg", "png"):
-            (folder / f"{name}.{ending}").unlink(missing_ok=True)
-    for plot in plots:
-        (folder / f"{plot.name}.svg").write_text(plot.svg, encoding="utf-8")
-        (folder / f"{plot.name}.png").write_bytes(plot.png)
+            if name not in drawn:
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,20 +95,24 @@ def publish(run: Path, *, results: Path) -> Path:
             flag="RUN",
         )
     target = results / "runs" / record["run_id"]
-    try:
-        target.mkdir(parents=True)
-    except FileExistsError:
+    if target.exists():
         raise ConfigError(
             "this run is published already, and a published run is never edited",
             value=str(target),
             allowed="a run that is not in results/runs",
             flag="RUN",
-        ) from None
-    if kind_of(record) == BENCHMARK:
-        shutil.copy(run / STEPS_NAME, target / STEPS_NAME)
-    for name in (RECORD_NAME, LOG_NAME):
-        text = (run / name).read_text(encoding="utf-8")
-        replace_file(target / name, _without_paths(text, record["config"]))
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place, and put there in one piece: half a run must not pass for a published one.
+    with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
+        whole = Path(folder) / record["run_id"]
+        whole.mkdir()
+        if kind_of(record) == BENCHMARK:
+            shutil.copy(run / STEPS_NAME, whole / STEPS_NAME)
+        for name in (RECORD_NAME, LOG_NAME):
+            text = (run / name).read_text(encoding="utf-8")
+            replace_file(whole / name, _without_paths(text, record["config"]))
+        whole.rename(target)
     return target
 
 

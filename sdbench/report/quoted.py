@@ -6,10 +6,12 @@ images/s become rows beside the measured ones; the others, days and costs, are s
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.errors import ConfigError
 from sdbench.figures import read_figures
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_number
@@ -17,7 +19,14 @@ from sdbench.report.terminal import format_number
 # The two tables of seed 003's section 1.5: its throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
 SEED_RATIOS = "aws_p4de_p5_ratio"
-SEED_CONDITIONS = {"image_size": 512, "latents": "online", "num_gpus": 8, "global_batch": 2048}
+SEED_CONDITIONS = {
+    "model": "sd2-base",
+    "image_size": 512,
+    "latents": "online",
+    "num_gpus": 8,
+    "global_batch": 2048,
+    "other_settings": None,
+}
 SETTINGS = ("micro_batch", "num_workers", "ema")
 
 
@@ -58,7 +67,15 @@ def make_seed_table(
     rates: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in quoted[SEED_TABLE]:
         rates.setdefault(_settings(row), {})[row["gpu"]] = row["images_per_second"]
-    p4de, p5 = dict.fromkeys(row["gpu"] for row in quoted[SEED_TABLE])
+    gpus = list(dict.fromkeys(row["gpu"] for row in quoted[SEED_TABLE]))
+    if len(gpus) != 2 or any(len(rate) != 2 for rate in rates.values()):
+        raise ConfigError(
+            f"quoted/{SEED_TABLE}.csv is no table of two GPUs",
+            value=gpus,
+            allowed="each setting once for either of two GPUs",
+            flag="--results",
+        )
+    p4de, p5 = gpus
     ours = _measured_under_seed_conditions(measured)
     columns = [
         Column("micro-batch", is_number=True),
@@ -105,13 +122,17 @@ def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
 def _measured_under_seed_conditions(
     measured: Iterable[dict[str, Any]],
 ) -> dict[str, dict[tuple[Any, ...], float]]:
-    """Images/s of the latest run by settings, for every GPU type and preset measured."""
-    rates: dict[str, dict[tuple[Any, ...], float]] = {}
+    """Median images/s by settings, for every GPU type, preset and precision measured."""
+    rates: dict[str, dict[tuple[Any, ...], list[float]]] = {}
     for row in measured:
         if all(row[name] == value for name, value in SEED_CONDITIONS.items()) and row["gpu"]:
-            name = f"{row['gpu']}, preset {row['preset']}"
-            rates.setdefault(name, {})[_settings(row)] = row["images_per_second"]
-    return rates
+            name = f"{row['gpu']}, preset {row['preset']}, {row['precision']}"
+            by_settings = rates.setdefault(name, {})
+            by_settings.setdefault(_settings(row), []).append(row["images_per_second"])
+    return {
+        name: {settings: statistics.median(runs) for settings, runs in by_settings.items()}
+        for name, by_settings in rates.items()
+    }
 
 
 def _as_it_is(file: str, rows: Sequence[dict[str, Any]]) -> Table:

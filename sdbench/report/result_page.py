@@ -283,9 +283,15 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
     def all_of(name: str) -> str:
         return for_markdown(_join(config[name] for config in configs))
 
+    # Records made before a window could be extended do not count their warm-up.
+    warmups = _join(
+        run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"]) for run in runs
+    )
+    windows = _join(run["summary"]["num_measured_steps"] for run in runs)
+
     return (
-        f"Each run is a process of its own: {all_of('warmup_batches')} warm-up steps, then "
-        f"{all_of('measure_batches')} measured ones, of {all_of('batch_size')} images each in "
+        f"Each run is a process of its own: {warmups} warm-up steps, then "
+        f"{windows} measured ones, of {all_of('batch_size')} images each in "
         f"micro-batches of {all_of('device_train_microbatch_size')}; data: "
         f"{all_of('data_format')}, {all_of('num_workers')} loader workers; EMA: "
         f"{all_of('use_ema')}; engine: {all_of('engine')}; seed {all_of('seed')}. The device is "

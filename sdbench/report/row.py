@@ -16,7 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from sdbench.measure.secrets import redact
 from sdbench.report.escape import for_csv
+from sdbench.report.settings import describe_other_settings
 
 COLUMNS = (
     "source",
@@ -41,6 +43,9 @@ COLUMNS = (
     "data_format",
     "device",
     "num_devices",
+    "num_cpu_cores",
+    "num_nodes",
+    "other_settings",
     "step_time_p50_s",
     "step_time_p95_s",
     "data_wait_percent",
@@ -51,6 +56,7 @@ COLUMNS = (
     "stability",
     "flags",
     "step_time_cv_percent",
+    "num_outliers",
     "matmul_tflops",
     "mfu_of_matmul_percent",
     "power_w",
@@ -91,6 +97,9 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "model": record["workload"]["architecture"],
         "device": machine["device_name"],
         "num_devices": num_devices,
+        "num_cpu_cores": machine["num_cpu_cores"],
+        "num_nodes": record["ranks"]["num_nodes"],
+        "other_settings": describe_other_settings(record),
         # Records made before flags existed have none.
         "flags": ";".join(summary.get("flags", ())) or None,
         "power_w": (summary.get("gpu") or {}).get("power_w"),
@@ -161,7 +170,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                     file=sys.stderr,
                 )
                 continue
-            text = format_csv([make_row(record)], columns=COLUMNS)
+            text = redact(format_csv([make_row(record)], columns=COLUMNS))
             file.write(text if header is None else text.partition("\n")[2])
             return
 

@@ -65,9 +65,14 @@ def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("GPU", _gpu_state(summary["gpu"])))
     if summary.get("breakdown") is not None:
         rows += [
-            ("where the time goes", format_breakdown(summary["breakdown"])),
+            (
+                f"of a profiled step, {summary['breakdown']['step_time_s']:.3g} s",
+                format_breakdown(summary["breakdown"]),
+            ),
             ("largest part", summary["bottleneck"]),
         ]
+    if summary.get("num_outliers"):
+        rows.append(("outliers", f"{summary['num_outliers']} of the measured steps, kept"))
     rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary.get("flags", [])]
     return rows
 

@@ -34,6 +34,8 @@ NAMES = (MICRO_BATCH, SPEED_UP, SCALING)
 MAX_PANELS = 4
 MAX_SERIES = 8
 MAX_TICKS = 12
+# Named in a legend only where it is another one.
+USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17
 
@@ -94,7 +96,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> Plot | None:
             rows,
             x_of=lambda row: row.get("micro_batch"),
             panel_of=lambda row: (row.get("image_size"), row.get("latents"), _num_devices(row)),
-            settings_of=lambda row: [row.get("preset"), row.get("precision")],
+            settings_of=lambda row: [*_settings(row), _describe_batch(row)],
             first_panel=(512, "online", 8),
         )
     ]
@@ -124,8 +126,7 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
             x_of=lambda row: row["num_gpus"],
             panel_of=lambda row: (row.get("image_size"), row.get("latents")),
             settings_of=lambda row: [
-                row.get("preset"),
-                row.get("precision"),
+                *_settings(row),
                 f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
                 scaled_with(row),
             ],
@@ -206,12 +207,31 @@ def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
     return Point(rate, min(lows), max(highs))
 
 
+def _settings(row: dict[str, Any]) -> list[Any]:
+    """What tells two series of one device apart."""
+    model = row.get("model")
+    return [
+        None if model == USUAL_MODEL else model,
+        *(row.get(name) for name in ("preset", "precision", "other_settings")),
+    ]
+
+
+def _describe_batch(row: dict[str, Any]) -> str | None:
+    """The global batch of a series over micro-batches: one size, or one that grows with them."""
+    if not row.get("global_batch"):
+        return None
+    if row["global_batch"] == (row.get("micro_batch") or 0) * (_num_devices(row) or 0):
+        return "one micro-batch per step"
+    return f"global batch {row['global_batch']}"
+
+
 def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
     """Whether the work of a step was kept (strong scaling) or grew with the GPUs (weak scaling)."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        names = ("image_size", "latents", "ema", "preset", "precision", "micro_batch")
-        return (_device(row), _source(row), row["kind"], *(row.get(name) for name in names))
+        names = ("image_size", "latents", "ema", "micro_batch")
+        values = [*_settings(row), *(row.get(name) for name in names)]
+        return (_device(row), _source(row), row["kind"], *values)
 
     batches: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
     for row in rows:

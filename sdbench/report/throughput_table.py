@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sdbench.report.settings import describe_other_settings, settings_of
 from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_number, format_rates
 
@@ -42,39 +43,6 @@ COLUMNS = (
     Column("power, W", is_number=True),
     Column("notes"),
     Column("source"),
-)
-# Settings with a column of their own, and those that say how to measure or where to write: what is
-# left of what a user chose is told under "other settings".
-NOT_OTHER_SETTINGS = frozenset(
-    {
-        "model_name",
-        "image_size",
-        "preset",
-        "precision",
-        "latents",
-        "use_ema",
-        "batch_size",
-        "device_train_microbatch_size",
-        "use_synth_data",
-        "data_format",
-        "remote",
-        "local",
-        "streams",
-        "warmup_batches",
-        "max_warmup_batches",
-        "measure_batches",
-        "max_measure_batches",
-        "target_precision",
-        "max_duration",
-        "profile_batches",
-        "profile_trace",
-        "measure_peak",
-        "seed",
-        "results_dir",
-        "check_memory",
-        "wandb_name",
-        "wandb_project",
-    }
 )
 
 
@@ -123,7 +91,7 @@ def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Runs of one configuration together, in the order in which each was first seen."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(_configuration(record), []).append(record)
+        groups.setdefault(tuple(sorted(settings_of(record).items())), []).append(record)
     return list(groups.values())
 
 
@@ -137,11 +105,11 @@ def describe_notes(records: Sequence[dict[str, Any]]) -> str | None:
     return "; ".join(notes) or None
 
 
-def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
-    """All that makes a row, in the order of the columns."""
+def _shown_settings(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What the columns show of a configuration, in their order."""
     config = record["config"]
     return (
-        record["machine"]["device_name"],
+        describe_device(record),
         record["ranks"]["world_size"],
         record["workload"]["architecture"],
         config["image_size"],
@@ -151,28 +119,31 @@ def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
         config["batch_size"],
         config["device_train_microbatch_size"],
         _other_settings(record),
-        config["latents"],
     )
 
 
+def describe_device(record: dict[str, Any]) -> str:
+    """The device that trained; a CPU's name alone does not say how many cores of it."""
+    machine = record["machine"]
+    cores = f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
+    return f"{machine['device_name']}{cores}"
+
+
 def _other_settings(record: dict[str, Any]) -> str | None:
-    """What the user chose beyond the columns, e.g. ``num_workers 0, attention math``."""
     config = record["config"]
-    chosen = [
-        f"{name} {config[name]}"
-        for name, origin in record["origin"].items()
-        if origin in ("flag", "file") and name not in NOT_OTHER_SETTINGS
-    ]
+    shown = [describe_other_settings(record), f"num_workers {config['num_workers']}"]
     if config["data_format"] != "synthetic":
-        chosen.append(f"data_format {config['data_format']}")
-    return ", ".join(chosen) or None
+        shown.append(f"data_format {config['data_format']}")
+    if record["ranks"]["num_nodes"] > 1:
+        shown.append(f"num_nodes {record['ranks']['num_nodes']}")
+    return ", ".join(filter(None, shown))
 
 
 def _measured_row(records: Sequence[dict[str, Any]]) -> list[Cell]:
     summaries = [record["summary"] for record in records]
     rates = [summary["images_per_second"] for summary in summaries]
     peak_memory_gib = max(summary["peak_memory_gib"] for summary in summaries)
-    device, num_devices, *work, _ = _configuration(records[0])
+    device, num_devices, *work = _shown_settings(records[0])
     return [
         make_cell("measured"),
         make_cell(device),

@@ -234,12 +234,12 @@ def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
 
 
 def _load_tariffs(path: Path, key: str, *, per: str, unit: str) -> list[dict[str, Any]]:
-    rows = _load_yaml(path, flag="--prices").get(key)
+    rows = _load_yaml(path, flag="--prices").get(key) or []
     needed = {"gpus", "value", "unit", "per", "source", "date"}
     if key == "prices":
         needed.add("name")
     for row in rows if isinstance(rows, list) else [rows]:
-        is_whole = isinstance(row, dict) and needed <= row.keys()
+        is_whole = isinstance(row, dict) and needed <= row.keys() and isinstance(row["gpus"], list)
         if not is_whole or (row["unit"], row["per"]) != (unit, per):
             raise ConfigError(
                 f"a row under {key} is not whole",

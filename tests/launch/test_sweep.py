@@ -211,6 +211,33 @@ def test_a_guard_that_is_killed_leaves_no_rank(tmp_path, repository, number):
         assert [row["status"] for row in csv.DictReader(table)] == ["failed", "ok"]
 
 
+@pytest.mark.parametrize(
+    ("said", "exit_code", "reason"),
+    [
+        # The launcher's own exit code is that of rank 0, which it has ended itself.
+        (
+            "ValueError: no luck\nRank 1 crashed with exit code 1.",
+            241,
+            "rank 1 ended with exit code 1",
+        ),
+        ("Rank 1 crashed with exit code -9.", 241, "rank 1 got SIGKILL, as from the out-of-memory"),
+        (
+            "nothing",
+            247,
+            "it got SIGKILL, as from the out-of-memory killer: it was ended by signal 9",
+        ),
+        ("nothing", 143, "it was ended by signal 15 (SIGTERM): nothing"),
+    ],
+)
+def test_the_rank_that_ended_first_is_the_reason(tmp_path, said, exit_code, reason):
+    script = tmp_path / "launcher.py"
+    script.write_text(f"print({said!r}); raise SystemExit({exit_code})")
+    code, (row,) = sweep(tmp_path, list=[{"seed": 1}], script=str(script))
+    assert (code, row["status"]) == (1, "failed")
+    assert row["reason"].startswith(reason)
+    assert "ValueError" not in said or row["reason"].endswith("ValueError: no luck")
+
+
 def test_a_record_of_another_version_is_a_failed_row(tmp_path):
     code, (row,) = sweep(tmp_path, list=[{"seed": 6}])
     assert (code, row["status"]) == (1, "failed")

@@ -22,6 +22,7 @@ from sdbench.measure.record import (
     load_record,
     replace_file,
 )
+from sdbench.measure.secrets import is_secret_name, redact
 from sdbench.outcome import RunRecord, explain
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.test_feed_table import make_config, make_summary
@@ -237,6 +238,26 @@ def test_every_published_record_matches_the_schema(path):
     validate(record)
     assert record["run_id"] == path.parent.name
     assert record["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD")),
+        *((name, True) for name in ("MYSQL_PWD", "GITHUB_PAT", "SSH_PASSPHRASE", "hf_token")),
+        *((name, True) for name in ("AZURE_STORAGE_CONNECTION_STRING", "DOCKER_AUTH_CONFIG")),
+        *((name, False) for name in ("PWD", "OLDPWD", "PATH", "KEYBOARD", "OMP_NUM_THREADS")),
+    ],
+)
+def test_a_secret_is_known_by_its_name(name, is_secret):
+    assert is_secret_name(name) == is_secret
+
+
+def test_passwords_in_urls_and_lines_of_keys_are_secrets(monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:pass-word-1@proxy:3128")
+    monkeypatch.setenv("TLS_PRIVATE_KEY", "-----BEGIN-----\nAAAABBBBCCCC\n-----END-----")
+    assert redact("to http://me:pass-word-1@proxy:3128") == "to http://me:<HTTPS_PROXY>@proxy:3128"
+    assert redact("line AAAABBBBCCCC of it") == "line <TLS_PRIVATE_KEY> of it"
 
 
 def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monkeypatch, capsys):

@@ -226,6 +226,23 @@ def test_different_work_is_not_compared_unless_allowed(capsys, tmp_path, setting
     assert f"compared: {setting}: {ours} -> {theirs}" in compare(capsys, a, b, "--allow", setting)
 
 
+@pytest.mark.parametrize("column", ["latents", "image_size"])
+def test_work_that_one_side_does_not_tell_is_not_compared_unless_allowed(capsys, tmp_path, column):
+    told = {"gpu": "A", "latents": "online", "image_size": 512, "images_per_second": 10}
+    write_table(tmp_path / "a.csv", told)
+    silent = {name: value for name, value in told.items() if name != column}
+    write_table(tmp_path / "b.csv", silent)
+    paths = (str(tmp_path / "a.csv"), str(tmp_path / "b.csv"))
+    assert f"one side does not tell its {column}" in refusal(capsys, *paths)
+    assert "1.00x" in compare(capsys, *paths, "--allow", column)
+
+
+def test_a_table_keeps_apart_what_has_no_column_of_its_own(capsys, tmp_path, a_record):
+    write_runs(tmp_path / "a", a_record, 10.0, attention="sdpa")
+    write_runs(tmp_path / "b", a_record, 20.0, attention="eager")
+    assert "attention: sdpa -> eager" in compare(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+
+
 def test_several_kinds_of_different_work_are_not_compared_either(capsys, tmp_path):
     a = write_table(tmp_path / "a.csv", *rows_of(latents="online"))
     b = write_table(

@@ -89,8 +89,8 @@ def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
     rebuild(results)
     texts = texts_of(results, MICRO_BATCH)
     assert "512 px, the encoders run in the step (online), 8 devices" in texts
-    assert "NVIDIA H200, EMA, fast, amp_bf16, measured [1]" in texts
-    assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, quoted [2]" in texts
+    assert "NVIDIA H200, EMA, fast, amp_bf16, global batch 2048, measured [1]" in texts
+    assert "A100-SXM4-80GB (p4de.24xlarge), no EMA, global batch 2048, quoted [2]" in texts
     assert any(
         text.startswith("[1] results/runs; [2] seed 003 README section 1.5") for text in texts
     )

@@ -20,6 +20,15 @@ def test_a_record_without_the_newer_figures_has_empty_cells():
     assert (row["kind"], row["ema"], row["num_gpus"], row["gpu"]) == ("measured", "false", "0", "")
 
 
+def test_what_a_user_chose_beyond_the_columns_is_a_column():
+    origin = {**make_record()["origin"], "attention": "flag", "seed": "flag", "lr": "file"}
+    record = make_record(origin=origin, config__attention="eager", config__lr=0.0002)
+    row = make_row(record)
+    assert "attention eager" in row["other_settings"] and "lr 0.0002" in row["other_settings"]
+    assert "seed" not in row["other_settings"]  # it says how to measure
+    assert (row["num_cpu_cores"], row["num_nodes"]) == (2, 1)
+
+
 def test_flags_power_and_energy_are_columns():
     gpu = {"power_w": 650.0, "energy_j": 40960.0}
     record = make_gpu_record(

@@ -57,6 +57,27 @@ def test_another_setting_is_another_row(change):
     assert len(table.rows) == 2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config__attention": "eager"},
+        {"config__optimizer": "adamw"},
+        {"config__remote": "s3://another/data-set"},
+        {"machine__num_cpu_cores": 64},
+        {"ranks__num_nodes": 2},
+    ],
+)
+def test_what_may_change_a_step_keeps_runs_apart(change):
+    (table,) = make_tables([make_record(), make_record(**change)])
+    assert len(table.rows) == 2
+
+
+def test_how_a_run_was_measured_does_not_keep_runs_apart():
+    longer = make_record(config__measure_batches=40, config__seed=18, config__results_dir="other")
+    (table,) = make_tables([make_record(), longer])
+    assert len(table.rows) == 1
+
+
 def test_what_the_user_chose_beyond_the_columns_is_told():
     record = make_record(
         config__attention="math", origin__attention="file", config__data_format="mds"
@@ -143,7 +164,7 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     quoted = load_figures(RESULTS / "quoted", kind="quoted")
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
-    assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, images/s"
+    assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
 
 
 def test_days_and_costs_of_others_are_shown_as_they_are():
