@@ -135,10 +135,11 @@ class MdsRecords:
         path = self.path_of(shard_id)
         stream = self._streams[self._stream_of_shard[shard_id]]
         source = stream.remote or stream.local
-        # The first time another process may be at it, and fail without telling this one why.
-        for _ in range(2):
+        # Another process, or Streaming's own thread, may be at it, and fail without telling this one
+        # why; on a busy machine twice. The last time nobody stands between, and the reason is told.
+        for prepare in (self._prepare, self._prepare, self._download):
             try:
-                self._prepare(shard_id)
+                prepare(shard_id)
             except Exception as error:
                 # Each object store raises its own types; all mean that the shard cannot be had.
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
