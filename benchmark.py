@@ -10,19 +10,22 @@ the engine trains them under a watch, and what the watch saw becomes a record.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdbench.config import Request, parse_request
-from sdbench.distributed import Ranks
+from sdbench.distributed import Ranks, let_first_rank_end
 from sdbench.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
     from sdbench.measure.record import RunFolder
+    from sdbench.measure.startup import StartupClock
     from sdbench.measure.summary import Measurements
     from sdbench.measure.watch import Observer, StepWatch
     from sdbench.parts import Parts
@@ -59,24 +62,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = parse_request(argv, description=DESCRIPTION, epilog=EPILOG)
         return _run(request, command=list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
-        if Ranks.from_environment().rank == 0:  # every rank has found the same
+        ranks = Ranks.from_environment()
+        if ranks.rank == 0:  # every rank has found the same
             print(f"error: {error}", file=sys.stderr)
+        let_first_rank_end(ranks)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _run(request: Request, *, command: list[str]) -> int:
-    from sdbench import describe, distributed
-    from sdbench.measure.hardware import inspect_machine
+    from sdbench.measure import startup
     from sdbench.measure.record import OutputLog, RunFolder
     from sdbench.signals import stop_signals_raise
 
+    clock = startup.StartupClock(before_main_s=startup.seconds_before_now())
     ranks = Ranks.from_environment()
     log = OutputLog()
     with log.capture(), stop_signals_raise():
-        machine = inspect_machine(local_rank=ranks.local_rank)
-        plan = _agree_on_plan(request, machine=machine, ranks=ranks)
+        with _no_garbage_expected():
+            from sdbench import describe, distributed
+            from sdbench.measure.hardware import inspect_machine
+
+            clock.ends(startup.IMPORTS)
+            machine = inspect_machine(local_rank=ranks.local_rank)
+            plan = _agree_on_plan(request, machine=machine, ranks=ranks)
         if request.print_config:
             if ranks.rank == 0:
                 print(describe.as_yaml(plan, request))
@@ -87,7 +97,19 @@ def _run(request: Request, *, command: list[str]) -> int:
             log.move_to(path)
             print(describe.for_person(plan), flush=True)
         folder = RunFolder(distributed.broadcast(path, ranks))
-        return _run_in_folder(plan, request, folder, command=command)
+        clock.ends(startup.PLAN)
+        return _run_in_folder(plan, request, folder, command=command, clock=clock)
+
+
+@contextlib.contextmanager
+def _no_garbage_expected() -> Iterator[None]:
+    """Imports make a million objects to stay: looking for garbage in them takes 0.7 s."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # also later no collection looks at them, in a measured step least of all
+        gc.enable()
 
 
 def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
@@ -110,7 +132,9 @@ def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
     return plan
 
 
-def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: list[str]) -> int:
+def _run_in_folder(
+    plan: Plan, request: Request, folder: RunFolder, *, command: list[str], clock: StartupClock
+) -> int:
     """Train, and leave a record whatever happens."""
     from sdbench import describe, distributed
     from sdbench.outcome import RunRecord, explain
@@ -122,7 +146,7 @@ def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: 
     if is_first_rank:
         record.write_unfinished()
     try:
-        parts, measurements, summary = _train(plan, folder)
+        parts, measurements, summary = _train(plan, folder, clock=clock)
         delivered = distributed.gather(parts.loader.stats, plan.ranks)
     except BaseException as error:  # also Ctrl-C: the record has to say why
         failure = explain(error, rank=plan.ranks.rank)
@@ -149,7 +173,9 @@ def _run_in_folder(plan: Plan, request: Request, folder: RunFolder, *, command: 
     return 0
 
 
-def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str, Any]]:
+def _train(
+    plan: Plan, folder: RunFolder, *, clock: StartupClock
+) -> tuple[Parts, Measurements, dict[str, Any]]:
     """Build the parts, train them, and merge what all ranks measured.
 
     Returns:
@@ -157,34 +183,40 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
     """
     from sdbench import distributed
     from sdbench.engines import load_engine
+    from sdbench.measure import startup
     from sdbench.measure.matmul import measure_matmul_tflops
     from sdbench.measure.secrets import redact
     from sdbench.measure.summary import merge_measurements, summarize
     from sdbench.progress import Progress
     from sdbench.wandb_log import WandbLog
-    from sdbench.workloads import pretrain
+    from sdbench.workloads import pretrain, tuning
 
     config, ranks, machine = plan.config, plan.ranks, plan.machine
     wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
     settings = dataclasses.asdict(config)
     wandb_log.start(config=json.loads(redact(json.dumps(settings))), folder=folder.path)
-    pretrain.set_matmul_precision(config.precision)
+    tuning.set_up_process(config)
+    clock.ends(startup.PLAN)
+    fit = load_engine(config.engine)
+    clock.ends(startup.IMPORTS)
     matmul_tflops = None
     if config.measure_peak:
         distributed.gather(None, ranks)  # together, as in training: ranks may share their cores
         reached = measure_matmul_tflops(config.precision, device_type=machine.device_type)
         by_rank = distributed.gather(reached, ranks)
         matmul_tflops = sum(by_rank) / len(by_rank)
+    clock.ends(startup.PEAK)
     progress = Progress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
-    watch = _make_watch(plan, folder, observers=[progress, wandb_log])
+    watch = _make_watch(plan, folder, observers=[clock, progress, wandb_log])
     parts = pretrain.build(plan, phase=watch.phases.phase)
     if ranks.rank == 0:
         print(
             f"Model has {parts.num_parameters / 1e6} M parameters and "
             f"{parts.num_trainable_parameters / 1e6} M trainable_params"
         )
+    clock.ends(startup.BUILD)
     try:
-        measurements = load_engine(config.engine)(parts, config, watch)
+        measurements = fit(parts, config, watch)
     finally:
         progress.close()
 
@@ -204,6 +236,7 @@ def _train(plan: Plan, folder: RunFolder) -> tuple[Parts, Measurements, dict[str
         flops_per_image=parts.flops_per_image,
         peak_tflops=machine.peak_tflops(config.precision),
         matmul_tflops=matmul_tflops,
+        startup=clock,
     )
     wandb_log.finish(summary)
     return parts, merged, summary
@@ -236,4 +269,6 @@ def _make_watch(plan: Plan, folder: RunFolder, *, observers: Sequence[Observer])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
+    sys.exit(exit_code)

@@ -109,6 +109,10 @@ def _parse_microbatch(value: Any) -> int | str:
     return value if value == "auto" else POSITIVE.parse(value)
 
 
+def _parse_encoder_batch(value: Any) -> int | str:
+    return value if value == "microbatch" else POSITIVE.parse(value)
+
+
 def _parse_precision_target(value: Any) -> float:
     is_percent = isinstance(value, str) and value.endswith("%")
     number = float(value.removesuffix("%")) / 100 if is_percent else float(value)
@@ -134,6 +138,7 @@ CONDITIONS = Kind(
     _parse_conditions,
 )
 MICROBATCH = Kind("auto, or a whole number of at least 1", _parse_microbatch)
+ENCODER_BATCH = Kind("microbatch, or a whole number of at least 1", _parse_encoder_batch)
 PRECISION_TARGET = Kind("a share above 0, e.g. 1% or 0.01", _parse_precision_target)
 DURATION = Kind("a number of batches or epochs, e.g. 48ba or 5ep", _parse_duration)
 
@@ -154,7 +159,12 @@ class BenchmarkConfig:
         "fast",
         "recipe that sets the speed-ups: fast, or seed (repeats mosaicml/diffusion-benchmark)",
     )
-    engine: str = _field(MEASURES, _one_of("composer"), "composer", "who runs the training loop")
+    engine: str = _field(
+        MEASURES,
+        _one_of("composer", "torch"),
+        "composer",
+        "who runs the training loop: MosaicML Composer, or a lean loop without a trainer",
+    )
     warmup_batches: int | None = _field(
         MEASURES, NOT_NEGATIVE, None, "batches trained before the measured window"
     )
@@ -216,7 +226,9 @@ class BenchmarkConfig:
         MODEL, TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
     )
     image_size: int | None = _field(MODEL, POSITIVE, None, "side of the square images in pixels")
-    attention: str = _field(MODEL, _one_of("sdpa", "eager"), "sdpa", "attention processor")
+    weights_seed: int | None = _field(
+        MODEL, NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)"
+    )
 
     batch_size: int | None = _field(
         BATCH, POSITIVE, None, "global batch: images per optimizer step over all ranks"
@@ -310,13 +322,68 @@ class BenchmarkConfig:
         SPEED,
         _one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
         None,
-        "number format of the training step; bf16 also keeps weights and optimizer state in bf16",
+        "number format of the training step; bf16 also keeps weights and gradients in bf16",
+    )
+    master_weights: str | None = _field(
+        SPEED,
+        _one_of("none", "fp32"),
+        None,
+        "copy of bf16 weights that the optimizer updates, with its state in the same type",
     )
     encoder_dtype: str | None = _field(
         SPEED, _one_of("fp32", "fp16", "bf16"), None, "weights of the frozen VAE and text encoder"
     )
+    encoder_batch_size: int | str | None = _field(
+        SPEED,
+        ENCODER_BATCH,
+        None,
+        "images that the encoders take at once, the rank's whole batch ahead of its micro-batches; "
+        "microbatch: encode within each micro-batch",
+    )
     memory_format: str | None = _field(
         SPEED, _one_of("contiguous", "channels_last"), None, "layout of image-like tensors"
+    )
+    group_norm: str | None = _field(
+        SPEED,
+        _one_of("torch", "fused"),
+        None,
+        "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
+    )
+    attention: str | None = _field(
+        SPEED,
+        _one_of("eager", "sdpa", "flash", "cudnn", "efficient", "xformers"),
+        None,
+        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers",
+    )
+    unit_divisions: str | None = _field(
+        SPEED,
+        _one_of("keep", "drop"),
+        None,
+        "the divisions by 1.0 behind each attention and residual block",
+    )
+    compile: str | None = _field(
+        SPEED,
+        _one_of("none", "unet", "encoders", "all"),
+        None,
+        "sub-models that go through torch.compile, with fixed shapes",
+    )
+    compile_mode: str | None = _field(
+        SPEED,
+        _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        None,
+        "mode of torch.compile; reduce-overhead and max-autotune replay CUDA graphs",
+    )
+    cuda_graph: bool = _field(
+        SPEED, SWITCH, False, "replay a whole training step as one CUDA graph (--engine torch)"
+    )
+    cudnn_benchmark: bool = _field(
+        SPEED, SWITCH, False, "let cuDNN time its convolution kernels and keep the fastest"
+    )
+    activation_checkpointing: str | None = _field(
+        SPEED,
+        _one_of("none", "transformer", "full"),
+        None,
+        "compute activations again in the backward pass: in transformer blocks, or in all blocks",
     )
     optimizer: str | None = _field(
         SPEED, _one_of("adamw", "adamw_fused"), None, "torch's default AdamW or its fused kernel"
@@ -327,16 +394,56 @@ class BenchmarkConfig:
     ema_impl: str | None = _field(
         SPEED, _one_of("composer", "foreach"), None, "Composer's EMA or torch's foreach average"
     )
+    ema_interval_batches: int | None = _field(
+        SPEED, POSITIVE, None, "steps from one update of the average to the next, same half-life"
+    )
     image_dtype: str | None = _field(
         SPEED, _one_of("uint8", "float32"), None, "how pixels travel from worker to device"
     )
-
+    copy_stream: str | None = _field(
+        SPEED,
+        _one_of("compute", "side"),
+        None,
+        "CUDA stream of the copies to the device; side: the next batch travels during a step",
+    )
+    sharding: str | None = _field(
+        SPEED,
+        _one_of("none", "zero1", "grad_op", "full", "hybrid"),
+        None,
+        "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
+        "and, between steps, weights (grad_op), also weights within a step (full), or full within "
+        "each machine (hybrid)",
+    )
+    grad_sync: str | None = _field(
+        SPEED,
+        _one_of("every", "last"),
+        None,
+        "average the gradients over the ranks in every micro-batch or in the last of a step",
+    )
+    gradient_as_bucket_view: bool = _field(
+        SPEED, SWITCH, False, "let gradients live in DDP's buckets instead of a second copy"
+    )
+    static_graph: bool = _field(
+        SPEED, SWITCH, False, "tell DDP that every step uses the same parameters"
+    )
+    ddp_bucket_mib: int | None = _field(
+        SPEED, POSITIVE, None, "size of the pieces in which DDP averages gradients, in MiB"
+    )
+    grad_compression: str | None = _field(
+        SPEED, _one_of("none", "bf16"), None, "number format in which gradients travel under DDP"
+    )
     cpu_allocator: str | None = _field(
         SPEED,
         _one_of("default", "keep"),
         None,
         "what glibc does with freed main memory on a CPU: hand it back, or keep it for the next "
         "step",
+    )
+    flush_denormals: bool = _field(
+        SPEED, SWITCH, False, "let a CPU round numbers below 1e-38 to zero, which is faster"
+    )
+    num_threads: int | None = _field(
+        SPEED, POSITIVE, None, "CPU threads of a rank (default: its share of the cores)"
     )
 
     wandb_name: str | None = _field(LOGGING, TEXT, None, "run name")

@@ -77,6 +77,20 @@ def disconnect() -> None:
     torch.distributed.destroy_process_group()
 
 
+def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
+    """Wait on all ranks of a machine but its first, until a launcher that saw it end stops them.
+
+    When a rank ends with an error the `composer` launcher stops the others and passes on the exit
+    code of the first rank: that of the error only if that rank was not stopped itself.
+
+    Args:
+        ranks: The place of this process.
+        timeout_s: When to go on all the same, because nobody stops this process.
+    """
+    if ranks.local_rank != 0:
+        time.sleep(timeout_s)
+
+
 def gather(value: T, ranks: Ranks) -> list[T]:
     """The value of every rank, in rank order, on every rank."""
     if ranks.world_size == 1:

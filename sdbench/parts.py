@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EmaSpec:
-    """An exponential moving average of weights, updated after every optimizer step.
+    """An exponential moving average of weights, updated after every so many optimizer steps.
 
     Attributes:
         implementation: ``composer`` (its algorithm, over every trainable parameter and all buffers)
-            or ``foreach`` (torch's AveragedModel over the trained sub-module).
+            or ``foreach`` (torch's foreach kernels over the trained sub-module, in fp32).
         half_life_batches: Steps after which a weight's influence has halved.
+        interval_batches: Steps from one update to the next.
     """
 
     implementation: str
     half_life_batches: int
+    interval_batches: int = 1
 
     @property
     def decay(self) -> float:
-        """What an update keeps of the average: 0.5 ** (1 / half-life)."""
-        return 0.5 ** (1 / self.half_life_batches)
+        """What an update keeps of the average: 0.5 ** (interval / half-life)."""
+        return 0.5 ** (self.interval_batches / self.half_life_batches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Parts:
         flops_per_image: Model FLOPs of one image, multiply-add counted as two.
         num_parameters: Weights of all sub-models.
         num_trainable_parameters: Those that are trained.
+        prepare: Done once to the batch of a step on its device, before it is cut into
+            micro-batches, without gradients; None leaves the batch as it is.
+        sharded_blocks: Classes of modules in `trained` that an engine which shares out weights
+            gathers and frees one by one.
     """
 
     model: torch.nn.Module
@@ -64,3 +70,5 @@ class Parts:
     flops_per_image: float
     num_parameters: int
     num_trainable_parameters: int
+    prepare: Callable[[Any], Any] | None = None
+    sharded_blocks: tuple[type[torch.nn.Module], ...] = ()

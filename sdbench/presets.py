@@ -1,7 +1,7 @@
 """Which named recipes are there, and what does each of them set?
 
 A preset sets the speed-ups and nothing else. A value may differ by device: `PerDevice` holds both
-and sdbench/resolve.py takes the one for the machine at hand.
+and sdbench/speedups.py takes the one for the machine at hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class PerDevice:
     """A preset's value for a GPU and for a CPU."""
 
-    gpu: str
-    cpu: str
+    gpu: Any
+    cpu: Any
 
     def __str__(self) -> str:
         return f"{self.gpu} on a GPU, {self.cpu} on a CPU"
@@ -23,27 +23,55 @@ class PerDevice:
 
 # mosaicml/diffusion-benchmark @c7f3cff: precision is left to Composer, whose default is amp_fp16 on
 # a GPU and fp32 on a CPU (composer/trainer/trainer.py, 0.32.1); encoders stay in fp32; AdamW gets
-# the parameters of the frozen encoders too; images arrive as float32.
+# the parameters of the frozen encoders too; images arrive as float32. Composer wraps the model in
+# torch's DDP with torch's defaults (25 MiB a bucket) and averages in the last micro-batch.
 SEED: dict[str, Any] = {
     "precision": PerDevice(gpu="amp_fp16", cpu="fp32"),
+    "master_weights": "none",
     "encoder_dtype": "fp32",
+    "encoder_batch_size": "microbatch",
     "memory_format": "contiguous",
+    "group_norm": "torch",
+    "attention": "sdpa",
+    "unit_divisions": "keep",
+    "compile": "none",
+    "compile_mode": "default",
+    "cuda_graph": False,
+    "cudnn_benchmark": False,
+    "activation_checkpointing": "none",
     "optimizer": "adamw",
     "optimizer_params": "all",
     "ema_impl": "composer",
+    "ema_interval_batches": 1,
     "image_dtype": "float32",
+    "copy_stream": "compute",
+    "sharding": "none",
+    "grad_sync": "last",
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+    "ddp_bucket_mib": 25,
+    "grad_compression": "none",
     "cpu_allocator": "default",
+    "flush_denormals": False,
 }
 
 FAST: dict[str, Any] = {
+    **SEED,
     "precision": "amp_bf16",
     "encoder_dtype": "bf16",
     "memory_format": "channels_last",
+    "unit_divisions": "drop",
+    "compile": PerDevice(gpu="all", cpu="none"),
+    "cudnn_benchmark": PerDevice(gpu=True, cpu=False),
     "optimizer": "adamw_fused",
     "optimizer_params": "trainable",
     "ema_impl": "foreach",
     "image_dtype": "uint8",
+    "copy_stream": PerDevice(gpu="side", cpu="compute"),
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
     "cpu_allocator": PerDevice(gpu="default", cpu="keep"),
+    "flush_denormals": PerDevice(gpu=False, cpu=True),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"fast": FAST, "seed": SEED}

@@ -15,15 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sdbench import sources
+from sdbench import sources, speedups
 from sdbench.config import FIELDS, BenchmarkConfig, Request
 from sdbench.distributed import Ranks
 from sdbench.errors import ConfigError, RunError
-from sdbench.host_memory import can_keep_freed_memory
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
-from sdbench.presets import PerDevice
 from sdbench.sources.config import SourceConfig
 
 # The flags that a data source takes as they are.
@@ -161,47 +159,12 @@ class _Resolver:
 
     def _resolve_recipe(self) -> None:
         """Take the preset's values for this device, and check the user's own."""
-        for field in dataclasses.fields(self.config):
-            value = getattr(self.config, field.name)
-            if isinstance(value, PerDevice):
-                by_device = value.gpu if self.on_gpu else value.cpu
-                self.config = dataclasses.replace(self.config, **{field.name: by_device})
-        supported = self.machine.supported_precisions()
-        if self.request.is_users("precision"):
-            if self.config.precision not in supported:
-                raise ConfigError(
-                    f"{self.machine.device_name} cannot train in this precision",
-                    value=self.config.precision,
-                    allowed=" | ".join(supported),
-                    flag="--precision",
-                )
-        elif "bf16" in self.config.precision and not self.machine.has_fast_bf16:
-            fallback = "amp_fp16" if self.on_gpu else "fp32"
-            self._choose("precision", fallback, "the device has no bf16 instructions")
-        if self.config.encoder_dtype == "fp16" and not self.on_gpu:
-            raise ConfigError(
-                "a CPU cannot run the encoders in this type",
-                value="fp16",
-                allowed="fp32 | bf16",
-                flag="--encoder_dtype",
-            )
-        if (
-            self.config.encoder_dtype == "bf16"
-            and not self.request.is_users("encoder_dtype")
-            and not self.machine.has_fast_bf16
-        ):
-            fallback = "fp16" if self.on_gpu else "fp32"
-            self._choose("encoder_dtype", fallback, "the device has no bf16 instructions")
-
-        if self.config.cpu_allocator == "keep" and not can_keep_freed_memory():
-            if self.request.is_users("cpu_allocator"):
-                raise ConfigError(
-                    "this C library is not glibc and cannot be told to keep freed memory",
-                    value="keep",
-                    allowed="default",
-                    flag="--cpu_allocator",
-                )
-            self._choose("cpu_allocator", "default", "the C library is not glibc")
+        self.config, reasons = speedups.settle(
+            self.config, machine=self.machine, ranks=self.ranks, is_users=self.request.is_users
+        )
+        self.chosen.update(reasons)
+        if self.config.num_threads is None:
+            self._choose("num_threads", *_threads_per_rank(self.machine, self.ranks))
 
     def _resolve_image_size(self) -> None:
         if self.config.image_size is None:
@@ -413,7 +376,9 @@ class _Resolver:
         return memory_gib if self.on_gpu else memory_gib / self.ranks.local_world_size
 
     def _estimate_memory(self, microbatch: int) -> MemoryEstimate:
-        config = self.config
+        config, encoder_batch = self.config, self.config.encoder_batch_size
+        device_batch = config.batch_size // self.ranks.world_size
+        is_ahead = encoder_batch != "microbatch" and config.latents == "online"
         return estimate_peak_memory(
             self.architecture,
             image_size=config.image_size,
@@ -426,7 +391,15 @@ class _Resolver:
             num_ranks=self.ranks.world_size,
             device_type=self.machine.device_type,
             latents=config.latents,
-            num_microbatches=-(-config.batch_size // (self.ranks.world_size * microbatch)),
+            num_microbatches=-(-device_batch // microbatch),
+            encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
+            activation_checkpointing=config.activation_checkpointing,
+            master_weights=config.master_weights == "fp32",
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            sharding=config.sharding,
+            num_sharing_ranks=self.ranks.local_world_size
+            if config.sharding == "hybrid"
+            else self.ranks.world_size,
         )
 
     def _check_memory(self) -> MemoryEstimate:
@@ -457,9 +430,28 @@ class _Resolver:
             (config.num_workers > 0 and not self.on_gpu, lambda: "--num_workers 0"),
             (config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
             (config.precision == "fp32", lambda: "--precision amp_bf16"),
+            (
+                config.activation_checkpointing == "none",
+                lambda: "--activation_checkpointing transformer",
+            ),
+            (
+                config.sharding == "none" and self.ranks.world_size > 1,
+                lambda: "--sharding zero1",
+            ),
             (True, lambda: f"--image_size (below {config.image_size})"),
         ]
         return ", ".join(text() for applies, text in options if applies)
+
+
+def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:
+    """CPU threads of a rank, and who chose them."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 where nobody has set anything, which would leave most cores idle.
+    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if given.isdecimal() and int(given) and not is_torchruns:
+        return int(given), "OMP_NUM_THREADS"
+    share = max(1, machine.num_cpu_cores // ranks.local_world_size)
+    return share, "the rank's share of the cores"
 
 
 def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:

@@ -61,7 +61,7 @@ def test_a_value_of_the_users_is_never_changed():
     )
     assert (config.num_workers, config.precision, config.encoder_dtype) == (0, "bf16", "fp32")
     bounds = {"profile_batches", "max_warmup_batches", "max_measure_batches"}
-    assert set(result.chosen) == {"data_format", *bounds}
+    assert set(result.chosen) == {"data_format", "num_threads", *bounds}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sdbench.signals import keep_handlers
 
 ENGINES: dict[str, str] = {
     "composer": "sdbench.engines.composer:fit",
+    "torch": "sdbench.engines.torch:fit",
 }
 
 

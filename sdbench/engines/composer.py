@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from composer import Callback, ComposerModel, State, Trainer
 from composer.algorithms import EMA
-from composer.devices import DeviceGPU
+from composer.devices import Device
+from composer.distributed import dist_strategy
 from composer.loggers import Logger
 from composer.utils import get_device
 
+from sdbench.distributed import Ranks
+from sdbench.engines.batches import Batches, make_batches
+from sdbench.engines.breakdown import LastGradient
+from sdbench.engines.device import find_device, forget_peak_memory, peak_memory_gib
+from sdbench.engines.ema import ForeachEma
+from sdbench.engines.sharding import (
+    WEIGHT_SHARDING,
+    held_weights,
+    make_ddp,
+    set_gradient_sync,
+    shard_weights,
+)
 from sdbench.measure import phases
-from sdbench.measure.hardware import BYTES_PER_GIB, peak_resident_memory_gib
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
@@ -24,7 +39,7 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
 
     Args:
         parts: What the workload built.
-        config: The resolved config; read are the micro-batch, precision and seed.
+        config: The resolved config; read are the micro-batch, precision, seed and speed-ups.
         watch: Told of every step and of the phases of it.
 
     Returns:
@@ -35,52 +50,91 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
     """
     device = get_device(None)
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
+    forget_peak_memory()
     model = device.module_to_device(ComposerDiffusion(parts))
-    callbacks: list[Callback] = [WatchCallback(watch, trained=parts.trained)]
-    algorithms = []
-    if parts.ema is not None and parts.ema.implementation == "composer":
-        ema = EMA(half_life=f"{parts.ema.half_life_batches}ba")
-        ema.apply = watch.phases.wrap(phases.EMA, ema.apply)
-        algorithms.append(ema)
-    elif parts.ema is not None:
-        foreach_ema = ForeachEma(parts.trained, parts.ema)
-        foreach_ema.batch_end = watch.phases.wrap(phases.EMA, foreach_ema.batch_end)
-        callbacks.insert(0, foreach_ema)
-
-    if isinstance(device, DeviceGPU):
-        torch.cuda.reset_peak_memory_stats()
+    if config.sharding in WEIGHT_SHARDING:
+        shard_weights(parts, sharding=config.sharding)
     optimizer = parts.make_optimizer(model)
     # Composer hands most optimizers the whole forward and backward pass as a closure, so that for
     # torch a step begins before its gradients are there: the phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=parts.loader,
-        optimizers=optimizer,
-        # Torch's own scheduler counts its steps; Composer's would see the batch before this one.
-        schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule),
-        step_schedulers_every_batch=True,
-        max_duration=f"{parts.num_steps}ba",
-        algorithms=algorithms,
-        callbacks=callbacks,
-        device=device,
-        # Composer's precision brings the gradient scaler that fp16 needs. The autocast itself is in
-        # the model, because Composer knows none on a CPU.
-        precision="amp_fp16" if config.precision == "amp_fp16" else "fp32",
-        device_train_microbatch_size=config.device_train_microbatch_size,
-        # Trainer(seed=None) would draw a new seed from the clock. Composer adds the rank, so that
-        # two ranks draw different noise.
-        seed=config.seed,
-        progress_bar=False,
-    )
+
+    loader, callbacks = _loader_and_callbacks(parts, config, watch, device)
+    algorithms = []
+    if parts.ema is not None and parts.ema.implementation == "composer":
+        algorithms.append(_composer_ema(parts.ema, watch.phases))
+    elif parts.ema is not None:
+        weights = held_weights(parts, optimizer, sharding=config.sharding)
+        callbacks.append(EmaCallback(ForeachEma(weights, parts.ema), watch.phases))
+    # Behind the average: it ends the step.
+    callbacks.append(WatchCallback(watch, trained=parts.trained))
+    with _ddp_made_by(functools.partial(make_ddp, config=config)):
+        trainer = Trainer(
+            model=model,
+            train_dataloader=loader,
+            optimizers=optimizer,
+            # Torch's own scheduler counts its steps; Composer's would see the batch before this.
+            schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule),
+            step_schedulers_every_batch=True,
+            max_duration=f"{parts.num_steps}ba",
+            algorithms=algorithms,
+            callbacks=callbacks,
+            device=device,
+            # Composer's precision brings the gradient scaler that fp16 needs. The autocast itself
+            # is in the model, because Composer knows none on a CPU.
+            precision="amp_fp16" if config.precision == "amp_fp16" else "fp32",
+            device_train_microbatch_size=config.device_train_microbatch_size,
+            ddp_sync_strategy={"every": "multi_auto_sync", "last": "single_auto_sync"}[
+                config.grad_sync
+            ],
+            # Trainer(seed=None) would draw a new seed from the clock. Composer adds the rank, so
+            # that two ranks draw different noise.
+            seed=config.seed,
+            progress_bar=False,
+        )
     trainer.fit()
     # Only after a good end: it waits for all ranks, which a rank that failed would do for ever.
     trainer.close()
     return measurements_of(
         watch,
         num_images=parts.loader.num_images_delivered,
-        peak_memory_gib=_peak_memory_gib(device),
+        peak_memory_gib=peak_memory_gib(),
     )
+
+
+def _loader_and_callbacks(
+    parts: Parts, config: Any, watch: StepWatch, device: Device
+) -> tuple[Any, list[Callback]]:
+    """What Composer takes its batches from, and what is to be done with them, in this order."""
+    loader: Any = parts.loader
+    callbacks: list[Callback] = [DataWaitCallback(watch)]
+    if config.copy_stream == "side":
+        loader = make_batches(
+            parts.loader, device=find_device(), watch=watch, copy_stream=config.copy_stream
+        )
+        callbacks = [FetchAheadCallback(loader)]
+    if parts.prepare is not None:
+        callbacks.append(PrepareCallback(parts, device))
+    if config.sharding in WEIGHT_SHARDING:
+        callbacks.append(GradientSyncCallback(parts, config))
+    return loader, callbacks
+
+
+def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
+    ema = EMA(half_life=f"{spec.half_life_batches}ba", update_interval=f"{spec.interval_batches}ba")
+    ema.apply = clock.wrap(phases.EMA, ema.apply)
+    return ema
+
+
+@contextlib.contextmanager
+def _ddp_made_by(make: Any) -> Iterator[None]:
+    """While the block runs, Composer wraps its model in DDP by this: it hands on no options."""
+    original = dist_strategy.DistributedDataParallel
+    dist_strategy.DistributedDataParallel = make
+    try:
+        yield
+    finally:
+        dist_strategy.DistributedDataParallel = original
 
 
 class ComposerDiffusion(ComposerModel):
@@ -111,23 +165,13 @@ class WatchCallback(Callback):
         """The loop is about to begin."""
         self._watch.loop_begins()
 
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        """The next batch is asked for."""
-        self._watch.data_wait_begins()
-
-    def after_dataloader(self, state: State, logger: Logger) -> None:
-        """The batch is there, or the epoch is over."""
-        self._watch.data_wait_ends()
-
     def before_backward(self, state: State, logger: Logger) -> None:
         """The gradients of a micro-batch are about to be computed."""
-        self._watch.phases.switch(phases.BACKWARD)
         self._last_gradient.backward_begins()
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """They are there, and in the last micro-batch they are averaged over all ranks."""
         self._last_gradient.backward_ends()
-        self._watch.phases.switch(phases.OTHER)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """All gradients of the batch are there, and the optimizer is next."""
@@ -140,77 +184,75 @@ class WatchCallback(Callback):
             state.stop_training()
 
 
-class LastGradient:
-    """Tells when a rank has computed its last gradient: what is left of the pass is communication.
+class DataWaitCallback(Callback):
+    """Tells the watch when Composer waits for the loader."""
 
-    While it computes, torch's DDP averages the gradients that are there already; only what goes on
-    behind the last of them, waiting for slower ranks included, makes the step longer.
-    """
+    def __init__(self, watch: StepWatch) -> None:
+        self._watch = watch
 
-    def __init__(self, module: torch.nn.Module, clock: PhaseClock) -> None:
-        """Prepare; nothing is hooked until a profiled backward pass.
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """The next batch is asked for."""
+        self._watch.data_wait_begins()
 
-        Args:
-            module: Its trained parameters get gradients, each once in a backward pass.
-            clock: Is switched behind the last of them.
-        """
-        self._parameters = [weight for weight in module.parameters() if weight.requires_grad]
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """The batch is there, or the epoch is over."""
+        self._watch.data_wait_ends()
+
+
+class FetchAheadCallback(Callback):
+    """Has the next batch copied to the device while it computes."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """All but the optimizer's work has been handed to the device."""
+        self._batches.fetch_ahead()
+
+
+class PrepareCallback(Callback):
+    """Has the whole batch of a step prepared on the device, before Composer cuts it."""
+
+    def __init__(self, parts: Parts, device: Device) -> None:
+        self._prepare = parts.prepare
+        self._device = device
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """The step begins with a batch of the loader."""
+        assert self._prepare is not None
+        with torch.no_grad():
+            state.batch = self._prepare(self._device.batch_to_device(state.batch))
+
+
+class GradientSyncCallback(Callback):
+    """Does for FSDP2 what Composer's `ddp_sync_strategy` does for DDP."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:
+        self._trained = parts.trained
+        self._config = config
+        device_batch_size = parts.images_per_step // Ranks.from_environment().world_size
+        self._num_microbatches = -(-device_batch_size // config.device_train_microbatch_size)
+        self._num_seen = 0
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """A step begins."""
+        self._num_seen = 0
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """A micro-batch begins."""
+        self._num_seen += 1
+        is_last = self._num_seen == self._num_microbatches
+        set_gradient_sync(self._trained, config=self._config, is_last=is_last)
+
+
+class EmaCallback(Callback):
+    """Keeps a moving average that is not Composer's."""
+
+    def __init__(self, ema: ForeachEma, clock: PhaseClock) -> None:
+        self._ema = ema
         self._clock = clock
-        self._hooks: list[Any] = []
-        self._num_missing = 0
-
-    def backward_begins(self) -> None:
-        """Count the gradients to come, if anybody wants to know."""
-        if self._clock.is_running and torch.distributed.is_initialized():
-            self._num_missing = len(self._parameters)
-            self._hooks = [
-                weight.register_post_accumulate_grad_hook(self._count)
-                for weight in self._parameters
-            ]
-
-    def backward_ends(self) -> None:
-        """Take the hooks away again: the measured steps do without them."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _count(self, weight: torch.Tensor) -> None:
-        self._num_missing -= 1
-        if self._num_missing == 0:
-            self._clock.switch(phases.GRADIENT_COMMUNICATION)
-
-
-class ForeachEma(Callback):
-    """Keeps a moving average of one sub-module with torch's foreach kernels.
-
-    Composer's own EMA walks over every parameter in Python and makes temporaries; one foreach lerp
-    reads both sets of weights and writes one: 3 x 3.46 GB for the U-Net of SD2.
-    """
-
-    def __init__(self, module: torch.nn.Module, spec: EmaSpec) -> None:
-        self._module = module
-        self._decay = spec.decay
-        self.average: torch.optim.swa_utils.AveragedModel | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Make room for the average, now that the module is where it will be trained.
-
-        The first update is a copy, as Composer's is, so that after n steps the average is
-        decay^(n-1) w_1 + (1 - decay) (decay^(n-2) w_2 + ... + w_n).
-        """
-        self.average = torch.optim.swa_utils.AveragedModel(
-            self._module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(self._decay)
-        )
-        self.average.requires_grad_(False)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Take in the weights after this optimizer step."""
-        assert self.average is not None
-        self.average.update_parameters(self._module)
-
-
-def _peak_memory_gib(device: Any) -> float:
-    """On a GPU what torch's allocator reserved at most: that decides whether a run fits."""
-    if isinstance(device, DeviceGPU):
-        return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
-    return peak_resident_memory_gib()
+        with self._clock.phase(phases.EMA):
+            self._ema.update()

@@ -2,73 +2,117 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    XFormersAttnProcessor,
+)
+from torch.nn.attention import SDPBackend
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import Architecture
+from sdbench.models.blocks import KernelAttnProcessor
+from sdbench.models.weights import Weights, draw_weights
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How attention is computed: diffusers' processor and transformers' name for the same."""
+    """How attention is computed.
 
-    processor: Callable[[], Any]
-    text_implementation: str
+    Attributes:
+        unet: diffusers' processor for the U-Net.
+        vae: That of the VAE, whose one head is 512 wide: more than flash and cuDNN take.
+        text: transformers' name for the text encoder.
+    """
+
+    unet: Callable[[], Any]
+    vae: Callable[[], Any]
+    text: str
+
+
+def _by_kernel(kernel: SDPBackend) -> Attention:
+    return Attention(functools.partial(KernelAttnProcessor, kernel), AttnProcessor2_0, "sdpa")
 
 
 ATTENTION = {
-    "sdpa": Attention(AttnProcessor2_0, "sdpa"),
-    "eager": Attention(AttnProcessor, "eager"),
+    "eager": Attention(AttnProcessor, AttnProcessor, "eager"),
+    "sdpa": Attention(AttnProcessor2_0, AttnProcessor2_0, "sdpa"),
+    "flash": _by_kernel(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _by_kernel(SDPBackend.CUDNN_ATTENTION),
+    "efficient": _by_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    "xformers": Attention(XFormersAttnProcessor, AttnProcessor2_0, "sdpa"),
 }
 
 
-def make_unet(architecture: Architecture, *, attention: str = "sdpa") -> UNet2DConditionModel:
-    """Make the U-Net in fp32 on the default device, with loaded or freshly drawn weights."""
-    unet = _make_diffusers_model(UNet2DConditionModel, architecture, part="unet")
-    unet.set_attn_processor(ATTENTION[attention].processor())
+def make_unet(
+    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
+) -> UNet2DConditionModel:
+    """Make the U-Net.
+
+    Args:
+        architecture: With a weights folder, loaded weights take the place of drawn ones.
+        attention: One of `ATTENTION`.
+        weights: None makes shapes only, on the meta device.
+    """
+    unet = _make_diffusers_model(UNet2DConditionModel, architecture, part="unet", weights=weights)
+    unet.set_attn_processor(ATTENTION[attention].unet())
     return unet
 
 
-def make_vae(architecture: Architecture, *, attention: str = "sdpa") -> AutoencoderKL:
-    """Make the VAE in fp32 on the default device, with loaded or freshly drawn weights."""
-    vae = _make_diffusers_model(AutoencoderKL, architecture, part="vae")
-    vae.set_attn_processor(ATTENTION[attention].processor())
+def make_vae(
+    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
+) -> AutoencoderKL:
+    """Make the VAE, as `make_unet` makes the U-Net."""
+    vae = _make_diffusers_model(AutoencoderKL, architecture, part="vae", weights=weights)
+    vae.set_attn_processor(ATTENTION[attention].vae())
     return vae
 
 
-def make_text_encoder(architecture: Architecture, *, attention: str = "sdpa") -> CLIPTextModel:
-    """Make the text encoder in fp32 on the default device, with loaded or drawn weights."""
-    implementation = ATTENTION[attention].text_implementation
-    if _loads_weights(architecture):
-        return CLIPTextModel.from_pretrained(
+def make_text_encoder(
+    architecture: Architecture, *, attention: str = "sdpa", weights: Weights | None = None
+) -> CLIPTextModel:
+    """Make the text encoder, as `make_unet` makes the U-Net."""
+    implementation = ATTENTION[attention].text
+    if weights is not None and architecture.weights_folder is not None:
+        text_encoder = CLIPTextModel.from_pretrained(
             architecture.weights_folder / "text_encoder",
             attn_implementation=implementation,
             use_safetensors=True,
             local_files_only=True,
             torch_dtype=torch.float32,
         )
+        weights.place(text_encoder)
+        return text_encoder
     config = CLIPTextConfig(**architecture.text_encoder, attn_implementation=implementation)
-    return CLIPTextModel(config)
+    with torch.device("meta"):
+        text_encoder = CLIPTextModel(config)
+    if weights is not None:
+        # The hook by which each model of transformers says how its modules begin.
+        draw_weights(text_encoder, weights, initialize=text_encoder._init_weights)
+    return text_encoder
 
 
-def _make_diffusers_model(model_class: Any, architecture: Architecture, *, part: str) -> Any:
-    if _loads_weights(architecture):
-        return model_class.from_pretrained(
+def _make_diffusers_model(
+    model_class: Any, architecture: Architecture, *, part: str, weights: Weights | None
+) -> Any:
+    if weights is not None and architecture.weights_folder is not None:
+        model = model_class.from_pretrained(
             architecture.weights_folder / part,
             use_safetensors=True,
             local_files_only=True,
             torch_dtype=torch.float32,
         )
-    return model_class.from_config(getattr(architecture, part))
-
-
-def _loads_weights(architecture: Architecture) -> bool:
-    """Not on the meta device, where only shapes are wanted."""
-    on_meta = torch.get_default_device().type == "meta"
-    return architecture.weights_folder is not None and not on_meta
+        weights.place(model)
+        return model
+    with torch.device("meta"):
+        model = model_class.from_config(getattr(architecture, part))
+    if weights is not None:
+        draw_weights(model, weights)
+    return model

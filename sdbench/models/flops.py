@@ -38,10 +38,9 @@ def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage
     latent_size = image_size // architecture.latent_factor
     num_tokens = architecture.text_encoder["max_position_embeddings"]
     width = architecture.unet["cross_attention_dim"]
+    unet, vae = make_unet(architecture), make_vae(architecture)
+    text_encoder = make_text_encoder(architecture)
     with torch.device("meta"):
-        unet = make_unet(architecture)
-        vae = make_vae(architecture)
-        text_encoder = make_text_encoder(architecture)
         image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
         ids = torch.empty(1, num_tokens, dtype=torch.int64)
         latent = torch.empty(1, architecture.unet["in_channels"], latent_size, latent_size)

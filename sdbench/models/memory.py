@@ -1,9 +1,8 @@
 """How much memory will one rank need at its peak?
 
 The training step is replayed without memory or arithmetic, on torch's fake tensors, and every
-allocation is counted. Allocations are linear in the micro-batch, so two replays (2 and 3 images)
-give the peak for any size: at each moment a constant (gradients, weight copies) plus a slope times
-the number of images (activations).
+allocation is counted. One replay gives the peak for any micro-batch: at each moment there is a
+constant (gradients, weight copies) plus a slope times the number of images (activations).
 """
 
 from __future__ import annotations
@@ -23,9 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdbench.models.architecture import Architecture
+from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 
 BYTES_PER_GIB = 2**30
+
+# Larger than the numbers that sizes of models are made of (2, 3, 5; 7 and 11 of 77 tokens).
+PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 # Resident size of Python with torch, composer, streaming, diffusers and transformers imported:
 # measured 0.74 GiB with torch 2.7.0, 0.81 with oneDNN's and OpenMP's own after a step of `tiny`.
@@ -108,6 +111,8 @@ class _StepProfile:
         unet_start: Index of the first operation of the U-Net.
         unet_weights: Bytes of the trained weights, and so of all their gradients.
         encoder_weights: Bytes of the frozen weights.
+        gathered_weights: Bytes of the trained weights that are whole at once when the ranks share
+            them block by block: those outside of blocks, and two blocks, one of them on its way.
     """
 
     constant: torch.Tensor
@@ -116,16 +121,24 @@ class _StepProfile:
     unet_start: int
     unet_weights: int
     encoder_weights: int
+    gathered_weights: int
 
 
 class _AllocationLog(TorchDispatchMode):
     """Notes the bytes of all live tensors, but for existing ones, after each operation."""
 
-    def __init__(self, existing: list[torch.Tensor]) -> None:
+    def __init__(self, existing: list[torch.Tensor], *, num_images: int) -> None:
+        """Begin.
+
+        Args:
+            existing: Tensors that are there whatever the step does.
+            num_images: Images of the step. What they take is told from the rest by its size.
+        """
         super().__init__()
-        self.timeline: list[tuple[int, int]] = []
+        self.timeline: list[tuple[int, int, int]] = []
         self.gradient_bytes = 0
-        self._live_bytes = 0
+        self._num_images = num_images
+        self._constant_bytes = self._bytes_per_image = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +146,7 @@ class _AllocationLog(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf.untyped_storage())
-        self.timeline.append((self._live_bytes, self.gradient_bytes))
+        self.timeline.append((self._constant_bytes, self._bytes_per_image, self.gradient_bytes))
         return result
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -144,12 +157,14 @@ class _AllocationLog(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        num_bytes = storage.nbytes()
-        self._live_bytes += num_bytes
-        weakref.finalize(storage, self._subtract, num_bytes)
+        bytes_per_image, rest = divmod(storage.nbytes(), self._num_images)
+        sizes = (storage.nbytes(), 0) if rest else (0, bytes_per_image)
+        self._change(*sizes)
+        weakref.finalize(storage, self._change, *(-size for size in sizes))
 
-    def _subtract(self, num_bytes: int) -> None:
-        self._live_bytes -= num_bytes
+    def _change(self, constant_bytes: int, bytes_per_image: int) -> None:
+        self._constant_bytes += constant_bytes
+        self._bytes_per_image += bytes_per_image
 
 
 class _CudaAutocastRules(TorchFunctionMode):
@@ -176,8 +191,14 @@ def estimate_peak_memory(
     device_type: str,
     latents: str,
     num_microbatches: int = 1,
+    encoder_batch: int | None = None,
+    activation_checkpointing: str = "none",
+    master_weights: bool = False,
+    gradient_as_bucket_view: bool = False,
+    sharding: str = "none",
+    num_sharing_ranks: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the peak of a steady step with AdamW, weights replicated on each rank.
+    """Estimate the peak of a steady step with AdamW.
 
     Args:
         architecture: What is trained.
@@ -187,14 +208,20 @@ def estimate_peak_memory(
         encoder_dtype: One of `ENCODER_DTYPES`.
         attention: `sdpa` or `eager`, which keeps the attention matrices.
         optimizer: `adamw` or `adamw_fused`.
-        use_ema: Whether an average of the trained weights is kept. Composer's EMA and torch's
-            AveragedModel need the same: they work tensor by tensor or in place.
-        num_ranks: With more than one, DDP keeps a second copy of the gradients, as Composer does
-            not set gradient_as_bucket_view.
+        use_ema: Whether an average of the trained weights is kept, in fp32.
+        num_ranks: With more than one, DDP keeps a second copy of the gradients in its buckets.
         device_type: `cpu`, where the process itself counts, or `cuda`.
         latents: `online` (encoders in the step) or `precomputed`.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients
             outlive the backward pass.
+        encoder_batch: Images that the encoders take at once ahead of the micro-batches; None: they
+            take each micro-batch.
+        activation_checkpointing: One of `blocks.checkpoint_activations`.
+        master_weights: Whether the optimizer keeps fp32 copies of the weights.
+        gradient_as_bucket_view: Whether gradients live in DDP's buckets.
+        sharding: `none`, `zero1`, `grad_op`, `full` or `hybrid`. Not measured beyond the tests'
+            miniature.
+        num_sharing_ranks: Ranks that share one set of what is shared out.
 
     Returns:
         The peak by its parts.
@@ -208,18 +235,26 @@ def estimate_peak_memory(
         attention=attention,
         on_cuda=on_cuda,
         online=latents == "online",
+        activation_checkpointing=activation_checkpointing,
     )
     weights = profile.unet_weights
-    live = profile.constant + micro_batch * profile.slope
-    moments = [_moment(profile, int(live.argmax()), micro_batch=micro_batch)]
+    num_images = torch.full((len(profile.slope),), micro_batch)
+    if encoder_batch is not None:
+        num_images[: profile.unet_start] = encoder_batch
+    live = profile.constant + num_images * profile.slope
+    moments = [_moment(profile, int(live.argmax()), num_images=num_images)]
     # Gradients of an earlier micro-batch are there from the start. On a CPU the gradients cannot
     # use what the activations leave: the C library's heap keeps it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.
     if num_microbatches > 1 or not on_cuda:
         index = int((live - profile.gradients).argmax())
-        moment = _moment(profile, index, micro_batch=micro_batch)
+        moment = _moment(profile, index, num_images=num_images)
         moments.append(dataclasses.replace(moment, gradients=weights))
+    update = weights if on_cuda and optimizer == "adamw" else 0.0
+    # The optimizer's numbers are fp32 also where the weights are bf16 and it keeps copies of them:
+    # its gradients are then copies too, all of them at once.
+    state_weights = 2 * weights if master_weights else weights
     moments.append(
         _Moment(
             phase="optimizer",
@@ -227,21 +262,33 @@ def estimate_peak_memory(
             activations=0.0,
             # torch's AdamW walks over tensors on a CPU and its fused kernel needs nothing; on CUDA
             # the foreach default holds the square root of the whole second moment at once.
-            temporaries=weights if on_cuda and optimizer == "adamw" else 0.0,
+            temporaries=update + (state_weights if master_weights else 0.0),
         )
     )
     peak = max(moments, key=lambda moment: moment.num_bytes)
     fragmentation = CUDA_FRAGMENTATION if on_cuda else 0.0
     lost = fragmentation * (peak.activations + peak.temporaries)
-    bucket_gradients = weights if num_ranks > 1 else 0
+    shared = num_sharing_ranks if sharding != "none" else 1
+    is_fsdp = sharding not in ("none", "zero1")
+    bucket_gradients = weights if num_ranks > 1 and not (gradient_as_bucket_view or is_fsdp) else 0
+    held_weights, gradients = float(weights), peak.gradients + bucket_gradients
+    if is_fsdp:
+        # grad_op gathers all weights for the whole step, the others a block at a time.
+        gathered = weights if sharding == "grad_op" else profile.gathered_weights
+        held_weights = weights / shared + gathered
+        # Without averaging in each micro-batch whole gradients are added up.
+        if num_microbatches == 1:
+            gradients = peak.gradients / shared + profile.gathered_weights
+    # Adam keeps the mean of the gradient and of its square, and perhaps the weights themselves.
+    state = (2 + master_weights) * state_weights
+    ema_weights = weights * 2 if precision == "bf16" else weights
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if on_cuda else CPU_PROCESS_GIB,
-        unet_weights=weights / BYTES_PER_GIB,
+        unet_weights=held_weights / BYTES_PER_GIB,
         encoder_weights=profile.encoder_weights / BYTES_PER_GIB,
-        # Adam keeps the mean of the gradient and of its square, both in the weights' type.
-        optimizer_state=2 * weights / BYTES_PER_GIB,
-        ema=weights * use_ema / BYTES_PER_GIB,
-        gradients=(peak.gradients + bucket_gradients) / BYTES_PER_GIB,
+        optimizer_state=state / shared / BYTES_PER_GIB,
+        ema=use_ema * ema_weights / shared / BYTES_PER_GIB,
+        gradients=gradients / BYTES_PER_GIB,
         activations=peak.activations / BYTES_PER_GIB,
         temporaries=(peak.temporaries + lost) / BYTES_PER_GIB,
         phase=peak.phase,
@@ -262,12 +309,12 @@ class _Moment:
         return self.gradients + self.activations + self.temporaries
 
 
-def _moment(profile: _StepProfile, index: int, *, micro_batch: int) -> _Moment:
+def _moment(profile: _StepProfile, index: int, *, num_images: torch.Tensor) -> _Moment:
     gradients = float(profile.gradients[index])
     return _Moment(
         phase="encoders" if index < profile.unet_start else "backward",
         gradients=gradients,
-        activations=micro_batch * float(profile.slope[index]),
+        activations=float(num_images[index] * profile.slope[index]),
         temporaries=float(profile.constant[index]) - gradients,
     )
 
@@ -282,8 +329,9 @@ def _profile_step(
     attention: str,
     on_cuda: bool,
     online: bool,
+    activation_checkpointing: str,
 ) -> _StepProfile:
-    """Replay a step with 2 and with 3 images; 1 is a special case in some of torch's kernels."""
+    """Replay a step."""
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         model = build_stable_diffusion(
             # Fake weights: those of a folder are not read.
@@ -295,44 +343,50 @@ def _profile_step(
             attention=attention,
             encoders=online,
         )
-        runs = [
-            _replay(
-                model,
-                functools.partial(
-                    _make_batch,
-                    architecture,
-                    num_images=num_images,
-                    image_size=image_size,
-                    online=online,
-                ),
-                on_cuda=on_cuda,
-            )
-            for num_images in (2, 3)
-        ]
+        checkpoint_activations(model.unet, which=activation_checkpointing)
+        num_images = _choose_num_images(model)
+        make_batch = functools.partial(
+            _make_batch, architecture, num_images=num_images, image_size=image_size, online=online
+        )
+        timeline, unet_start = _replay(model, make_batch, num_images=num_images, on_cuda=on_cuda)
         unet_weights, all_weights = _num_bytes(model.unet), _num_bytes(model)
-    unet_start = runs[0][1]
-    two, three = (torch.tensor(timeline) for timeline, _ in runs)
-    assert two.shape == three.shape, "a step takes the same operations for 2 and 3 images"
-    slope = three[:, 0] - two[:, 0]
+        gathered_weights = _num_gathered_bytes(model.unet)
+    constant, slope, gradients = torch.tensor(timeline).T
     return _StepProfile(
-        constant=two[:, 0] - 2 * slope,
+        constant=constant,
         slope=slope,
-        gradients=two[:, 1],
+        gradients=gradients,
         unet_start=unet_start,
         unet_weights=unet_weights,
         encoder_weights=all_weights - unet_weights,
+        gathered_weights=gathered_weights,
     )
 
 
+def _choose_num_images(model: StableDiffusion) -> int:
+    """Images of the replayed step: a prime that divides the size of no weight.
+
+    So what is as large as a weight (its gradient, a copy in another type) is no multiple of it, and
+    all that grows with the images is one.
+    """
+    sizes = {tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
+    return next(prime for prime in PRIMES if all(size % prime for size in sizes))
+
+
 def _replay(
-    model: StableDiffusion, make_batch: Callable[[], dict[str, torch.Tensor]], *, on_cuda: bool
-) -> tuple[list[tuple[int, int]], int]:
+    model: StableDiffusion,
+    make_batch: Callable[[], dict[str, torch.Tensor]],
+    *,
+    num_images: int,
+    on_cuda: bool,
+) -> tuple[list[tuple[int, int, int]], int]:
     """Run one step on fake tensors.
 
     Returns:
-        Live bytes and bytes of gradients after each operation, and the index of the U-Net's first.
+        After each operation the live bytes that are constant, those per image, and the bytes of
+        gradients; and the index of the U-Net's first.
     """
-    log = _AllocationLog([*model.parameters(), *model.buffers()])
+    log = _AllocationLog([*model.parameters(), *model.buffers()], num_images=num_images)
     unet_starts: list[int] = []
     handles = [
         parameter.register_post_accumulate_grad_hook(log.gradient_ready)
@@ -368,6 +422,11 @@ def _make_batch(
         "latent_logvar": torch.empty(latent_shape),
         "text_embedding": torch.empty(num_images, num_tokens, width),
     }
+
+
+def _num_gathered_bytes(unet: torch.nn.Module) -> int:
+    sizes = [_num_bytes(module) for module in unet.modules() if isinstance(module, SHARDED_BLOCKS)]
+    return _num_bytes(unet) - sum(sizes) + 2 * max(sizes)
 
 
 def _num_bytes(module: torch.nn.Module) -> int:

@@ -27,10 +27,9 @@ def count_parameters(architecture: Architecture) -> list[ParameterCount]:
     Returns:
         One row each for U-Net (all trained), VAE and text encoder (frozen).
     """
-    with torch.device("meta"):
-        unet, vae, text_encoder = (
-            make(architecture) for make in (make_unet, make_vae, make_text_encoder)
-        )
+    unet, vae, text_encoder = (
+        make(architecture) for make in (make_unet, make_vae, make_text_encoder)
+    )
     num_unet = _num_parameters(unet)
     return [
         ParameterCount("unet", num_unet, num_unet),

@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import CLIPTextModel
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
 from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
+from sdbench.models.weights import Weights
 
 MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -118,6 +119,29 @@ class StableDiffusion(nn.Module):
             ).sample
         return prediction, target
 
+    @torch.no_grad()
+    def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
+        """Encode the images and captions of a batch ahead of training on it.
+
+        Args:
+            batch: `image` and `input_ids`, as `forward` takes them.
+            encoder_batch_size: Images that the encoders take at once.
+
+        Returns:
+            `latent_mean`, `latent_logvar` and `text_embedding`, as `forward` takes them.
+        """
+        moments = [self._moments(images) for images in batch["image"].split(encoder_batch_size)]
+        texts = [
+            self._text_states({"input_ids": input_ids})
+            for input_ids in batch["input_ids"].split(encoder_batch_size)
+        ]
+        means, logvars = zip(*moments, strict=True)
+        return {
+            "latent_mean": torch.cat(means),
+            "latent_logvar": torch.cat(logvars),
+            "text_embedding": torch.cat(texts),
+        }
+
     @staticmethod
     def loss(prediction: Tensor, target: Tensor) -> Tensor:
         """Mean squared error in fp32, whatever type the prediction has."""
@@ -217,7 +241,7 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights are drawn on the CPU whatever the device, so that one seed means one model.
+    Random weights are drawn where they stay: one seed means one model on all devices of a kind.
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded instead of drawn.
@@ -236,10 +260,8 @@ def build_stable_diffusion(
     """
     numbers = PRECISIONS[precision]
     layout = MEMORY_FORMATS[memory_format]
-    with _drawing_by(seed):
-        unet = make_unet(architecture, attention=attention)
-    # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
-    nn.Module.to(unet, device, dtype=numbers.weights, memory_format=layout)
+    weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
+    unet = make_unet(architecture, attention=attention, weights=weights)
     vae = text_encoder = None
     if encoders:
         vae, text_encoder = build_encoders(
@@ -287,21 +309,10 @@ def build_encoders(
     """
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
     # Seeds of their own, so that neither depends on what was drawn for another part.
-    with _drawing_by(seed + 1):
-        vae = make_vae(architecture, attention=attention)
-    with _drawing_by(seed + 2):
-        text_encoder = make_text_encoder(architecture, attention=attention)
-    nn.Module.to(vae, device, dtype=dtype, memory_format=layout)
-    text_encoder.to(device, dtype=dtype)
+    vae_weights = Weights(seed=seed + 1, device=device, dtype=dtype, memory_format=layout)
+    vae = make_vae(architecture, attention=attention, weights=vae_weights)
+    text_weights = Weights(seed=seed + 2, device=device, dtype=dtype)
+    text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
     for encoder in (vae, text_encoder):
         encoder.requires_grad_(False).eval()
     return vae, text_encoder
-
-
-@contextlib.contextmanager
-def _drawing_by(seed: int) -> Iterator[None]:
-    """Draw weights by a seed and leave the caller's random generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        # The CPU generator only: torch.manual_seed would seed every GPU's as well.
-        torch.default_generator.manual_seed(seed)
-        yield

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sdbench import sources
-from sdbench.host_memory import keep_freed_memory
+from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.flops import count_flops
 from sdbench.models.stable_diffusion import (
     PhaseObserver,
@@ -17,6 +18,8 @@ from sdbench.models.stable_diffusion import (
 )
 from sdbench.parts import EmaSpec, Parts
 from sdbench.resolve import Plan
+from sdbench.workloads.optimizers import make_optimizer
+from sdbench.workloads.tuning import tune_model
 
 # mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
 EMA_HALF_LIFE_BATCHES = 1000
@@ -33,11 +36,9 @@ def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
         The parts for an engine.
     """
     config = plan.config
-    if config.cpu_allocator == "keep":
-        keep_freed_memory()
     model = build_stable_diffusion(
         plan.architecture,
-        seed=config.seed,
+        seed=config.seed if config.weights_seed is None else config.weights_seed,
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
@@ -45,6 +46,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
         encoders=config.latents == "online",
         phase=phase,
     )
+    tune_model(model, config)
     flops = count_flops(plan.architecture, image_size=config.image_size)
     flops_per_image = flops.unet_forward_backward
     if config.latents == "online":
@@ -54,9 +56,9 @@ def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
         trained=model.unet,
         loss=_loss,
         loader=sources.build(plan.source),
-        make_optimizer=functools.partial(_make_optimizer, config=config),
+        make_optimizer=functools.partial(make_optimizer, config=config),
         schedule=_constant,
-        ema=EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES) if config.use_ema else None,
+        ema=_ema_spec(config) if config.use_ema else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
         flops_per_image=flops_per_image,
@@ -64,7 +66,19 @@ def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
         num_trainable_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         ),
+        prepare=_encode_ahead(model, config),
+        sharded_blocks=SHARDED_BLOCKS,
     )
+
+
+def _ema_spec(config: Any) -> EmaSpec:
+    return EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
+
+
+def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
+    if config.encoder_batch_size == "microbatch" or config.latents == "precomputed":
+        return None
+    return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 
 
 def _loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -73,22 +87,3 @@ def _loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 def _constant(step: int) -> float:
     return 1.0
-
-
-def _make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    if config.optimizer_params == "trainable":
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
-    fused = True if config.optimizer == "adamw_fused" else None
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused
-    )
-
-
-def set_matmul_precision(precision: str) -> None:
-    """Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise."""
-    uses_tf32 = precision == "tf32"
-    if precision in ("fp32", "tf32"):
-        torch.backends.cuda.matmul.allow_tf32 = uses_tf32
-        torch.backends.cudnn.allow_tf32 = uses_tf32

@@ -1,88 +1,40 @@
 """Every engine against one hand-written loop: same losses, same weights, same average, same counts.
 
-The parts are a linear model on fixed data, so that nothing but the engine is under test.
+What several ranks add to it is in tests/launch/test_sharding.py.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
+import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+import benchmark
 from sdbench.engines import ENGINES, load_engine
 from sdbench.errors import RunError
+from sdbench.measure.record import load_record
 from sdbench.measure.watch import make_watch
-from sdbench.parts import EmaSpec, Parts
+from sdbench.parts import EmaSpec
+from tests.engines.linear import (
+    BATCH_SIZE,
+    MICROBATCH,
+    NUM_STEPS,
+    LinearModel,
+    Pairs,
+    average_by_hand,
+    make_config,
+    make_parts,
+    mean_squared_error,
+    train_by_hand,
+    watch_with,
+)
 
-BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
-LEARNING_RATE = 0.05
 # Half-life of 2 steps: decay 0.5 ** (1/2), so that the average differs from the weights in 5 steps.
 HALF_LIFE_BATCHES = 2
 
-
-class Pairs(Dataset):
-    """Fixed inputs and targets."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(BATCH_SIZE * NUM_STEPS, NUM_FEATURES, generator=generator)
-        self.targets = torch.randn(BATCH_SIZE * NUM_STEPS, 1, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input": self.inputs[index], "target": self.targets[index]}
-
-
-class CountingLoader(DataLoader):
-    """Counts images as the sources' loader does."""
-
-    num_images_delivered = 0
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            self.num_images_delivered += len(batch["input"])
-            yield batch
-
-
-class LinearModel(torch.nn.Module):
-    """The smallest model with a trained part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unet = torch.nn.Linear(NUM_FEATURES, 1)
-        with torch.no_grad():
-            self.unet.weight.copy_(torch.linspace(-1, 1, NUM_FEATURES)[None])
-            self.unet.bias.fill_(0.5)
-
-    def forward(self, batch):
-        return self.unet(batch["input"]), batch["target"]
-
-
-def mean_squared_error(output):
-    prediction, target = output
-    return (prediction - target).square().mean()
-
-
-def make_parts(*, ema=None, loss=mean_squared_error) -> Parts:
-    model = LinearModel()
-    return Parts(
-        model=model,
-        trained=model.unet,
-        loss=loss,
-        loader=CountingLoader(Pairs(), batch_size=BATCH_SIZE),
-        make_optimizer=lambda placed: torch.optim.SGD(placed.parameters(), lr=LEARNING_RATE),
-        schedule=lambda step: 1.0 if step < 3 else 0.5,
-        ema=ema,
-        images_per_step=BATCH_SIZE,
-        num_steps=NUM_STEPS,
-        flops_per_image=1.0,
-        num_parameters=NUM_FEATURES + 1,
-        num_trainable_parameters=NUM_FEATURES + 1,
-    )
+each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Listener:
@@ -98,42 +50,19 @@ class Listener:
         self.indices.append(index)
 
 
-def watch_with(*observers):
-    return make_watch(
-        num_warmup_steps=2, num_measured_steps=3, cuda_device=None, observers=observers
-    )
+def losses_of(measurements) -> list[float]:
+    return [step.loss for step in measurements.timings.steps]
 
 
-def make_config():
-    return SimpleNamespace(precision="fp32", device_train_microbatch_size=MICROBATCH, seed=17)
-
-
-def reference_loop() -> tuple[list[float], list[torch.Tensor]]:
-    """Whole-batch gradient descent, written with the derivative of the squared error."""
-    pairs = Pairs()
-    weight, bias = LinearModel().unet.weight.detach()[0].clone(), torch.tensor(0.5)
-    losses, weights = [], [weight.clone()]
-    for step in range(NUM_STEPS):
-        rows = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
-        inputs, targets = pairs.inputs[rows], pairs.targets[rows, 0]
-        error = inputs @ weight + bias - targets
-        losses.append(float((error**2).mean()))
-        rate = LEARNING_RATE * (1.0 if step < 3 else 0.5)
-        weight = weight - rate * 2 * (error[:, None] * inputs).mean(0)
-        bias = bias - rate * 2 * error.mean()
-        weights.append(weight.clone())
-    return losses, weights
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     listener = Listener()
     parts = make_parts()
     measurements = load_engine(engine)(parts, make_config(), watch_with(listener))
-    losses, weights = reference_loop()
-    steps = measurements.timings.steps
-    assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-5)
+    losses, weights = train_by_hand()
+    assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(parts.trained.weight.detach()[0], weights[-1])
+    steps = measurements.timings.steps
     assert [step.phase for step in steps] == ["warmup"] * 2 + ["measured"] * 3
     assert listener.indices == list(range(NUM_STEPS))
     assert measurements.num_images == BATCH_SIZE * NUM_STEPS
@@ -143,7 +72,49 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
+@pytest.mark.parametrize("microbatch", [3, 100])  # 3 + 3 + 2, and all 8 at once
+def test_micro_batches_of_any_size_give_the_loss_of_the_whole_batch(engine, microbatch):
+    config = make_config(device_train_microbatch_size=microbatch)
+    parts = make_parts()
+    measurements = load_engine(engine)(parts, config, watch_with())
+    losses, weights = train_by_hand()
+    assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(parts.trained.weight.detach()[0], weights[-1])
+
+
+@each_engine
+def test_a_batch_is_prepared_once_and_whole_without_gradients(engine):
+    prepared, trained_on = [], []
+
+    def prepare(batch):
+        assert not torch.is_grad_enabled()
+        prepared.append(len(batch["input"]))
+        return {"doubled": 2 * batch["input"], "target": batch["target"]}
+
+    class Halving(LinearModel):
+        def forward(self, batch):
+            trained_on.append(len(batch["doubled"]))
+            return self.unet(batch["doubled"] / 2), batch["target"]
+
+    parts = make_parts(prepare=prepare, model=Halving())
+    measurements = load_engine(engine)(parts, make_config(), watch_with())
+    assert prepared == [BATCH_SIZE] * NUM_STEPS
+    assert trained_on == [MICROBATCH] * (BATCH_SIZE // MICROBATCH) * NUM_STEPS
+    assert losses_of(measurements) == pytest.approx(train_by_hand()[0], rel=1e-5)
+
+
+@each_engine
+def test_an_exhausted_loader_begins_its_next_epoch(engine):
+    parts = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
+    watch = make_watch(num_warmup_steps=0, num_measured_steps=7, cuda_device=None, observers=[])
+    losses = losses_of(load_engine(engine)(parts, make_config(), watch))
+    assert losses[NUM_STEPS:] == losses[:2]
+    assert len(set(losses)) == NUM_STEPS
+    assert parts.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
+
+
+@each_engine
 def test_a_loss_that_is_not_a_number_ends_the_run(engine):
     def loss(output):
         value = mean_squared_error(output)
@@ -156,32 +127,118 @@ def test_a_loss_that_is_not_a_number_ends_the_run(engine):
     assert caught.value.status == "invalid"
 
 
-def closed_form_average(weights: list[torch.Tensor]) -> torch.Tensor:
-    """decay^(n-1) w_1 + (1 - decay) sum_{i=2..n} decay^(n-i) w_i, for weights w_0 .. w_n."""
-    decay, num_steps = 0.5 ** (1 / HALF_LIFE_BATCHES), len(weights) - 1
-    terms = [(1 - decay) * decay ** (num_steps - i) * weights[i] for i in range(2, len(weights))]
-    return decay ** (num_steps - 1) * weights[1] + sum(terms)
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(
+    ("engine", "implementation"),
+    [("composer", "composer"), ("composer", "foreach"), ("torch", "foreach")],
+)
+def test_the_average_is_that_of_the_closed_form(engine, implementation, interval, monkeypatch):
+    fit = load_engine(engine)
+    module = importlib.import_module(f"sdbench.engines.{engine}")
+    kept = []
+    name = {"composer": "EMA", "foreach": "ForeachEma"}[implementation]
+    original = getattr(module, name)
 
+    def remember(*args, **kwargs):
+        kept.append(original(*args, **kwargs))
+        return kept[0]
 
-@pytest.mark.parametrize("implementation", ["composer", "foreach"])
-def test_composer_keeps_the_average_of_the_closed_form(implementation, monkeypatch):
-    from sdbench.engines import composer
-
-    kept = {}
-    for name in ("EMA", "ForeachEma"):
-        original = getattr(composer, name)
-
-        def remember(*args, _original=original, **kwargs):
-            kept["ema"] = _original(*args, **kwargs)
-            return kept["ema"]
-
-        monkeypatch.setattr(composer, name, remember)
-    ema = EmaSpec(implementation, HALF_LIFE_BATCHES)
-    composer.fit(make_parts(ema=ema), make_config(), watch_with())
+    monkeypatch.setattr(module, name, remember)
+    spec = EmaSpec(implementation, HALF_LIFE_BATCHES, interval)
+    fit(make_parts(ema=spec), make_config(), watch_with())
     if implementation == "composer":
-        average = kept["ema"].ema_model.named_parameters_dict["model.unet.weight"]
+        average = kept[0].ema_model.named_parameters_dict["model.unet.weight"]
     else:
-        average = kept["ema"].average.module.weight
-    _, weights = reference_loop()
-    torch.testing.assert_close(average.detach()[0], closed_form_average(weights))
+        average = kept[0].gather()["weight"]
+    _, weights = train_by_hand()
+    expected = average_by_hand(weights, half_life=HALF_LIFE_BATCHES, interval=interval)
+    torch.testing.assert_close(average.detach()[0], expected)
     assert not torch.allclose(average.detach()[0], weights[-1], atol=1e-3)
+
+
+def test_the_average_of_bf16_weights_is_kept_in_fp32():
+    from sdbench.engines.ema import ForeachEma
+
+    weight = torch.ones(3, dtype=torch.bfloat16)
+    ema = ForeachEma({"weight": weight}, EmaSpec("foreach", half_life_batches=1000))
+    ema.update()
+    weight += 1
+    ema.update()
+    average = ema.gather()["weight"]
+    assert average.dtype == torch.float32
+    # 1 + (1 - d), which bf16 would round to 1.
+    torch.testing.assert_close(average, torch.full((3,), 2 - 0.5 ** (1 / 1000)))
+
+
+# A different sleep in each phase, so that a mix-up shows; the torch engine's are planted here, and
+# Composer's, in a whole run, in tests/test_breakdown.py.
+SLEEPS_S = {
+    "data_wait": 0.03,
+    "other": 0.06,  # in `prepare`, unless what it calls names a phase
+    "unet_forward": 0.09,
+    "backward": 0.12,
+    "optimizer": 0.15,
+    "ema": 0.18,
+}
+
+
+def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch):
+    from sdbench.engines.ema import ForeachEma
+
+    def slow(phase, function):
+        def slowed(*args, **kwargs):
+            time.sleep(SLEEPS_S[phase])
+            return function(*args, **kwargs)
+
+        return slowed
+
+    watch = make_watch(
+        num_warmup_steps=0,
+        num_measured_steps=1,
+        num_profiled_steps=1,
+        cuda_device=None,
+        observers=[],
+    )
+    parts = make_parts(
+        prepare=slow("other", lambda batch: batch),
+        ema=EmaSpec("foreach", HALF_LIFE_BATCHES),
+    )
+    parts.model.unet.forward = watch.phases.wrap(
+        "unet_forward", slow("unet_forward", parts.model.unet.forward)
+    )
+    monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__))
+    monkeypatch.setattr(torch.Tensor, "backward", slow("backward", torch.Tensor.backward))
+    monkeypatch.setattr(torch.optim.SGD, "step", slow("optimizer", torch.optim.SGD.step))
+    monkeypatch.setattr(ForeachEma, "update", slow("ema", ForeachEma.update))
+    config = make_config(device_train_microbatch_size=BATCH_SIZE)
+    measurements = load_engine("torch")(parts, config, watch)
+    seconds = measurements.breakdown["seconds"]
+    assert {phase: seconds[phase] for phase in SLEEPS_S} == pytest.approx(SLEEPS_S, abs=0.02)
+    assert 0 < seconds["host_to_device"] < 0.02
+    assert seconds["gradient_communication"] == 0
+
+
+def slow_items(getitem):
+    """Spread the loader's sleep over the samples of a batch."""
+
+    def slowed(self, index):
+        time.sleep(SLEEPS_S["data_wait"] / BATCH_SIZE)
+        return getitem(self, index)
+
+    return slowed
+
+
+def test_both_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path):
+    argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
+    argv += ["--batch_size", "4", "--device_train_microbatch_size", "2", "--no_measure_peak"]
+    argv += ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
+    losses = {}
+    for engine in ENGINES:
+        folder = tmp_path / engine
+        assert benchmark.main([*argv, "--engine", engine, "--results_dir", str(folder)]) == 0
+        (path,) = folder.glob("*/record.json")
+        assert load_record(path)["config"]["engine"] == engine
+        rows = path.with_name("steps.csv").read_text().splitlines()
+        losses[engine] = [row.split(",")[rows[0].split(",").index("loss")] for row in rows[1:]]
+    assert len(losses["torch"]) == 5
+    assert losses["torch"] == losses["composer"]  # to the last digit

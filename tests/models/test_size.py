@@ -121,8 +121,9 @@ def test_memory_grows_in_a_straight_line_with_the_micro_batch() -> None:
 def test_activations_are_those_that_autograd_saves() -> None:
     """Independent count on real tensors: distinct saved storages of the U-Net, per image."""
     from sdbench.models.components import make_unet
+    from sdbench.models.weights import Weights
 
-    unet = make_unet(resolve_cached("tiny"))
+    unet = make_unet(resolve_cached("tiny"), weights=Weights(seed=0))
     weights = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}
     sizes = []
     for num_images in (2, 3):

@@ -1,0 +1,113 @@
+"""How do the batches come from the loader to the device?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from sdbench.measure import phases
+from sdbench.measure.watch import StepWatch
+
+Batch = dict[str, Tensor]
+
+
+class Batches:
+    """The batches of this rank on its device, one epoch after the other, without an end."""
+
+    def __init__(self, loader: Iterable[Batch], *, device: torch.device, watch: StepWatch) -> None:
+        """Prepare; the loader is asked for nothing yet.
+
+        Args:
+            loader: Gives an epoch each time that it is iterated over.
+            device: Gets the batches.
+            watch: Is told of the waiting.
+        """
+        self._loader = loader
+        self._device = device
+        self._watch = watch
+        self._epoch: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch."""
+        batch = self._load()
+        with self._watch.phases.phase(phases.HOST_TO_DEVICE):
+            return self._copy(batch)
+
+    def fetch_ahead(self) -> None:
+        """The work of a step has been handed to the device: time to see to the next batch."""
+
+    def _load(self) -> Batch:
+        self._watch.data_wait_begins()
+        batch = next(self._epoch, None)
+        if batch is None:
+            self._epoch = iter(self._loader)
+            batch = next(self._epoch)
+        self._watch.data_wait_ends()
+        return batch
+
+    def _copy(self, batch: Batch) -> Batch:
+        return {name: data.to(self._device, non_blocking=True) for name, data in batch.items()}
+
+
+class BatchesAhead(Batches):
+    """The same, but a batch travels to the GPU on a stream of its own during the step before it."""
+
+    def __init__(self, loader: Iterable[Batch], *, device: torch.device, watch: StepWatch) -> None:
+        """Prepare as `Batches` does.
+
+        Args:
+            loader: Its batches lie in pinned memory: from other memory a copy makes the host wait.
+            device: A GPU.
+            watch: Also tells whether a next step is certain.
+        """
+        super().__init__(loader, device=device, watch=watch)
+        self._stream = torch.cuda.Stream(device)
+        self._ahead: Batch | None = None
+
+    def __next__(self) -> Batch:
+        """The next batch, which the work on the current stream will wait for."""
+        if self._ahead is None:
+            self._fetch()
+        batch, self._ahead = self._ahead, None
+        assert batch is not None
+        with self._watch.phases.phase(phases.HOST_TO_DEVICE):
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for data in batch.values():
+                # Or its memory could be given to the next copy before this stream has read it.
+                data.record_stream(current)
+        return batch
+
+    def fetch_ahead(self) -> None:
+        """Begin with the copy of the next batch, if there is certain to be a next step.
+
+        A batch that nobody trains on would be counted as delivered all the same.
+        """
+        timer = self._watch.timer
+        if timer.num_steps + 1 < timer.num_steps_needed:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        batch = self._load()
+        with torch.cuda.stream(self._stream):
+            self._ahead = self._copy(batch)
+
+
+def make_batches(
+    loader: Iterable[Batch], *, device: torch.device, watch: StepWatch, copy_stream: str
+) -> Batches:
+    """Batches that travel on the stream of the computation, or beside it.
+
+    Args:
+        loader: Gives an epoch each time that it is iterated over.
+        device: Gets the batches.
+        watch: Is told of the waiting.
+        copy_stream: ``compute`` or ``side``.
+    """
+    kind = BatchesAhead if copy_stream == "side" else Batches
+    return kind(loader, device=device, watch=watch)

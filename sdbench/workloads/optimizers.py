@@ -1,0 +1,88 @@
+"""Which optimizer do the settings ask for, over which tensors?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimizer:
+    """Make the AdamW that the config asks for.
+
+    Args:
+        model: As the engine has placed it, or shared it out.
+        config: The resolved config.
+
+    Returns:
+        It, with its state in the type of the tensors that it updates.
+    """
+    parameters = list(model.parameters())
+    if config.optimizer_params == "trainable":
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
+    settings = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "fused": True if config.optimizer == "adamw_fused" else None,
+        "capturable": config.cuda_graph,
+    }
+    if config.sharding == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=False,
+            **settings,
+        )
+    if config.master_weights == "fp32":
+        return AdamWOfMasterWeights(parameters, **settings)
+    return torch.optim.AdamW(parameters, **settings)
+
+
+class AdamWOfMasterWeights(torch.optim.Optimizer):
+    """AdamW on fp32 copies of half-precision weights.
+
+    A step of lr x update is mostly less than half the distance of two neighbouring bf16 numbers
+    (2^-8 of the weight) and would be lost in them; the copies collect it.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], **settings: Any) -> None:
+        """Copy the weights.
+
+        Args:
+            weights: Parameters of a model.
+            **settings: Of `torch.optim.AdamW`.
+        """
+        self._weights = [weight for weight in weights if weight.requires_grad]
+        masters = [weight.detach().float() for weight in self._weights]
+        self._masters = [master.requires_grad_() for master in masters]
+        self._adamw = torch.optim.AdamW(self._masters, **settings)
+        super().__init__(self._masters, self._adamw.defaults)
+        # One set of groups and one state: what a schedule sets here, AdamW reads.
+        self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the copies by the weights' gradients, and the weights from the copies."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self._adamw.step()
+        self._adamw.zero_grad()
+        torch._foreach_copy_(self._weights, self._masters)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the weights' gradients."""
+        for weight in self._weights:
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()

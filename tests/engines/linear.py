@@ -1,0 +1,150 @@
+"""The smallest training job, with a training loop written out by hand to compare engines with.
+
+A linear model on fixed data, so that nothing but the engine is under test.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from sdbench.measure.watch import make_watch
+from sdbench.parts import Parts
+
+BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
+LEARNING_RATE = 0.05
+# The rate halves behind the third step.
+SCHEDULE = (1.0, 1.0, 1.0, 0.5, 0.5)
+
+
+class Pairs(Dataset):
+    """Fixed inputs and targets."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(BATCH_SIZE * NUM_STEPS, NUM_FEATURES, generator=generator)
+        self.targets = torch.randn(BATCH_SIZE * NUM_STEPS, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input": self.inputs[index], "target": self.targets[index]}
+
+
+class CountingLoader(DataLoader):
+    """Counts images as the sources' loader does."""
+
+    num_images_delivered = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.num_images_delivered += len(batch["input"])
+            yield batch
+
+
+class LinearModel(torch.nn.Module):
+    """The smallest model with a trained part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = torch.nn.Linear(NUM_FEATURES, 1)
+        with torch.no_grad():
+            self.unet.weight.copy_(torch.linspace(-1, 1, NUM_FEATURES)[None])
+            self.unet.bias.fill_(0.5)
+
+    def forward(self, batch):
+        """The prediction and what it should have been."""
+        return self.unet(batch["input"]), batch["target"]
+
+
+def mean_squared_error(output):
+    """The loss."""
+    prediction, target = output
+    return (prediction - target).square().mean()
+
+
+def make_parts(*, num_ranks=1, rank=0, **changes) -> Parts:
+    """A job whose global batch is the same on any number of ranks; `changes` are fields of it."""
+    model = changes.pop("model", None) or LinearModel()
+    sampler = DistributedSampler(Pairs(), num_replicas=num_ranks, rank=rank, shuffle=False)
+    device_batch = BATCH_SIZE // num_ranks
+    fields = {
+        "model": model,
+        "trained": model.unet,
+        "loss": mean_squared_error,
+        "loader": CountingLoader(Pairs(), batch_size=device_batch, sampler=sampler),
+        "make_optimizer": lambda placed: torch.optim.SGD(placed.parameters(), lr=LEARNING_RATE),
+        "schedule": lambda step: SCHEDULE[min(step, NUM_STEPS - 1)],
+        "ema": None,
+        "images_per_step": BATCH_SIZE,
+        "num_steps": NUM_STEPS,
+        "flops_per_image": 1.0,
+        "num_parameters": NUM_FEATURES + 1,
+        "num_trainable_parameters": NUM_FEATURES + 1,
+    }
+    return Parts(**fields | changes)
+
+
+def make_config(**changes) -> SimpleNamespace:
+    """The settings that an engine reads, the plainest of each."""
+    plain = {
+        "precision": "fp32",
+        "device_train_microbatch_size": MICROBATCH,
+        "seed": 17,
+        "copy_stream": "compute",
+        "cuda_graph": False,
+        "sharding": "none",
+        "grad_sync": "last",
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+        "ddp_bucket_mib": 25,
+        "grad_compression": "none",
+    }
+    return SimpleNamespace(**plain | changes)
+
+
+def watch_with(*observers):
+    """Two steps of warm-up, three measured."""
+    return make_watch(
+        num_warmup_steps=2, num_measured_steps=3, cuda_device=None, observers=observers
+    )
+
+
+def train_by_hand() -> tuple[list[float], list[torch.Tensor]]:
+    """Whole-batch gradient descent, written with the derivative of the squared error.
+
+    Returns:
+        The loss of each step, and the weights before the first and behind each.
+    """
+    pairs = Pairs()
+    weight, bias = LinearModel().unet.weight.detach()[0].clone(), torch.tensor(0.5)
+    losses, weights = [], [weight.clone()]
+    for step in range(NUM_STEPS):
+        rows = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
+        inputs, targets = pairs.inputs[rows], pairs.targets[rows, 0]
+        error = inputs @ weight + bias - targets
+        losses.append(float((error**2).mean()))
+        rate = LEARNING_RATE * SCHEDULE[step]
+        weight = weight - rate * 2 * (error[:, None] * inputs).mean(0)
+        bias = bias - rate * 2 * error.mean()
+        weights.append(weight.clone())
+    return losses, weights
+
+
+def average_by_hand(weights: list[torch.Tensor], *, half_life: int, interval: int) -> torch.Tensor:
+    """d^m w_1 + (1 - d) sum_{j=1..m} d^(m-j) w_jk, for weights w_0 .. w_n and m = n // k.
+
+    Args:
+        weights: w_0 to w_n.
+        half_life: In steps; d is 0.5 ** (k / half_life).
+        interval: k.
+    """
+    decay, num_updates = 0.5 ** (interval / half_life), (len(weights) - 1) // interval
+    terms = [
+        (1 - decay) * decay ** (num_updates - j) * weights[j * interval]
+        for j in range(1, num_updates + 1)
+    ]
+    return decay**num_updates * weights[1] + sum(terms)

@@ -1,0 +1,130 @@
+"""Do all ways to share the work of two ranks train one and the same model?
+
+One script trains every case with every engine (train_sharded.py); here its results are compared.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sdbench.engines import ENGINES
+from tests.engines.linear import (
+    BATCH_SIZE,
+    NUM_STEPS,
+    SCHEDULE,
+    Pairs,
+    average_by_hand,
+    mean_squared_error,
+)
+from tests.launch.train_sharded import CASES, NUM_RANKS, make_model
+
+# The order of additions differs, and AdamW divides by small numbers in its first steps.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+# bf16 keeps 8 bits of a gradient, and AdamW makes steps of about the learning rate, 0.01, of it.
+TOLERANCES = dict.fromkeys(CASES, TOLERANCE) | {"bf16": {"rtol": 0.02, "atol": 0.005}}
+
+each_case = pytest.mark.parametrize("case", CASES)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank has seen: a list by rank of (engine, case) to results."""
+    folder = tmp_path_factory.mktemp("sharded")
+    script = Path(__file__).with_name("train_sharded.py")
+    completed = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same of one process that trains on whole batches, without any engine."""
+    model, _ = make_model()
+    trained = model.unet
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, weight_decay=0.1)
+    pairs, losses, gradients = Pairs(), [], []
+    weights = [copy_of(trained)]
+    for step in range(NUM_STEPS):
+        # Rank r of n gets samples r, r + n, ...: with 2 ranks of 4 images, these 8 in all.
+        rows = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
+        batch = {"input": pairs.inputs[rows], "target": pairs.targets[rows]}
+        optimizer.param_groups[0]["lr"] = 0.01 * SCHEDULE[step]
+        loss = mean_squared_error(model(batch))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        gradients.append({name: weight.grad.clone() for name, weight in trained.named_parameters()})
+        weights.append(copy_of(trained))
+    return losses, gradients, weights
+
+
+def copy_of(module):
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+@each_case
+@each_engine
+def test_losses_gradients_and_weights_are_those_of_one_process(engine, case, results, reference):
+    losses, gradients, weights = reference
+    for of_rank in results:
+        result = of_rank[engine, case]
+        torch.testing.assert_close(result["losses"], losses, **TOLERANCES[case])
+        torch.testing.assert_close(result["gradients"], gradients, **TOLERANCES[case])
+        torch.testing.assert_close(result["weights"], weights, **TOLERANCES[case])
+
+
+@each_case
+@each_engine
+def test_the_average_is_that_of_the_closed_form(engine, case, results):
+    for of_rank in results:
+        result = of_rank[engine, case]
+        assert set(result["average"]) == set(result["weights"][0])
+        for name, average in result["average"].items():
+            of_steps = [weights[name] for weights in result["weights"]]
+            expected = average_by_hand(of_steps, half_life=2, interval=2)
+            torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
+
+
+@each_engine
+def test_bf16_compression_does_something(engine, results):
+    result = results[0][engine, "bf16"], results[0][engine, "none"]
+    assert result[0]["losses"][1:] != result[1]["losses"][1:]
+
+
+@each_engine
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        ("none", [(7, 8), (7, 8)]),
+        ("zero1", [(7, 8), (7, 8)]),
+        ("grad_op", [(4, 8), (3, 8)]),
+        ("full", [(4, 8), (3, 8)]),
+    ],
+)
+def test_a_rank_holds_its_part_of_the_weights(engine, case, rows, results):
+    assert [of_rank[engine, case]["shapes"]["2.0.weight"] for of_rank in results] == rows
+
+
+def test_hybrid_shares_within_a_machine_only(results):
+    # Two machines of one rank each: both hold all.
+    assert [of_rank["hybrid"]["2.0.weight"] for of_rank in results] == [(7, 8), (7, 8)]
+
+
+@each_engine
+def test_under_zero1_a_weight_is_averaged_by_one_rank_alone(engine, results):
+    first, second = (set(of_rank[engine, "zero1"]["averaged"]) for of_rank in results)
+    assert first and second and not first & second
+    assert first | second == set(results[0][engine, "none"]["averaged"])

@@ -1,0 +1,241 @@
+"""Trains a small model on two gloo ranks in each of CASES, with each engine, and saves the results.
+
+Usage: python train_sharded.py FOLDER
+
+The ranks are forked when all is imported, and train all cases in one process group: that is what
+keeps it short.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = 2
+
+# Name of a case to the settings in which it differs from plain DDP.
+CASES: dict[str, dict[str, object]] = {
+    "none": {},
+    "zero1": {"sharding": "zero1"},
+    "grad_op": {"sharding": "grad_op"},
+    "grad_op-every": {"sharding": "grad_op", "grad_sync": "every"},
+    "full": {"sharding": "full"},
+    "full-every": {"sharding": "full", "grad_sync": "every"},
+    "full-unfused": {"sharding": "full", "optimizer": "adamw"},
+    "every": {"grad_sync": "every"},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "small_buckets": {"ddp_bucket_mib": 1},
+    "bf16": {"grad_compression": "bf16"},
+    "all_of_ddp": {
+        "sharding": "zero1",
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "ddp_bucket_mib": 1,
+    },
+}
+
+
+def make_model():
+    """A trained part with a convolution in channels_last and two blocks, and a frozen part."""
+    import torch
+
+    from tests.engines.linear import NUM_FEATURES
+
+    class Block(torch.nn.Sequential):
+        """What FSDP gathers on its own."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.Linear(NUM_FEATURES, NUM_FEATURES).requires_grad_(False)
+            self.unet = torch.nn.Sequential(
+                torch.nn.Conv2d(2, 8, (1, 3)).to(memory_format=torch.channels_last),
+                torch.nn.Flatten(),
+                Block(torch.nn.Linear(8, 7), torch.nn.Tanh()),  # 7 rows: uneven parts
+                Block(torch.nn.Linear(7, 8), torch.nn.Tanh()),
+                torch.nn.Linear(8, 1),
+            )
+
+        def forward(self, batch):
+            images = self.encoder(batch["input"]).view(-1, 2, 1, NUM_FEATURES // 2)
+            return self.unet(images), batch["target"]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model(), (Block,)
+
+
+def make_case(case, *, num_ranks, rank):
+    """Parts and settings of a case, and the list that will get the gradients of each step."""
+    from sdbench.parts import EmaSpec
+    from sdbench.workloads.optimizers import make_optimizer
+    from tests.engines.linear import make_config, make_parts
+
+    config = make_config(
+        # Of the 4 or 8 images of a rank: also a smaller one at the end.
+        device_train_microbatch_size=3,
+        optimizer="adamw_fused",
+        optimizer_params="trainable",
+        master_weights="none",
+        lr=0.01,
+        weight_decay=0.1,
+    )
+    vars(config).update(CASES[case])
+    model, blocks = make_model()
+    gradients = []
+
+    def make_optimizer_that_tells(placed):
+        optimizer = make_optimizer(placed, config=config)
+        # AdamW would do the same with gradients that are twice as large.
+        optimizer.register_step_post_hook(
+            lambda *_: gradients.append(
+                {name: whole(weight.grad) for name, weight in model.unet.named_parameters()}
+            )
+        )
+        return optimizer
+
+    parts = make_parts(
+        num_ranks=num_ranks,
+        rank=rank,
+        model=model,
+        make_optimizer=make_optimizer_that_tells,
+        ema=EmaSpec("foreach", half_life_batches=2, interval_batches=2),
+        sharded_blocks=blocks,
+    )
+    return parts, config, gradients
+
+
+def whole(tensor):
+    """A copy of a tensor, put together from its parts if the ranks have shared it out."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def shape_here(weight):
+    """Of what this rank holds of a weight."""
+    return tuple((weight.to_local() if hasattr(weight, "to_local") else weight).shape)
+
+
+class WeightRecorder:
+    """Keeps the whole weights behind each step, and the shapes of what this rank holds of them."""
+
+    def __init__(self, module):
+        self.module = module
+        self.weights = []
+        self.shapes = {}
+
+    def loop_begins(self):
+        """The weights before the first step."""
+        self.record()
+
+    def step_ends(self, **_):
+        """The weights behind a step."""
+        self.record()
+
+    def record(self):
+        """Put together what the ranks hold; under DDP each holds all."""
+        weights = dict(self.module.named_parameters())
+        self.weights.append({name: whole(weight) for name, weight in weights.items()})
+        self.shapes = {name: shape_here(weight) for name, weight in weights.items()}
+
+
+def train(engine, case, *, rank):
+    """One case with one engine.
+
+    Returns:
+        Losses, gradients of each step, weights before the first and behind each, average, names of
+        the weights that this rank averages, and the shapes of what it holds of each weight.
+    """
+    import importlib
+
+    from tests.engines.linear import watch_with
+
+    module = importlib.import_module(f"sdbench.engines.{engine}")
+    kept = []
+
+    class Kept(module.ForeachEma):
+        def __init__(self, weights, spec):
+            super().__init__(weights, spec)
+            kept.append((self, sorted(weights)))
+
+    original, module.ForeachEma = module.ForeachEma, Kept
+    parts, config, gradients = make_case(case, num_ranks=NUM_RANKS, rank=rank)
+    recorder = WeightRecorder(parts.trained)
+    try:
+        measurements = module.fit(parts, config, watch_with(recorder))
+    finally:
+        module.ForeachEma = original
+    ((ema, averaged),) = kept
+    return {
+        "losses": [step.loss for step in measurements.timings.steps],
+        "gradients": gradients,
+        "weights": recorder.weights,
+        "average": ema.gather(),
+        "averaged": averaged,
+        "shapes": recorder.shapes,
+    }
+
+
+def shapes_of_hybrid():
+    """What a rank holds when each machine has one rank; torch 2.7 cannot train so without a GPU."""
+    from sdbench.engines.sharding import shard_weights
+    from tests.engines.linear import make_parts
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    model, blocks = make_model()
+    shard_weights(make_parts(model=model, sharded_blocks=blocks), sharding="hybrid")
+    return {name: shape_here(weight) for name, weight in model.unet.named_parameters()}
+
+
+def run_rank(rank, folder):
+    """Join the other rank and train all cases."""
+    import torch
+
+    from sdbench.engines import ENGINES
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(NUM_RANKS))
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {
+        (engine, case): train(engine, case, rank=rank) for engine in ENGINES for case in CASES
+    }
+    results["hybrid"] = shapes_of_hybrid()
+    torch.save(results, folder / f"rank{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def main(folder):
+    """Import everything once, then fork the ranks."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.optim
+
+    from sdbench.engines import ENGINES, load_engine
+
+    for engine in ENGINES:
+        load_engine(engine)
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, folder)) for rank in range(NUM_RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,127 @@
+"""Which speed-ups a machine and a combination of settings can use, and what replaces the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sdbench.config import FIELDS, SWITCH, parse_request
+from sdbench.distributed import Ranks
+from sdbench.errors import ConfigError
+from sdbench.presets import PRESETS, PerDevice
+from sdbench.speedups import RULES, settle
+from tests.machines import make_cpu_machine, make_machine
+
+CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")
+ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+EIGHT = Ranks(rank=0, world_size=8, local_rank=0, local_world_size=8)
+TWO_NODES = Ranks(rank=0, world_size=16, local_rank=0, local_world_size=8)
+
+
+def settled(*argv, machine=CPU, ranks=ONE):
+    request = parse_request(argv, description="", epilog="")
+    return settle(request.config, machine=machine, ranks=ranks, is_users=request.is_users)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("machine", [CPU, H100, V100, make_cpu_machine(cpu_flags=())])
+@pytest.mark.parametrize("ranks", [ONE, EIGHT, TWO_NODES])
+@pytest.mark.parametrize("engine", ["composer", "torch"])
+def test_a_preset_runs_everywhere(preset, machine, ranks, engine):
+    argv = ("--preset", preset, "--engine", engine)
+    config, reasons = settled(*argv, machine=machine, ranks=ranks)
+    for name in PRESETS[preset]:
+        assert not isinstance(getattr(config, name), PerDevice)
+        assert getattr(config, name) is not None
+    # What a preset brings is legal when the user spells it out, too.
+    spelled = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name in PRESETS[preset]
+        if (value := getattr(config, name)) is not False
+    ]
+    again, none = settled(*argv, *spelled, machine=machine, ranks=ranks)
+    assert dataclasses.replace(again, preset=preset) == config
+    assert none == {}
+    assert all(name in PRESETS[preset] for name in reasons)
+
+
+def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
+    config, reasons = settled("--preset", "seed", "--engine", "torch")
+    assert config.ema_impl == "foreach"
+    assert reasons == {"ema_impl": "only Composer can run its own moving average"}
+
+
+REFUSED = [
+    (("--encoder_dtype", "fp16"), CPU, ONE, "fp32 | bf16"),
+    (("--master_weights", "fp32"), CPU, ONE, "--precision bf16"),
+    (("--attention", "cudnn"), CPU, ONE, "sdpa | flash | eager"),
+    (("--attention", "efficient"), CPU, ONE, "sdpa | flash | eager"),
+    (("--attention", "xformers"), H100, ONE, "pip install xformers"),
+    (("--attention", "flash", "--precision", "fp32"), H100, ONE, "amp_bf16"),
+    (("--compile", "encoders", "--latents", "precomputed"), CPU, ONE, "none | unet"),
+    (("--compile", "none", "--compile_mode", "max-autotune"), H100, ONE, "--compile unet"),
+    (("--compile", "all", "--compile_mode", "reduce-overhead"), CPU, ONE, "default"),
+    (("--cudnn_benchmark",), CPU, ONE, "--no_cudnn_benchmark"),
+    (("--copy_stream", "side"), CPU, ONE, "compute"),
+    (("--sharding", "zero1"), CPU, ONE, "composer -n 2"),
+    (("--sharding", "hybrid"), H100, EIGHT, "none | zero1 | grad_op | full"),
+    (("--sharding", "full", "--precision", "amp_fp16"), H100, EIGHT, "another --precision"),
+    (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
+    (
+        ("--sharding", "zero1", "--precision", "bf16", "--master_weights", "fp32"),
+        H100,
+        EIGHT,
+        "--master_weights none",
+    ),
+    (("--ema_impl", "composer", "--engine", "torch"), CPU, ONE, "--engine composer"),
+    (("--ema_impl", "composer", "--sharding", "full"), H100, EIGHT, "foreach"),
+    (("--gradient_as_bucket_view", "--sharding", "full"), H100, EIGHT, "none | zero1"),
+    (("--static_graph", "--sharding", "grad_op"), H100, EIGHT, "none | zero1"),
+    (("--grad_compression", "bf16", "--sharding", "full"), H100, EIGHT, "none | zero1"),
+    (("--cuda_graph", "--engine", "torch"), CPU, ONE, "--no_cuda_graph"),
+    (("--cuda_graph",), H100, ONE, "--engine torch"),
+    (("--cuda_graph", "--engine", "torch", "--precision", "amp_fp16"), H100, ONE, "amp_bf16"),
+    (("--cuda_graph", "--engine", "torch", "--optimizer", "adamw"), H100, ONE, "adamw_fused"),
+    (("--cuda_graph", "--engine", "torch"), H100, EIGHT, "one rank"),
+    (
+        (
+            *("--cuda_graph", "--engine", "torch"),
+            *("--compile", "unet", "--compile_mode", "reduce-overhead"),
+        ),
+        H100,
+        ONE,
+        "max-autotune-no-cudagraphs",
+    ),
+    (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
+]
+
+
+@pytest.mark.parametrize(("argv", "machine", "ranks", "allowed"), REFUSED)
+def test_what_cannot_be_used_is_refused_by_name_with_what_can(argv, machine, ranks, allowed):
+    with pytest.raises(ConfigError) as caught:
+        settled(*argv, machine=machine, ranks=ranks)
+    message = str(caught.value)
+    assert allowed in message
+    assert any(f"--{rule.setting}" in message and rule.problem in message for rule in RULES)
+
+
+@pytest.mark.parametrize(("tool", "flag"), [("compile", "unet"), ("group_norm", "fused")])
+def test_compiling_needs_a_compiler(tool, flag, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+        settled(f"--{tool}", flag)
+
+
+def test_every_rule_is_about_a_setting_and_values_that_exist():
+    for rule in RULES:
+        kind = FIELDS[rule.setting].metadata["kind"]
+        values = rule.values if rule.instead is None else (*rule.values, rule.instead)
+        assert all(kind.parse(value) == value for value in values)
+        if kind is SWITCH:
+            assert rule.values == (True,)
+        # A preset that has one of the values needs to know what replaces it.
+        for preset in PRESETS.values():
+            value = preset[rule.setting]
+            has = {value.gpu, value.cpu} if isinstance(value, PerDevice) else {value}
+            assert not has & set(rule.values) or rule.instead is not None
