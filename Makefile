@@ -4,22 +4,36 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 RUN ?=
+OUT ?= runs/benchmark_gpu
+WHEELS ?=
 
 # Named after what it installed, so that any change of requirements.txt installs again.
 STAMP := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
+SITE := $(abspath $(OUT))/site-packages
+WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # There while pip works. Found at the start, it means that an installation was cut off, which pip
 # itself does not notice: it takes a package with its metadata for a whole one.
 INSTALLING := $(VENV)/.installing
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark test lint publish results clean
+.PHONY: help benchmark benchmark-gpu test lint publish results clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
 
 benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="..."
 	$(VENV)/bin/composer benchmark.py --use_synth_data $(ARGS)
+
+# Not in the virtual environment: a GPU host may have torch and composer and reach no registry. There
+# WHEELS names a folder of the packages that it lacks.
+benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHEELS=dir] [OUT=dir]
+	@if [ -n "$(WHEELS)" ]; then $(PYTHON) -m pip install -q --no-index --no-deps --no-compile \
+	  --upgrade --target $(SITE) $(WHEELS)/*.whl; fi
+	@$(WITH_WHEELS) $(PYTHON) -c 'import composer, torch; assert torch.cuda.is_available()' || { \
+	  echo "A GPU, torch and composer are needed, and '$(PYTHON)' finds not all of them: set" \
+	    "PYTHON=python3.12 or WHEELS=dir." >&2; exit 2; }
+	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu.yaml --folder $(OUT) $(ARGS)
 
 test: $(STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -69,7 +69,7 @@ class Outcome:
 
 
 def find_program(command: Sequence[str]) -> list[str]:
-    """The command with its program as a path: beside this Python, or on PATH.
+    """The command with its program as a path: this Python, beside it, or on PATH.
 
     Raises:
         ConfigError: There is no command, it names a results folder, or its program is not there.
@@ -88,6 +88,8 @@ def find_program(command: Sequence[str]) -> list[str]:
             allowed="a command without it",
             flag="COMMAND",
         )
+    if command[0] in ("python", "python3"):  # not another one with other packages
+        return [sys.executable, *command[1:]]
     is_name = os.path.basename(command[0]) == command[0] != ""
     beside = Path(sys.executable).parent / command[0]
     program = str(beside) if is_name and beside.is_file() else shutil.which(command[0])

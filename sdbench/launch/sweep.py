@@ -7,6 +7,7 @@ like any other, and a sweep that was interrupted goes on where it was.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from sdbench.launch.history import estimate_durations
 from sdbench.launch.progress import Countdown
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
-from sdbench.measure.record import OK, OOM, replace_file
+from sdbench.measure.record import OK, OOM, TIMEOUT, replace_file
 from sdbench.report.escape import for_terminal
 from sdbench.report.row import COLUMNS, format_csv, make_row
 from sdbench.report.tables import Column, Table, make_cell
@@ -39,6 +40,7 @@ EPILOG = """\
 a sweep file:
   launcher: composer -n 2             (default: composer)
   timeout_s: 1800                     (of each run; default: 3600)
+  budget_s: 540                       (of all runs of one start; default: none)
   repeats: 3                          (default: 1)
   base: {use_synth_data: true, preset: fast}
   grid: {device_train_microbatch_size: [4, 8, 16], use_ema: [true, false]}
@@ -49,8 +51,9 @@ examples:
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench sweep sweeps/seeds.yaml --retry oom,timeout
 
-Started again, the same command goes on where it was. Running out of memory is a finding; the exit
-code is 1 if a run failed otherwise, took too long or was invalid, and 130 after Ctrl-C.
+Started again, the same command goes on where it was. Running out of memory is a finding, and so is
+what the budget leaves no time for; the exit code is 1 if a run failed otherwise, took too long or
+was invalid, and 130 after Ctrl-C.
 """
 
 
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     sweep = read_sweep_file(arguments.file)
     folder = arguments.folder or Path("runs") / f"sweep_{arguments.file.stem}"
+    end_s = None if sweep.budget_s is None else time.monotonic() + sweep.budget_s
     runs = list_runs(sweep, folder=folder)
     retry = _parse_retry(arguments.retry)
     if arguments.dry_run:
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
         try:
             with stop_signals_raise():
-                _measure(pending, timeout_s=sweep.timeout_s)
+                _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
         except (KeyboardInterrupt, Terminated):
             print("interrupted: the same command goes on here", file=sys.stderr)
             return 130
@@ -85,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
     print(f"\n{to_terminal(make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
     _warn_of_machines(runs)
-    return 0 if all(run.outcome()["status"] in (OK, OOM) for run in runs) else 1
+    _say_what_is_missing(runs)
+    ended = [outcome for run in runs if (outcome := run.outcome()) is not None]
+    return 0 if ended and all(outcome["status"] in (OK, OOM) for outcome in ended) else 1
 
 
 def make_table(runs: Sequence[Run]) -> Table:
@@ -177,36 +183,42 @@ def _describe(
     ]
     for cell in sweep.cells:
         done = [run for run in runs if run.cell is cell and run not in pending]
-        settings = ", ".join(f"{name}={value}" for name, value in cell.varied.items())
         state = ", ".join(run.outcome()["status"] for run in done) or "to run"
-        lines.append(f"  {for_terminal(settings or 'the one cell')}: {state}")
+        lines.append(f"  {for_terminal(cell.described)}: {state}")
     if pending:
         durations_s = estimate_durations(pending, done=[run for run in runs if run not in pending])
-        bound_s = len(pending) * sweep.timeout_s
+        bound_s = min(len(pending) * sweep.timeout_s, sweep.budget_s or math.inf)
         known = [duration_s for duration_s in durations_s if duration_s is not None]
         if len(known) == len(pending):
             lines.append(f"about {sum(known) / 60:.0f} min, from runs of the same model and size")
         else:
             lines.append(
                 "how long it takes is not known before the first run has ended; at most "
-                f"{bound_s / 60:.0f} min by the time-out"
+                f"{bound_s / 60:.0f} min by the time-out{' and the budget' * bool(sweep.budget_s)}"
             )
     return "\n".join(lines)
 
 
-def _measure(pending: Sequence[Run], *, timeout_s: float) -> None:
+def _measure(pending: Sequence[Run], *, timeout_s: float, end_s: float | None) -> None:
+    """Make runs, one after the other, until all have ended or the time is up."""
     countdown = Countdown(len(pending), unit="run")
     with countdown:
         for run in pending:
+            left_s = math.inf if end_s is None else end_s - time.monotonic()
+            if left_s <= 0:
+                return
             run.clear()
             start_s = time.perf_counter()
-            outcome = run_child(run.cell.command, folder=run.folder, timeout_s=timeout_s)
+            outcome = run_child(
+                run.cell.command, folder=run.folder, timeout_s=min(timeout_s, left_s)
+            )
+            if outcome.status == TIMEOUT and left_s < timeout_s:
+                return  # its own time was not up: it has not ended, and is made another time
             run.end(outcome)
-            settings = ", ".join(f"{name}={value}" for name, value in run.cell.varied.items())
             summary = (outcome.record or {}).get("summary")
             result = f"{format_rate(summary)} images/s" if outcome.status == OK else outcome.reason
             countdown.advance(
-                f"{for_terminal(settings)}: {outcome.status}, {for_terminal(result)} "
+                f"{for_terminal(run.cell.described)}: {outcome.status}, {for_terminal(result)} "
                 f"({time.perf_counter() - start_s:.0f} s)"
             )
             if outcome.status not in (OK, OOM):
@@ -232,6 +244,14 @@ def _row_without_record(run: Run) -> dict[str, Any]:
         "source": run.folder.name,
         "kind": "measured",
     }
+
+
+def _say_what_is_missing(runs: Sequence[Run]) -> None:
+    missing = [run for run in runs if run.outcome() is None]
+    if missing:
+        print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
+        for run in missing:
+            print(f"  {for_terminal(run.cell.described)}")
 
 
 def _warn_of_machines(runs: Sequence[Run]) -> None:

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "launcher": DEFAULT_LAUNCHER,
     "script": "benchmark.py",
     "timeout_s": DEFAULT_TIMEOUT_S,
+    "budget_s": None,
     "repeats": 1,
     "base": {},
     "grid": {},
@@ -49,14 +50,28 @@ class Cell:
     key: str
     command: tuple[str, ...]
 
+    @property
+    def described(self) -> str:
+        """What it varies, for a person."""
+        settings = ", ".join(f"{name}={value}" for name, value in self.varied.items())
+        return settings or "the one cell"
+
 
 @dataclasses.dataclass(frozen=True)
 class SweepFile:
-    """A checked sweep file."""
+    """A checked sweep file.
+
+    Attributes:
+        cells: Configurations, the first ones measured first.
+        repeats: How often each is measured.
+        timeout_s: Bound on a run.
+        budget_s: Bound on one start of the whole sweep; None for no bound.
+    """
 
     cells: tuple[Cell, ...]
     repeats: int
     timeout_s: float
+    budget_s: float | None
 
 
 def read_sweep_file(path: Path) -> SweepFile:
@@ -69,7 +84,9 @@ def read_sweep_file(path: Path) -> SweepFile:
     for key in content:
         if key not in DEFAULTS:
             raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
-    for key, kind in (("timeout_s", SECONDS), ("repeats", POSITIVE)):
+    for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", POSITIVE)):
+        if content[key] is None and DEFAULTS[key] is None:
+            continue
         try:
             kind.parse(content[key])
         except (TypeError, ValueError):
@@ -103,7 +120,13 @@ def read_sweep_file(path: Path) -> SweepFile:
     for cell in cells:
         if keys.count(cell.key) > 1:
             raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
-    return SweepFile(tuple(cells), content["repeats"], float(content["timeout_s"]))
+    budget_s = content["budget_s"]
+    return SweepFile(
+        cells=tuple(cells),
+        repeats=content["repeats"],
+        timeout_s=float(content["timeout_s"]),
+        budget_s=None if budget_s is None else float(budget_s),
+    )
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:

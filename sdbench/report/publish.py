@@ -24,7 +24,8 @@ from sdbench.measure.record import (
     load_record,
     replace_file,
 )
-from sdbench.report.report import rebuild
+from sdbench.report.loss_band import read_run
+from sdbench.report.report import NUMERICS, RUNS, rebuild
 
 # A path of the machine: absolute, and neither the inside of another one nor of a URL.
 PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
@@ -32,6 +33,7 @@ PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
 EPILOG = """\
 examples:
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
+  python -m sdbench publish --numerics runs/sweep_loss_band/*/2*
   python -m sdbench publish            (rebuild what is made from the runs only)
 """
 
@@ -56,27 +58,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--results", type=Path, default=Path("results"), help="(default: results)")
+    parser.add_argument(
+        "--numerics",
+        action="store_true",
+        help="runs for the band of losses, which are no measurements of speed: to results/numerics",
+    )
     arguments = parser.parse_args(argv)
+    kind = NUMERICS if arguments.numerics else RUNS
     for run in arguments.runs:
-        print(f"published {publish(run, results=arguments.results)}")
+        print(f"published {publish(run, results=arguments.results, kind=kind)}")
     print(rebuild(arguments.results))
     return 0
 
 
-def publish(run: Path, *, results: Path) -> Path:
-    """Copy a run's record, log and, if it has them, steps into results/runs.
+def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
+    """Copy a run's record, log and, if it has them, steps into a folder of results.
 
     Paths of this machine stay behind.
 
     Args:
         run: Folder of the run.
         results: The results folder.
+        kind: The folder in it, for measurements of speed or for those of losses.
 
     Returns:
         The new folder.
 
     Raises:
-        ConfigError: If it is no run that ended well, or is there already.
+        ConfigError: If it is no run that ended well, is there already, or is to be one of losses
+            and has too few.
     """
     try:
         record = load_record(run)
@@ -94,12 +104,14 @@ def publish(run: Path, *, results: Path) -> Path:
             allowed="the status ok",
             flag="RUN",
         )
-    target = results / "runs" / record["run_id"]
+    if kind == NUMERICS:
+        read_run(record, run)
+    target = results / kind / record["run_id"]
     if target.exists():
         raise ConfigError(
             "this run is published already, and a published run is never edited",
             value=str(target),
-            allowed="a run that is not in results/runs",
+            allowed=f"a run that is not in results/{kind}",
             flag="RUN",
         )
     target.parent.mkdir(parents=True, exist_ok=True)

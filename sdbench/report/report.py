@@ -15,7 +15,10 @@ from typing import Any
 
 from sdbench.errors import ConfigError
 from sdbench.measure.record import BENCHMARK, OK, kind_of, load_record, replace_file
-from sdbench.report import feed_table, result_page, run_plots, throughput_plots
+from sdbench.report import feed_table, loss_band, result_page, run_plots, throughput_plots
+from sdbench.report.ladder import read_configurations
+from sdbench.report.ladder_pairs import make_pair_tables
+from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
 from sdbench.report.markers import BEGIN, END, fill_block
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
@@ -24,6 +27,10 @@ from sdbench.report.row import COLUMNS, format_csv, make_row
 from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
 from sdbench.report.throughput_table import make_tables
 
+RUNS, NUMERICS = "runs", "numerics"
+LADDER_PAGE = "ladder.md"
+NOT_MEASURED = "not-measured"
+NO_RUNS = "No runs yet."
 PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES)
 EPILOG = """\
 examples:
@@ -70,25 +77,31 @@ def rebuild(results: Path) -> str:
         ConfigError: If a file is not what it should be. Nothing is written then.
     """
     content = _Content.load(results)
-    plots = content.draw_plots(results / "runs")
+    plots = content.draw_plots(results / RUNS)
     tables = content.make_throughput_tables()
     data_table = feed_table.make_table(content.loaded)
-    page = format_page(_make_sections(content, tables, data_table), plots)
+    ladder = content.make_ladder()
+    page = format_page(_make_sections(content, tables, data_table, ladder), plots)
 
     # Everything is made before anything is written.
     readme = _read_text(results / "README.md")
     for name, text in (
         ("throughput", _format_throughput(tables, plots)),
-        ("data", to_markdown(data_table) if data_table.rows else "No runs yet."),
+        ("data", to_markdown(data_table) if data_table.rows else NO_RUNS),
     ):
-        begin, end = BEGIN.format(name), END.format(name)
-        readme = fill_block(readme, text, begin=begin, end=end, path=results / "README.md")
+        readme = _fill(readme, name, text, path=results / "README.md")
     texts = {
         results / "README.md": readme,
         results / "throughput.csv": content.format_throughput_csv(),
         results / "data.csv": feed_table.format_csv(content.loaded),
         results / "index.html": page,
     }
+    ladder_page = results / LADDER_PAGE
+    if ladder_page.exists():
+        texts[ladder_page] = _read_text(ladder_page)
+        for name, group in ladder.items():
+            text = to_captioned_markdown(group) if group else NO_RUNS
+            texts[ladder_page] = _fill(texts[ladder_page], name, text, path=ladder_page)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), content.ended_well, path=path)
 
@@ -104,21 +117,24 @@ class _Content:
 
     Attributes:
         trained: Records of training runs.
+        compared: Training runs whose losses are compared, and not their speed.
         loaded: Records of runs that loaded or encoded data.
         quoted: Rows of other people's tables, by file.
         modelled: Rows of predicted tables, by file.
     """
 
     trained: list[dict[str, Any]]
+    compared: list[loss_band.LossRun]
     loaded: list[dict[str, Any]]
     quoted: dict[str, list[dict[str, Any]]]
     modelled: dict[str, list[dict[str, Any]]]
 
     @classmethod
     def load(cls, results: Path) -> _Content:
-        records = [_load_record(path) for path in sorted(results.glob("runs/*/record.json"))]
+        records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
         return cls(
             trained=[record for record in records if kind_of(record) == BENCHMARK],
+            compared=load_losses(results),
             loaded=[record for record in records if kind_of(record) != BENCHMARK],
             quoted=load_figures(results / "quoted", kind="quoted"),
             modelled=load_figures(results / "modelled", kind="modelled"),
@@ -141,6 +157,17 @@ class _Content:
         tables = make_tables(self.ended_well, self.figures)
         return tables if seed_table is None else [*tables, seed_table]
 
+    def make_ladder(self) -> dict[str, list[Table]]:
+        """Tables of the speed-ups by the names of their places; those without rows are left out."""
+        configurations = read_configurations(self.ended_well)
+        pairs = make_pair_tables(configurations)
+        return {
+            "ladder": make_ladder_tables(configurations),
+            NOT_MEASURED: make_pending_tables(configurations),
+            **{name: [table] if table.rows else [] for name, table in pairs.items()},
+            "loss-band": loss_band.make_tables(loss_band.find_bands(self.compared)),
+        }
+
     def draw_plots(self, runs: Path) -> list[Plot]:
         """Every plot that has data."""
         rows = [*map(make_row, self.ended_well), *self.figures]
@@ -158,6 +185,21 @@ class _Content:
         figures = self.figures
         columns = dict.fromkeys((*COLUMNS, *(name for row in figures for name in row)))
         return format_csv([*map(make_row, self.trained), *figures], columns=tuple(columns))
+
+
+def load_losses(results: Path) -> list[loss_band.LossRun]:
+    """Runs whose losses are compared.
+
+    Args:
+        results: The results folder.
+
+    Raises:
+        ConfigError: A record, or the losses of a run, cannot be read.
+    """
+    return [
+        loss_band.read_run(_load_record(path), path.parent)
+        for path in sorted(results.glob(f"{NUMERICS}/*/record.json"))
+    ]
 
 
 def _load_record(path: Path) -> dict[str, Any]:
@@ -184,6 +226,11 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
+def _fill(text: str, name: str, content: str, *, path: Path) -> str:
+    """Put a generated part into its place."""
+    return fill_block(text, content, begin=BEGIN.format(name), end=END.format(name), path=path)
+
+
 def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
     if not tables:
         return "No figures yet."
@@ -191,7 +238,12 @@ def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
     return "\n\n".join([to_captioned_markdown(tables), *pictures])
 
 
-def _make_sections(content: _Content, tables: list[Table], data_table: Table) -> list[Section]:
+def _make_sections(
+    content: _Content,
+    tables: list[Table],
+    data_table: Table,
+    ladder: dict[str, list[Table]],
+) -> list[Section]:
     sections = [
         Section(
             "Throughput",
@@ -199,6 +251,12 @@ def _make_sections(content: _Content, tables: list[Table], data_table: Table) ->
             "and a 95 % interval between runs, fewer the interval within each run. Figures with "
             "the encoders in the step are never in one table with those on latents.",
             tables,
+        ),
+        Section(
+            "Speed-ups",
+            "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+            "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
+            [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
         ),
         Section(
             "Data",

@@ -22,6 +22,7 @@ HOW_MEASURED = frozenset(
         "profile_trace",
         "measure_peak",
         "seed",
+        "weights_seed",
         "results_dir",
         "check_memory",
         "data_timeout_s",

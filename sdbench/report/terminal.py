@@ -71,6 +71,8 @@ def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("largest part", summary["bottleneck"]),
         ]
+    if summary.get("startup") is not None:
+        rows.append(("start-up", _startup(summary["startup"])))
     if summary.get("num_outliers"):
         rows.append(("outliers", f"{summary['num_outliers']} of the measured steps, kept"))
     rows += [(f"caution: {flag}", FLAG_MEANINGS[flag]) for flag in summary.get("flags", [])]
@@ -89,6 +91,17 @@ def format_breakdown(breakdown: dict[str, Any]) -> str:
         for phase, percent in largest_first
         if percent >= 0.5
     )
+
+
+def _startup(startup: dict[str, Any]) -> str:
+    """Seconds to the first measured step by phase; those below a hundredth are left out."""
+    parts = [
+        f"{phase.replace('_', ' ')} {seconds:.2f}"
+        for phase, seconds in startup["seconds"].items()
+        if seconds >= 0.01
+    ]
+    total = f"{startup['total_s']:.2f} s to the first measured step: {', '.join(parts)}"
+    return f"{total}; compilation {startup['compile_s']:.2f}"
 
 
 def _gpu_state(gpu: dict[str, Any]) -> str:

@@ -102,6 +102,31 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     assert "the seed is unlucky" in capsys.readouterr().out
 
 
+def test_when_the_budget_is_spent_the_rest_is_named_and_made_the_next_time(
+    tmp_path, starts, monkeypatch, capsys
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    monkeypatch.setattr(child, "GRACE_S", 1.0)
+    cells = [{"seed": 1}, {"seed": 2}, {"seed": 7}]  # the second hangs
+    code, rows = sweep(tmp_path, list=cells, budget_s=3)
+    assert code == 0
+    assert [row["status"] for row in rows] == ["ok"]
+    output = capsys.readouterr().out
+    assert "at most 0 min by the time-out and the budget" in output
+    assert "time is up, and 2 runs are missing; the same command makes them:\n  seed=2\n" in output
+    assert num_starts(starts) == 2
+    # Its own time-out is a finding, and what is behind it is measured.
+    code, rows = sweep(tmp_path, list=cells, budget_s=60, timeout_s=2)
+    assert code == 1
+    assert [row["status"] for row in rows] == ["ok", "timeout", "ok"]
+
+
+def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "GRACE_S", 0.1)
+    code, rows = sweep(tmp_path, list=[{"seed": 2}], budget_s=0.5)
+    assert (code, rows) == (1, [])
+
+
 def test_a_second_start_repeats_nothing_and_retry_what_it_is_told(tmp_path, starts):
     grid = {"device_train_microbatch_size": [4, 8]}
     sweep(tmp_path, grid=grid)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sdbench.presets import PRESETS, PerDevice
 from sdbench.report.markers import BEGIN, END
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -56,6 +57,28 @@ def make_gpu_record(**changes: Any) -> dict[str, Any]:
         "config__use_ema": True,
     }
     return make_record(**{**gpu, **changes})
+
+
+def make_recipe(
+    rate: float = 1.0, *, preset: str = "seed", on_gpu: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """A run of a preset with these settings given as flags, and images/s.
+
+    Its steps take as long as a batch of 2 does at that rate.
+    """
+    record = make_gpu_record() if on_gpu else make_record()
+    record["machine"]["device_type"] = "cuda" if on_gpu else "cpu"
+    record["ranks"]["world_size"] = settings.pop("num_ranks", 1)
+    values = {
+        name: (value.gpu if on_gpu else value.cpu) if isinstance(value, PerDevice) else value
+        for name, value in PRESETS[preset].items()
+    }
+    defaults = {"preset": preset, "num_threads": 2, "weights_seed": 17, "use_ema": False}
+    record["config"].update({**values, **defaults, **settings})
+    record["origin"].update(dict.fromkeys(values, "preset"), num_threads="default")
+    record["origin"].update(dict.fromkeys(settings, "flag"))
+    record["summary"].update(images_per_second=rate, step_time_p50_s=2 / rate)
+    return record
 
 
 def make_readme(results: Path) -> None:

@@ -11,7 +11,8 @@ from sdbench.errors import ConfigError
 from sdbench.report.report import rebuild
 from tests.report.results_folder import RESULTS, make_readme
 
-COMMITTED = ("README.md", "throughput.csv", "data.csv", "index.html", "plots/*.svg", "pages/*.md")
+COMMITTED = ("README.md", "ladder.md", "throughput.csv", "data.csv", "index.html")
+COMMITTED += ("plots/*.svg", "pages/*.md")
 
 
 def read_all(results):

@@ -1,0 +1,251 @@
+"""Does a recipe train to the losses of the reference, or has its arithmetic changed the training?
+
+The reference is the preset seed in fp32, not compiled. Five more runs of it with other weights, on
+the same data and noise, say how far losses lie apart that are equally right. Their standard
+deviation at each step, averaged over the steps as a root mean square, is the spread, and the band
+reaches three spreads to either side of the reference. A recipe has the weights, data and noise of
+the reference, so that only its arithmetic sets it apart; it is inside when not one of its 50 losses
+lies outside the band. Nothing is smoothed: an average would hide a single bad step.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.errors import ConfigError
+from sdbench.measure.record import STEPS_NAME
+from sdbench.presets import PRESETS
+from sdbench.report.ladder import THREADS, added_to_seed, as_key, describe_recipe
+from sdbench.report.settings import settings_of
+from sdbench.report.tables import Cell, Column, Table, make_cell
+from sdbench.report.throughput_table import describe_device
+
+NUM_STEPS = 50
+NUM_OTHER_WEIGHTS = 5
+NUM_SPREADS = 3
+INSIDE, OUTSIDE, NO_BAND = "inside", "OUTSIDE", "no band yet"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRun:
+    """A run and its first losses.
+
+    Attributes:
+        record: Its record.
+        losses: One for each of the first 50 steps.
+    """
+
+    record: dict[str, Any]
+    losses: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """How far the losses of a run are from those of the reference.
+
+    Attributes:
+        run: The run.
+        recipe: Its preset, or the preset and the flags on top of it.
+        deviation: The largest distance at one step; NaN if a loss is none.
+        step: That step, from 0.
+        mean_deviation: The mean over the steps, with its sign.
+        verdict: ``inside``, ``OUTSIDE`` or ``no band yet``; None for the runs that make the band.
+    """
+
+    run: LossRun
+    recipe: str
+    deviation: float
+    step: int
+    mean_deviation: float
+    verdict: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """One device and size: its reference, its band, and what was judged by it.
+
+    Attributes:
+        reference: The run that the others are compared with.
+        spread: Root mean square over the steps of the standard deviation of the losses of five
+            runs with other weights; None before there are five.
+        num_others: Runs with other weights.
+        judged: The runs with other weights, then the recipes.
+    """
+
+    reference: LossRun
+    spread: float | None
+    num_others: int
+    judged: Sequence[Judged]
+
+    @property
+    def half_width(self) -> float | None:
+        """How far a loss may lie from the reference's."""
+        return None if self.spread is None else NUM_SPREADS * self.spread
+
+
+def read_run(record: dict[str, Any], folder: Path) -> LossRun:
+    """Read the losses of a run.
+
+    Args:
+        record: Its record.
+        folder: Its folder.
+
+    Raises:
+        ConfigError: It has no 50 losses.
+    """
+    path = folder / STEPS_NAME
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError) as error:
+        raise _no_losses(path, f"losses that cannot be read ({error})") from None
+    if len(losses) < NUM_STEPS:
+        raise _no_losses(path, f"{len(losses)} steps")
+    return LossRun(record, losses[:NUM_STEPS])
+
+
+def find_bands(runs: Sequence[LossRun]) -> list[Band]:
+    """Judge the runs of each device and size that has a reference."""
+    groups: dict[tuple[Any, ...], list[LossRun]] = {}
+    for run in runs:
+        groups.setdefault(as_key(_same_for_all(run.record)), []).append(run)
+    bands = []
+    for group in groups.values():
+        references = [run for run in group if _is_eager_fp32(run) and not _has_other_weights(run)]
+        if references:
+            bands.append(_make_band(references[0], group))
+    return bands
+
+
+def make_tables(bands: Sequence[Band]) -> list[Table]:
+    """A table for each band."""
+    return [_make_table(band, name=f"loss-band-{number}") for number, band in enumerate(bands, 1)]
+
+
+def _make_band(reference: LossRun, group: Sequence[LossRun]) -> Band:
+    others = [run for run in group if _has_other_weights(run) and _is_eager_fp32(run)]
+    recipes = [run for run in group if not _has_other_weights(run) and run is not reference]
+    spread = None
+    if len(others) >= NUM_OTHER_WEIGHTS:
+        by_step = zip(*(run.losses for run in others), strict=True)
+        spread = math.sqrt(statistics.fmean(map(statistics.variance, by_step)))
+
+    def verdict_of(deviation: float) -> str:
+        if spread is None:
+            return NO_BAND
+        return INSIDE if deviation <= NUM_SPREADS * spread else OUTSIDE  # a NaN is outside
+
+    judged = [
+        *(_judge(run, reference, verdict_of=lambda deviation: None) for run in others),
+        *(_judge(run, reference, verdict_of=verdict_of) for run in recipes),
+    ]
+    return Band(reference, spread, len(others), judged)
+
+
+def _judge(
+    run: LossRun, reference: LossRun, *, verdict_of: Callable[[float], str | None]
+) -> Judged:
+    deviations = [
+        loss - expected for loss, expected in zip(run.losses, reference.losses, strict=True)
+    ]
+    # The first NaN, if there is one, and else the largest: nothing is larger than a NaN.
+    distances = [math.inf if math.isnan(one) else abs(one) for one in deviations]
+    step = distances.index(max(distances))
+    deviation = abs(deviations[step])
+    return Judged(
+        run=run,
+        recipe=_describe(run.record),
+        deviation=deviation,
+        step=step,
+        mean_deviation=statistics.fmean(deviations),
+        verdict=verdict_of(deviation),
+    )
+
+
+def _make_table(band: Band, *, name: str) -> Table:
+    columns = [
+        Column("recipe"),
+        Column("engine"),
+        Column("largest deviation", is_number=True),
+        Column("at step", is_number=True),
+        Column("mean deviation", is_number=True),
+        Column("loss, first to last"),
+        Column("verdict"),
+        Column("run"),
+    ]
+    rows = [_row(band.reference, "the reference", [make_cell(None, unknown="")] * 3, None)]
+    for one in band.judged:
+        distances = [
+            make_cell(one.deviation, num_digits=3),
+            make_cell(one.step),
+            make_cell(one.mean_deviation, num_digits=2),
+        ]
+        rows.append(_row(one.run, one.recipe, distances, one.verdict))
+    return Table(name, _describe_band(band), columns, rows)
+
+
+def _row(run: LossRun, recipe: str, distances: Sequence[Cell], verdict: str | None) -> list[Cell]:
+    return [
+        make_cell(recipe),
+        make_cell(run.record["config"]["engine"]),
+        *distances,
+        make_cell(f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}"),
+        make_cell(verdict, unknown=""),
+        make_cell(run.record["run_id"]),
+    ]
+
+
+def _describe_band(band: Band) -> str:
+    record, config = band.reference.record, band.reference.record["config"]
+    work = (
+        f"{record['ranks']['world_size']} x {describe_device(record)}, "
+        f"{record['workload']['architecture']}, {config['image_size']} px, batch "
+        f"{config['batch_size']}"
+    )
+    if band.spread is None:
+        return f"{work}: no band yet, {band.num_others} of {NUM_OTHER_WEIGHTS} runs that make it"
+    return (
+        f"{work}: the band is {NUM_SPREADS} x {band.spread:.4g} = {band.half_width:.4g} to either "
+        f"side of the reference, from {band.num_others} runs with other weights"
+    )
+
+
+def _describe(record: dict[str, Any]) -> str:
+    weights_seed = record["config"]["weights_seed"]
+    if weights_seed != record["config"]["seed"]:
+        return f"the reference with weights of seed {weights_seed}"
+    return describe_recipe(record)
+
+
+def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same for two runs to see the same data and noise."""
+    recipe = {*PRESETS["seed"], "preset", "engine", THREADS, "use_ema"}
+    settings = settings_of(record) | {"seed": record["config"]["seed"]}
+    return {name: value for name, value in settings.items() if name not in recipe}
+
+
+def _is_eager_fp32(run: LossRun) -> bool:
+    """Whether it is the recipe of the reference: seed in fp32, with Composer."""
+    config = run.record["config"]
+    has_speedups = bool(added_to_seed(run.record).keys() - {"precision", THREADS})
+    return config["engine"] == "composer" and config["precision"] == "fp32" and not has_speedups
+
+
+def _has_other_weights(run: LossRun) -> bool:
+    config = run.record["config"]
+    return config["weights_seed"] != config["seed"]
+
+
+def _no_losses(path: Path, value: str) -> ConfigError:
+    return ConfigError(
+        "the band of losses takes runs of 50 steps",
+        value=f"{path}: {value}",
+        allowed=f"at least {NUM_STEPS} steps with a loss",
+        flag="--numerics",
+    )

@@ -1,0 +1,336 @@
+"""Which runs become which rung, and what does the page say of them?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import yaml
+
+from sdbench.measure.record import BENCHMARK, OK, kind_of, load_record
+from sdbench.presets import PRESETS, PerDevice
+from sdbench.report.ladder import find_ladders, is_one_rung, read_configurations
+from sdbench.report.ladder_pairs import make_pair_tables
+from sdbench.report.ladder_rungs import RUNGS
+from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
+from sdbench.report.report import rebuild
+from sdbench.report.tables import to_markdown
+from tests.report.results_folder import RESULTS, make_recipe, make_record, make_results
+
+REPOSITORY = RESULTS.parent
+FAST_ON_CPU = {
+    name: value.cpu if isinstance(value, PerDevice) else value
+    for name, value in PRESETS["fast"].items()
+}
+PLACES = ("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", "not-measured")
+
+
+def cells_of(table):
+    """Texts by the first column's, and by the heading."""
+    names = [column.name for column in table.columns]
+    return {
+        row[0].text: dict(zip(names, (cell.text for cell in row), strict=True))
+        for row in table.rows
+    }
+
+
+def rows_of(table):
+    names = [column.name for column in table.columns]
+    return [dict(zip(names, (cell.text for cell in row), strict=True)) for row in table.rows]
+
+
+def ladder_of(*records):
+    (table,) = make_ladder_tables(read_configurations(records))
+    return cells_of(table)
+
+
+def climb(*names):
+    """Settings of fast, as many as named."""
+    return {name: FAST_ON_CPU[name] for name in names}
+
+
+def test_a_rung_has_its_gain_alone_and_on_top_of_the_ones_before():
+    rows = ladder_of(
+        make_recipe(1.0),
+        make_recipe(2.0, precision="amp_bf16"),
+        make_recipe(1.5, optimizer="adamw_fused"),
+        make_recipe(5.0, precision="amp_bf16", optimizer="adamw_fused"),
+        make_recipe(1.1, attention="eager"),
+    )
+    assert list(rows) == [
+        "--preset seed",
+        "--precision amp_bf16",
+        "--optimizer adamw_fused",
+        "--attention eager",
+    ]
+    first, second, other = list(rows.values())[1:]
+    assert (first["alone, over seed"], first["over the one above"]) == ("2.00x", "2.00x")
+    assert (second["alone, over seed"], second["over the one above"]) == ("1.50x", "2.50x")
+    assert second["over seed"] == "5.00x"
+    assert second["step p50, s"] == "1.333; 0.4"
+    assert second["from"] == "torch; NVIDIA apex, FusedAdam"
+    assert second["what it does"].startswith("torch's default AdamW or its fused kernel")
+    assert (other["alone, over seed"], other["over the one above"]) == ("1.10x", "")
+
+
+def test_the_longest_chain_is_the_ladder_and_names_do_not_matter():
+    chain = ("precision", "image_dtype", "optimizer", "unit_divisions")
+    records = [make_recipe(1.0)]
+    records += [make_recipe(2.0 + n, **climb(*chain[:n])) for n in range(1, 5)]
+    records += [make_recipe(1.2, attention="eager")]
+    records += [make_recipe(1.3, attention="eager", compile="unet")]
+    for number, record in enumerate(records):
+        record["run_id"] = f"20261121T000000Z_x_any-name-{number}"
+    (found,) = find_ladders(read_configurations(reversed(records)))
+    assert [sorted(one.added) for one in found.chain] == [sorted(chain[:n]) for n in range(1, 5)]
+
+
+def test_all_switches_of_fast_given_by_hand_are_runs_of_the_preset_fast():
+    by_hand = make_recipe(4.0, **FAST_ON_CPU)
+    configurations = read_configurations(
+        [make_recipe(1.0), make_recipe(4.4, preset="fast"), by_hand]
+    )
+    assert [len(one.runs) for one in configurations] == [1, 2]
+    assert configurations[1].preset == "fast"
+    rows = ladder_of(make_recipe(1.0), make_recipe(4.0, preset="fast"))
+    assert rows["--preset fast"]["over seed"] == "4.00x"
+
+
+def test_switches_that_do_nothing_in_a_run_set_it_apart_from_no_other():
+    records = [
+        make_recipe(1.0),
+        make_recipe(1.0, ema_impl="foreach", static_graph=True, compile_mode="max-autotune"),
+        make_recipe(2.0, latents="precomputed"),
+        make_recipe(2.0, latents="precomputed", encoder_dtype="bf16", image_dtype="uint8"),
+        make_recipe(1.0, use_ema=True, ema_impl="foreach"),
+    ]
+    configurations = read_configurations(records)
+    assert [(len(one.runs), dict(one.added)) for one in configurations] == [
+        (2, {}),
+        (2, {}),
+        (1, {"ema_impl": "foreach"}),
+    ]
+
+
+def test_three_runs_of_a_rung_have_an_interval():
+    # Logs of the rates: means 0 and ln 2, standard deviation ln 1.01 on either side, three runs
+    # each: standard error ln(1.01) sqrt(2/3) on 4 degrees of freedom, where t is 2.776445.
+    noise = (1 / 1.01, 1.0, 1.01)
+    rows = ladder_of(
+        *(make_recipe(one) for one in noise),
+        *(make_recipe(2 * one, precision="amp_bf16") for one in noise),
+    )
+    half = 2.776445 * math.log(1.01) * math.sqrt(2 / 3)
+    low, high = (2 * math.exp(sign * half) for sign in (-1, 1))
+    assert rows["--precision amp_bf16"]["alone, over seed"] == f"2.00x ({low:.2f} to {high:.2f})"
+    assert (f"{low:.2f}", f"{high:.2f}") == ("1.96", "2.05")
+
+
+def test_settings_that_only_work_together_are_one_rung():
+    master = {"precision": "bf16", "master_weights": "fp32"}
+    rows = ladder_of(make_recipe(1.0, on_gpu=True), make_recipe(3.0, on_gpu=True, **master))
+    assert rows["--precision bf16 --master_weights fp32"]["alone, over seed"] == "3.00x"
+    assert is_one_rung({"encoder_batch_size": 64})
+    assert not is_one_rung({"precision": "bf16", "optimizer": "adamw_fused"})
+
+
+def test_a_rung_on_top_of_fast_is_set_against_fast():
+    rows = ladder_of(
+        make_recipe(1.0),
+        make_recipe(4.0, preset="fast"),
+        make_recipe(5.0, preset="fast", attention="eager"),
+        make_recipe(2.0, preset="fast", precision="bf16", master_weights="fp32"),
+        make_recipe(3.0, preset="fast", unit_divisions="keep"),
+    )
+    gains = {name: row["over the one above"] for name, row in rows.items()}
+    assert gains == {
+        "--preset seed": "",
+        "--preset fast": "",
+        "--preset fast --attention eager": "1.25x",
+        "--preset fast --precision bf16 --master_weights fp32": "0.50x",
+    }
+
+
+def test_different_work_has_ladders_of_its_own():
+    records = [
+        make_recipe(rate, **work, **rung)
+        for work in ({}, {"latents": "precomputed"}, {"engine": "torch"}, {"image_size": 512})
+        for rate, rung in ((1.0, {}), (2.0, {"precision": "amp_bf16"}))
+    ]
+    tables = make_ladder_tables(read_configurations(records))
+    assert [len(table.rows) for table in tables] == [2, 2, 2, 2]
+    captions = [table.caption for table in tables]
+    assert "256 px, the encoders run in the step (online)" in captions[0]
+    assert "precomputed" in captions[1] and "engine torch" in captions[2]
+
+
+def test_a_record_that_does_not_tell_all_switches_is_on_no_ladder():
+    assert read_configurations([make_record()]) == []
+
+
+def test_rungs_that_nobody_measured_are_listed_without_a_number():
+    configurations = read_configurations(
+        [make_recipe(1.0), make_recipe(4.0, preset="fast"), make_recipe(1.0, num_threads=1)]
+    )
+    tables = {table.caption: cells_of(table) for table in make_pending_tables(configurations)}
+    assert list(tables) == [
+        f"{device}, {who}" for device in ("CPU", "GPU") for who in ("one rank", "several ranks")
+    ]
+    on_cpu = tables["CPU, one rank"]
+    assert "--precision amp_bf16" not in on_cpu  # a part of fast
+    assert "--num_threads N" not in on_cpu
+    assert on_cpu["--attention eager"]["gain"] == "not measured"
+    assert "--cuda_graph" not in on_cpu
+    assert "--cuda_graph" in tables["GPU, one rank"]
+    assert "--grad_compression bf16" in tables["GPU, several ranks"]
+
+
+def test_engines_are_compared_at_the_same_settings_only():
+    fast = {"preset": "fast", "on_gpu": True}
+    table = make_pair_tables(
+        read_configurations(
+            [
+                make_recipe(100.0, **fast),
+                make_recipe(110.0, **fast, engine="torch"),
+                make_recipe(150.0, **fast, engine="torch", cuda_graph=True),
+                make_recipe(90.0, **fast, engine="torch", image_size=768),
+            ]
+        )
+    )["engines"]
+    rows = rows_of(table)
+    assert [row["torch over Composer"] for row in rows] == ["", "1.10x", "1.50x"]
+    assert [row["recipe"] for row in rows] == [
+        "--preset fast",
+        "--preset fast",
+        "--preset fast --cuda_graph",
+    ]
+
+
+def test_the_ema_is_set_beside_the_same_run_without_it():
+    small = {"preset": "fast", "batch_size": 1, "device_train_microbatch_size": 1}
+    table = make_pair_tables(
+        read_configurations(
+            [
+                make_recipe(1.0, **small),
+                make_recipe(1 / 1.04, **small, use_ema=True),
+                make_recipe(1 / 1.25, **small, use_ema=True, ema_impl="composer"),
+                make_recipe(1 / 1.01, **small, use_ema=True, ema_interval_batches=10),
+                make_recipe(9.0, preset="fast", use_ema=True),
+            ]
+        )
+    )["ema"]
+    rows = rows_of(table)
+    assert [(row["EMA"], row["adds to a step, %"]) for row in rows] == [
+        ("none", ""),
+        ("foreach", "4.0"),
+        ("composer", "25.0"),
+        ("foreach, every 10 steps", "1.0"),
+    ]
+    assert {row["images per rank and step"] for row in rows} == {"1"}
+
+
+def test_micro_batches_and_checkpointing_are_one_family():
+    records = [
+        make_recipe(10.0 + size, preset="fast", device_train_microbatch_size=size)
+        for size in (64, 2)
+    ]
+    records += [
+        make_recipe(
+            50.0,
+            preset="fast",
+            device_train_microbatch_size=128,
+            activation_checkpointing="full",
+        )
+    ]
+    rows = rows_of(make_pair_tables(read_configurations(records))["micro-batches"])
+    assert [(row["activation checkpointing"], row["micro-batch"]) for row in rows] == [
+        ("full", "128"),
+        ("none", "2"),
+        ("none", "64"),
+    ]
+
+
+def test_ranks_are_set_beside_one_rank_with_as_many_threads():
+    fast = {"preset": "fast"}
+    rows = rows_of(
+        make_pair_tables(
+            read_configurations(
+                [
+                    make_recipe(1.0, **fast),
+                    make_recipe(0.6, **fast, num_threads=1),
+                    make_recipe(1.2, **fast, num_ranks=2, num_threads=1, sharding="full"),
+                ]
+            )
+        )["ranks"]
+    )
+    assert [(row["ranks"], row["threads per rank"]) for row in rows] == [
+        ("1", "2"),
+        ("1", "1"),
+        ("2", "1"),
+    ]
+    assert [row["over one rank with as many threads"] for row in rows] == ["", "", "1.20x"]
+
+
+def test_the_page_is_filled_between_its_markers(tmp_path):
+    results = make_results(
+        tmp_path, make_recipe(1.0), make_recipe(2.0, precision="amp_bf16"), quoted=False
+    )
+    blocks = [
+        f"<!-- begin generated: {name} -->\n<!-- end generated: {name} -->\n" for name in PLACES
+    ]
+    (results / "ladder.md").write_text("by hand\n" + "\n".join(blocks) + "the end\n")
+    rebuild(results)
+    page = (results / "ladder.md").read_text()
+    assert page.startswith("by hand\n") and page.endswith("the end\n")
+    assert "| --precision amp\\_bf16 | number format of the training step" in page
+    assert "| 2.00x |" in page
+    assert "<!-- begin generated: loss-band -->\nNo runs yet.\n" in page
+    assert "Speed-ups" in (results / "index.html").read_text()
+
+
+def test_every_rung_is_a_value_that_its_flag_takes():
+    from sdbench.config import FIELDS, parse_value
+
+    for rung in RUNGS:
+        for name, value in rung.settings.items():
+            number = 2 if value == "N" else value
+            assert parse_value(name, number, kind=FIELDS[name].metadata["kind"]) == number
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_sweep_climbs_to_fast_one_rung_at_a_time(device):
+    content = yaml.safe_load((REPOSITORY / "sweeps" / f"ladder_{device}.yaml").read_text())
+    records = []
+    for cell in content["list"]:
+        settings = {**content["base"], **cell}
+        preset = settings.pop("preset")
+        records.append(make_recipe(1.0, preset=preset, on_gpu=device == "gpu", **settings))
+    ladder = find_ladders(read_configurations(records))[0]
+    assert ladder.chain[-1].preset == "fast"
+    # Each rung of the chain was also measured alone.
+    alone = [dict(one.added) for one in ladder.alone]
+    for before, after in itertools.pairwise([ladder.base, *ladder.chain]):
+        (name,) = set(after.added) - set(before.added)
+        assert {name: after.added[name]} in alone, name
+
+
+def test_fast_is_nowhere_slower_than_seed():
+    """The committed records, wherever both presets were measured at the same work."""
+    records = [load_record(path.parent) for path in sorted(RESULTS.glob("runs/*/record.json"))]
+    trained = [one for one in records if kind_of(one) == BENCHMARK and one["status"] == OK]
+    compared = 0
+    for ladder in find_ladders(read_configurations(trained)):
+        if ladder.fast is not None:
+            compared += 1
+            assert statistics.median(ladder.fast.rates) >= statistics.median(ladder.base.rates)
+    if not compared:
+        pytest.skip("no committed records of both presets that tell all switches")
+
+
+def test_a_hostile_note_stays_in_its_cell():
+    records = [make_recipe(1.0), make_recipe(2.0, precision="amp_bf16")]
+    records[1]["summary"]["flags"] = ["a|b\n<b>"]
+    (table,) = make_ladder_tables(read_configurations(records))
+    assert "| a\\|b &lt;b&gt;: a\\|b &lt;b&gt; |" in to_markdown(table)

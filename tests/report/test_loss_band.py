@@ -1,0 +1,173 @@
+"""Is a recipe whose arithmetic has changed the training told from one that has not?"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.errors import ConfigError
+from sdbench.presets import PRESETS
+from sdbench.report.ladder import pure_preset
+from sdbench.report.loss_band import (
+    INSIDE,
+    NO_BAND,
+    NUM_STEPS,
+    OUTSIDE,
+    LossRun,
+    find_bands,
+    make_tables,
+    read_run,
+)
+from sdbench.report.report import load_losses
+from tests.report.results_folder import RESULTS, make_readme, make_recipe
+
+# Five others whose losses lie 0.01, 0.02, 0.03, 0.04 and 0.05 above the reference at every step:
+# their standard deviation is sqrt(0.0010 / 4) = 0.0158114, and the band 0.0474342.
+OTHERS = (0.01, 0.02, 0.03, 0.04, 0.05)
+SPREAD = 0.0158113883
+CURVE = [1.0 / (1 + step) for step in range(NUM_STEPS)]
+
+
+def make_run(losses, *, preset="seed", weights_seed=17, **settings):
+    record = make_recipe(preset=preset, **settings)
+    record["config"]["weights_seed"] = weights_seed
+    return LossRun(record, losses)
+
+
+def shifted(by):
+    return [loss + by for loss in CURVE]
+
+
+def with_one_bad_step(by, *, step=31):
+    return [loss + (by if number == step else 0.0) for number, loss in enumerate(CURVE)]
+
+
+def make_band_runs():
+    runs = [make_run(CURVE)]
+    return runs + [make_run(shifted(by), weights_seed=18 + n) for n, by in enumerate(OTHERS)]
+
+
+def judge(*recipes):
+    (band,) = find_bands([*make_band_runs(), *recipes])
+    assert band.spread == pytest.approx(SPREAD, rel=1e-6)
+    return {one.recipe: one for one in band.judged if one.verdict is not None}
+
+
+def test_a_recipe_within_the_band_is_inside_and_one_beyond_it_is_outside():
+    found = judge(
+        make_run(with_one_bad_step(0.047), precision="amp_bf16"),
+        make_run(with_one_bad_step(-0.048), attention="eager"),
+        make_run(shifted(0.001), preset="fast"),
+    )
+    assert {name: one.verdict for name, one in found.items()} == {
+        "--preset seed --precision amp_bf16": INSIDE,
+        "--preset seed --attention eager": OUTSIDE,
+        "--preset fast": INSIDE,
+    }
+    outside = found["--preset seed --attention eager"]
+    assert (outside.deviation, outside.step) == (pytest.approx(0.048), 31)
+    # A single bad step is not averaged away.
+    assert outside.mean_deviation == pytest.approx(-0.048 / 50)
+
+
+def test_a_recipe_that_loses_its_numbers_is_outside():
+    losses = with_one_bad_step(math.nan, step=7)
+    found = judge(make_run(losses, precision="bf16"))["--preset seed --precision bf16"]
+    assert (found.verdict, found.step) == (OUTSIDE, 7)
+
+
+def test_the_spread_is_the_root_mean_square_over_the_steps():
+    # Half of the steps without any spread: the mean of the variances is halved.
+    runs = [make_run(CURVE)]
+    for number, by in enumerate(OTHERS):
+        losses = [loss + (by if step % 2 else 0.0) for step, loss in enumerate(CURVE)]
+        runs.append(make_run(losses, weights_seed=18 + number))
+    (band,) = find_bands(runs)
+    assert band.spread == pytest.approx(SPREAD / math.sqrt(2), rel=1e-6)
+    assert band.half_width == pytest.approx(3 * SPREAD / math.sqrt(2), rel=1e-6)
+
+
+def test_four_runs_make_no_band():
+    runs = [*make_band_runs()[:-1], make_run(CURVE, preset="fast")]
+    (band,) = find_bands(runs)
+    assert (band.spread, band.judged[-1].verdict) == (None, NO_BAND)
+    (table,) = make_tables([band])
+    assert table.caption.endswith("no band yet, 4 of 5 runs that make it")
+
+
+def test_runs_on_other_data_or_another_device_are_not_compared():
+    other_data = make_run(CURVE, preset="fast", image_size=512)
+    other_noise = make_run(CURVE, preset="fast", seed=18)
+    on_gpu = make_run(CURVE, preset="fast", on_gpu=True)
+    assert judge(other_data, other_noise, on_gpu) == {}
+    # The engine, the EMA and the preset's name are no other data.
+    lean = make_run(CURVE, preset="fast", engine="torch", use_ema=True)
+    assert list(judge(lean)) == ["--preset fast"]
+
+
+def test_the_table_marks_what_is_outside():
+    runs = [*make_band_runs(), make_run(with_one_bad_step(0.5), preset="fast")]
+    (table,) = make_tables(find_bands(runs))
+    assert "the band is 3 x 0.01581 = 0.04743 to either side of the reference" in table.caption
+    verdicts = [(row[0].text, row[6].text) for row in table.rows]
+    assert verdicts[0] == ("the reference", "")
+    assert verdicts[1] == ("the reference with weights of seed 18", "")
+    assert verdicts[-1] == ("--preset fast", "OUTSIDE")
+
+
+def write_run(folder, record, num_steps):
+    folder.mkdir(parents=True)
+    lines = ["index,phase,step_time_s,data_wait_s,loss"]
+    lines += [f"{step},measured,1.0,0.0,{1.0 / (1 + step)}" for step in range(num_steps)]
+    (folder / "steps.csv").write_text("\n".join(lines) + "\n")
+    (folder / "record.json").write_text(json.dumps(record))
+    (folder / "stdout.log").write_text("")
+    return folder
+
+
+def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    make_readme(results)
+    begin, end = (f"<!-- {word} generated: {{}} -->\n" for word in ("begin", "end"))
+    places = ("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", "not-measured")
+    (results / "ladder.md").write_text("".join((begin + end).format(p, p) for p in places))
+    record = make_recipe(precision="fp32")
+    run = write_run(tmp_path / "run", record, NUM_STEPS)
+    assert main(["publish", "--numerics", str(run), "--results", str(results)]) == 0
+    published = results / "numerics" / record["run_id"]
+    assert sorted(path.name for path in published.iterdir()) == [
+        "record.json",
+        "stdout.log",
+        "steps.csv",
+    ]
+    assert len((results / "throughput.csv").read_text().splitlines()) == 1
+    assert "no band yet, 0 of 5" in (results / "ladder.md").read_text()
+
+
+def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path, capsys):
+    results = tmp_path / "results"
+    results.mkdir()
+    make_readme(results)
+    run = write_run(tmp_path / "run", make_recipe(precision="fp32"), 49)
+    assert main(["publish", "--numerics", str(run), "--results", str(results)]) == 2
+    assert "steps.csv: 49 steps" in capsys.readouterr().err
+    assert not (results / "numerics").exists()
+    (run / "steps.csv").write_text("index,loss\n0,much\n")
+    with pytest.raises(ConfigError, match="losses that cannot be read"):
+        read_run(make_recipe(), run)
+
+
+def test_no_preset_is_outside_the_committed_band():
+    judged = [
+        one
+        for band in find_bands(load_losses(RESULTS))
+        for one in band.judged
+        if pure_preset(one.run.record) in PRESETS and one.verdict is not None
+    ]
+    if not judged:
+        pytest.skip("no committed losses of a preset")
+    assert [one.run.record["run_id"] for one in judged if one.verdict != INSIDE] == []
