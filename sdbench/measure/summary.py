@@ -13,6 +13,7 @@ from sdbench import statistics
 from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
 from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
 from sdbench.measure.phases import merge_phases
+from sdbench.measure.startup import StartupClock
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import Interval, within_run_interval
@@ -77,6 +78,7 @@ def summarize(
     flops_per_image: float,
     peak_tflops: float | None,
     matmul_tflops: float | None = None,
+    startup: StartupClock | None = None,
 ) -> dict[str, Any]:
     """The figures of a run.
 
@@ -88,6 +90,7 @@ def summarize(
         flops_per_image: Model FLOPs of one image, multiply-add counted as two.
         peak_tflops: Dense peak of one device, None where unknown.
         matmul_tflops: What a large matrix product reached on one device, None if not measured.
+        startup: Has followed the first rank from its start.
 
     Returns:
         The record's `summary`.
@@ -112,11 +115,12 @@ def summarize(
         "precision_not_reached": target is not None
         and not statistics.is_precise(step_times_s, target=target),
     }
+    num_warmup_steps = sum(step.phase == WARMUP for step in timings.steps)
     return {
         "images_per_second": images_per_second,
         "images_per_second_interval": interval_for_record(interval),
         "images_per_second_per_device": images_per_second / num_devices,
-        "num_warmup_steps": sum(step.phase == WARMUP for step in timings.steps),
+        "num_warmup_steps": num_warmup_steps,
         "num_measured_steps": len(measured),
         "window_s": timings.window_s,
         "step_time_p50_s": float(np.percentile(step_times_s, 50)),
@@ -130,6 +134,7 @@ def summarize(
         "data_wait_percent": 100 * sum(step.data_wait_s for step in measured) / timings.window_s,
         "breakdown": breakdown,
         "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
+        "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,

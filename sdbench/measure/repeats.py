@@ -1,0 +1,39 @@
+"""How long does a piece of work take on this device, once it runs steadily?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+MIN_REPEATS = 5
+# A GPU under load first runs at its boost clock and then at what its power cap allows.
+MIN_S = {"cuda": 1.0, "cpu": 0.0}
+# A GPU is given work faster than it does it; waiting after each piece would be timed too.
+CALLS_PER_REPEAT = {"cuda": 20, "cpu": 1}
+
+
+def median_time_s(work: Callable[[], object], *, device_type: str) -> float:
+    """Time one call of the work.
+
+    Args:
+        work: Is called again and again; once untimed, to load and choose kernels.
+        device_type: ``cuda`` (the current one) or ``cpu``.
+
+    Returns:
+        Seconds: the median over the second half of the repeats.
+    """
+    import torch
+
+    synchronize = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    num_calls = CALLS_PER_REPEAT[device_type]
+    work()
+    times_s: list[float] = []
+    while len(times_s) < MIN_REPEATS or sum(times_s) < MIN_S[device_type]:
+        synchronize()
+        start_s = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s[len(times_s) // 2 :]) / num_calls

@@ -1,0 +1,111 @@
+"""What does the time from the command to the first measured step go to?
+
+Every moment since the process began belongs to one phase, so that the phases add up to the whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before the process that started this one, if that was a launcher of ranks.
+LAUNCHER = "launcher"
+INTERPRETER = "interpreter"
+IMPORTS = "imports"
+PLAN = "plan"
+PEAK = "peak"
+BUILD = "build"
+ENGINE = "engine"
+FIRST_STEP = "first_step"
+WARMUP = "warmup"
+PHASES = (LAUNCHER, INTERPRETER, IMPORTS, PLAN, PEAK, BUILD, ENGINE, FIRST_STEP, WARMUP)
+
+# Programs whose processes start one process per rank, by file name or module.
+LAUNCHERS = frozenset({"composer", "torchrun", "composer.cli.launcher", "torch.distributed.run"})
+
+
+class StartupClock:
+    """Charges the time before the first measured step of one rank to phases."""
+
+    def __init__(
+        self,
+        *,
+        before_main_s: dict[str, float],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin, as the first thing that the program does.
+
+        Args:
+            before_main_s: Seconds that have passed by phase, e.g. `seconds_before_now()`.
+            clock: Monotonic host clock in seconds.
+        """
+        self._clock = clock
+        self._since_s = clock()
+        self._seconds = dict.fromkeys(PHASES, 0.0) | before_main_s
+        self._step_times_s: list[float] = []
+
+    def ends(self, phase: str) -> None:
+        """Charge what has passed since the last call to a phase, which may be charged again."""
+        self._seconds[phase] += self._lap()
+
+    def loop_begins(self) -> None:
+        """The engine is about to begin the first step."""
+        self.ends(ENGINE)
+
+    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+        """A step has ended. Which steps are warm-up may be decided later."""
+        self._step_times_s.append(self._lap())
+
+    def summary(self, *, num_warmup_steps: int) -> dict[str, Any]:
+        """The record's `startup`.
+
+        Args:
+            num_warmup_steps: Steps before the measured window; the phases end with the last one.
+        """
+        first_s, rest_s = 0.0, 0.0
+        if num_warmup_steps > 0:
+            first_s, *rest = self._step_times_s[:num_warmup_steps]
+            rest_s = sum(rest)
+        seconds = {**self._seconds, FIRST_STEP: first_s, WARMUP: rest_s}
+        return {
+            "total_s": sum(seconds.values()),
+            "seconds": seconds,
+            "compile_s": compile_seconds(),
+        }
+
+    def _lap(self) -> float:
+        now_s = self._clock()
+        lap_s, self._since_s = now_s - self._since_s, now_s
+        return lap_s
+
+
+def seconds_before_now() -> dict[str, float]:
+    """Seconds from the start of this process, and of the launcher that started it, until now."""
+    import psutil
+
+    process = psutil.Process()
+    interpreter_s = _age_s(process)
+    parent = process.parent()
+    if parent is None or not LAUNCHERS & {Path(part).name for part in parent.cmdline()[:3]}:
+        return {LAUNCHER: 0.0, INTERPRETER: interpreter_s}
+    return {LAUNCHER: _age_s(parent) - interpreter_s, INTERPRETER: interpreter_s}
+
+
+def _age_s(process: Any) -> float:
+    import psutil
+
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return time.time() - process.create_time()
+    # Linux counts the start of a process from the start of the machine, whose date it gives in
+    # whole seconds: taken off again, it costs no precision.
+    since_boot_s = process.create_time() - psutil.boot_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s
+
+
+def compile_seconds() -> float:
+    """Seconds that torch.compile has taken in this process, forward and backward passes."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else dynamo.calculate_time_spent()["total_wall_time"]
