@@ -30,7 +30,7 @@ benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="...
 benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHEELS=dir] [OUT=dir]
 	@if [ -n "$(WHEELS)" ]; then $(PYTHON) -m pip install -q --no-index --no-deps --no-compile \
 	  --upgrade --target $(SITE) $(WHEELS)/*.whl; fi
-	@$(WITH_WHEELS) $(PYTHON) -c 'import composer, torch; assert torch.cuda.is_available()' || { \
+	@$(WITH_WHEELS) $(PYTHON) -c 'import sys, composer, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "A GPU, torch and composer are needed, and '$(PYTHON)' finds not all of them: set" \
 	    "PYTHON=python3.12 or WHEELS=dir." >&2; exit 2; }
 	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu.yaml --folder $(OUT) $(ARGS)

@@ -20,6 +20,8 @@ from sdbench.measure.hardware import Machine
 from sdbench.presets import PerDevice
 
 FSDP = ("grad_op", "full", "hybrid")
+# Two steps before the capture let libraries choose kernels and make room.
+NUM_GRAPH_STEPS = 3
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -194,6 +196,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sharding",
+        ("hybrid",),
+        lambda s: s.on_gpu,
+        "torch cannot average between machines on CPUs when each of them shares its weights",
+        "none | zero1 | grad_op | full",
+        "full",
+    ),
+    Rule(
+        "sharding",
         FSDP,
         lambda s: s.config.precision != "amp_fp16",
         "weights that are shared out are not trained with a loss scale here",
@@ -302,6 +312,14 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.config.compile_mode not in GRAPH_MODES,
         "a graph cannot hold those that this mode of torch.compile replays",
         "--no_cuda_graph, or --compile_mode default | max-autotune-no-cudagraphs",
+        False,
+    ),
+    Rule(
+        "cuda_graph",
+        (True,),
+        lambda s: s.config.warmup_batches is None or s.config.warmup_batches >= NUM_GRAPH_STEPS,
+        f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
+        f"--no_cuda_graph, or --warmup_batches {NUM_GRAPH_STEPS} and more",
         False,
     ),
     Rule(

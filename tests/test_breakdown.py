@@ -14,6 +14,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
 import benchmark
+from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.phases import PHASES
 from sdbench.measure.record import SCHEMA_FILE, load_record
@@ -40,7 +41,7 @@ PLACES = {
     "backward": (torch.Tensor, "backward"),
     # Behind the closure with forward and backward pass that Composer makes of a step.
     "optimizer": (sys.modules["torch.optim.adam"], "adam"),
-    "ema": (torch.optim.swa_utils.AveragedModel, "update_parameters"),
+    "ema": (ForeachEma, "update"),
     "other": (torch.optim.lr_scheduler.LambdaLR, "step"),
 }
 

@@ -84,6 +84,8 @@ REFUSED = [
     (("--cuda_graph", "--engine", "torch", "--precision", "amp_fp16"), H100, ONE, "amp_bf16"),
     (("--cuda_graph", "--engine", "torch", "--optimizer", "adamw"), H100, ONE, "adamw_fused"),
     (("--cuda_graph", "--engine", "torch"), H100, EIGHT, "one rank"),
+    (("--cuda_graph", "--engine", "torch", "--warmup_batches", "0"), H100, ONE, "batches 3 and"),
+    (("--sharding", "hybrid"), CPU, TWO_NODES, "none | zero1 | grad_op | full"),
     (
         (
             *("--cuda_graph", "--engine", "torch"),

@@ -88,8 +88,7 @@ class BatchesAhead(Batches):
 
         A batch that nobody trains on would be counted as delivered all the same.
         """
-        timer = self._watch.timer
-        if timer.num_steps + 1 < timer.num_steps_needed:
+        if not self._watch.is_last_step:
             self._fetch()
 
     def _fetch(self) -> None:

@@ -71,6 +71,11 @@ class StepWatch:
         return self.timer.num_steps >= self._num_steps_now
 
     @property
+    def is_last_step(self) -> bool:
+        """Whether the run ends with the step that goes on now, as far as is decided."""
+        return self.timer.num_steps + 1 >= self._num_steps_now
+
+    @property
     def _num_steps_now(self) -> int:
         """Length of the run as far as is decided now."""
         if self._num_steps is not None:

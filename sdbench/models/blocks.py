@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
@@ -118,17 +121,31 @@ def fuse_group_norms(model: nn.Module) -> None:
             module.conv_act = nn.Identity()
 
 
-def checkpoint_activations(unet: Any, *, which: str) -> None:
+def checkpoint_activations(
+    unet: Any,
+    *,
+    which: str,
+    recompute: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> None:
     """Let the backward pass compute activations again instead of keeping them.
 
     Args:
         unet: diffusers' U-Net; changed in place.
         which: ``none``, ``transformer`` (the transformer blocks, whose activations are the largest
             share) or ``full`` (these and the residual blocks).
+        recompute: Makes what is entered around each block that is computed again; torch.compile
+            does without.
     """
     if which == "none":
         return
-    unet.enable_gradient_checkpointing()
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if recompute is not None:
+        settings["context_fn"] = lambda: (contextlib.nullcontext(), recompute())
+    unet.enable_gradient_checkpointing(
+        gradient_checkpointing_func=functools.partial(
+            torch.utils.checkpoint.checkpoint, **settings
+        )
+    )
     if which == "transformer":
         for module in unet.modules():
             if hasattr(module, "gradient_checkpointing"):

@@ -332,18 +332,21 @@ def _profile_step(
     activation_checkpointing: str,
 ) -> _StepProfile:
     """Replay a step."""
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+    with FakeTensorMode():
         model = build_stable_diffusion(
             # Fake weights: those of a folder are not read.
             dataclasses.replace(architecture, weights_folder=None),
-            seed=0,
+            seed=None,
             precision=precision,
             encoder_dtype=encoder_dtype,
             memory_format="contiguous",
-            attention=attention,
+            # The fused kernels all keep the same, and none of a GPU's takes fake CPU tensors.
+            attention="eager" if attention == "eager" else "sdpa",
             encoders=online,
         )
-        checkpoint_activations(model.unet, which=activation_checkpointing)
+        # The backward pass enters no modes that are around it.
+        rules = _CudaAutocastRules if on_cuda else None
+        checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
         num_images = _choose_num_images(model)
         make_batch = functools.partial(
             _make_batch, architecture, num_images=num_images, image_size=image_size, online=online

@@ -230,7 +230,7 @@ def _draw_noise(like: Tensor) -> Tensor:
 def build_stable_diffusion(
     architecture: Architecture,
     *,
-    seed: int,
+    seed: int | None,
     precision: str,
     encoder_dtype: str,
     memory_format: str,
@@ -245,7 +245,8 @@ def build_stable_diffusion(
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded instead of drawn.
-        seed: Of the random weights. The caller's random generators are left as they were.
+        seed: Of the random weights; None draws none, for fake tensors. The caller's random
+            generators are left as they were.
         precision: One of `PRECISIONS`. Whether fp32 may use TF32 is a global switch of torch's
             and the caller's to set.
         encoder_dtype: One of `ENCODER_DTYPES`, the type of the frozen weights.
@@ -288,7 +289,7 @@ def build_stable_diffusion(
 def build_encoders(
     architecture: Architecture,
     *,
-    seed: int,
+    seed: int | None,
     encoder_dtype: str,
     memory_format: str,
     attention: str,
@@ -298,7 +299,7 @@ def build_encoders(
 
     Args:
         architecture: What to build.
-        seed: Of the whole model.
+        seed: Of the whole model, as there.
         encoder_dtype: One of `ENCODER_DTYPES`.
         memory_format: One of `MEMORY_FORMATS`, for the VAE.
         attention: One of `components.ATTENTION`.
@@ -309,9 +310,10 @@ def build_encoders(
     """
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
     # Seeds of their own, so that neither depends on what was drawn for another part.
-    vae_weights = Weights(seed=seed + 1, device=device, dtype=dtype, memory_format=layout)
+    vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
+    vae_weights = Weights(seed=vae_seed, device=device, dtype=dtype, memory_format=layout)
     vae = make_vae(architecture, attention=attention, weights=vae_weights)
-    text_weights = Weights(seed=seed + 2, device=device, dtype=dtype)
+    text_weights = Weights(seed=text_seed, device=device, dtype=dtype)
     text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
     for encoder in (vae, text_encoder):
         encoder.requires_grad_(False).eval()

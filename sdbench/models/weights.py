@@ -19,13 +19,13 @@ class Weights:
     """What the weights of a model are, and where.
 
     Attributes:
-        seed: Of those that are drawn.
+        seed: Of those that are drawn; None draws nothing, for fake tensors, which have no numbers.
         device: Where they are.
         dtype: Type of the floating-point ones.
         memory_format: Layout of the four-dimensional ones.
     """
 
-    seed: int
+    seed: int | None
     device: str | torch.device = "cpu"
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.preserve_format
@@ -57,7 +57,8 @@ def draw_weights(
     with _drawing_by(weights.seed, device), torch.no_grad():
         for part in _parts(model):
             part.to_empty(device=device)
-            part.apply(initialize or _reset)
+            if weights.seed is not None:
+                part.apply(initialize or _reset)
             weights.place(part)
     _fill_buffers(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -87,9 +88,11 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _drawing_by(seed: int, device: torch.device) -> Iterator[None]:
+def _drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
     """Draw by a seed on this device and leave the caller's random generators as they were."""
-    if device.type == "cuda":
+    if seed is None:
+        yield
+    elif device.type == "cuda":
         with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
             torch.cuda.manual_seed(seed)  # of this GPU only, unlike torch.manual_seed
             yield
