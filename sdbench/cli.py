@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.precompute:main",
         "encode images and captions once, to train without the encoders",
     ),
+    "profile": (
+        "sdbench.profile.command:main",
+        "which operators a step spends its time in, and how far each is from its ceiling",
+    ),
     "repeat": (
         "sdbench.launch.repeat:main",
         "measure one command several times in fresh processes: an interval between runs",

@@ -1,0 +1,269 @@
+"""The profile of the tiny model through its command, and the parts that it is reckoned from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+from sdbench.cli import main
+from sdbench.measure import bandwidth
+from sdbench.measure.phases import PHASES
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.flops import count_flops
+from sdbench.profile.count import WorkCounter
+from sdbench.profile.events import StepEvents
+from sdbench.profile.result import Profile
+from sdbench.profile.roofline import Ceilings, Operator, Timing, Work, join
+from sdbench.profile.steps import PhaseMarks
+
+TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches", "1")
+
+
+@pytest.fixture(autouse=True)
+def small_arrays(monkeypatch):
+    """The ceilings themselves are measured in tests/measure."""
+    monkeypatch.setitem(bandwidth.ARRAY_BYTES, "cpu", 1 << 24)
+
+
+def profile_tiny(folder, *argv):
+    assert main(["profile", *TINY, *SHORT, "--out", str(folder), *argv]) == 0
+    content = json.loads((folder / "profile.json").read_text())
+    with (folder / "operators.csv").open() as file:
+        return content, list(csv.DictReader(file))
+
+
+def attention_flop_done_twice(operators):
+    """What the backward pass of fused attention computes again: Q K^T, one of its five products."""
+    total = 0.0
+    for row in operators:
+        if "flash_attention_for_cpu_backward" in row["operator"]:
+            _, query, key, *_ = (
+                [int(size) for size in shape.split("x")] for shape in row["shapes"].split()
+            )
+            images, heads, num_queries, width = query
+            product = 2 * images * heads * num_queries * key[2] * width * float(row["calls"])
+            assert float(row["gflop"]) == pytest.approx(5 * product / 1e9)
+            total += product
+    assert total > 0
+    return total
+
+
+def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_is_told(
+    tmp_path, capsys
+):
+    recipe = ("--preset", "seed", "--use_ema", "--optimizer", "adamw_fused")
+    two_microbatches = ("--batch_size", "4", "--device_train_microbatch_size", "2")
+    content, operators = profile_tiny(tmp_path / "out", *recipe, *two_microbatches, "--top", "5")
+    step, phases = content["step"], content["phases"]
+    architecture, _ = resolve_architecture("tiny")
+    model_gflop = 4 * sum(count_flops(architecture, image_size=64)) / 1e9
+    counted_gflop = model_gflop + attention_flop_done_twice(operators) / 1e9
+    assert step["model_gflop"] == pytest.approx(model_gflop, rel=1e-12)
+    assert step["counted_gflop"] == pytest.approx(counted_gflop, rel=1e-12)
+    gflops = [float(row["gflop"] or 0) for row in operators]
+    assert sum(gflops) == pytest.approx(counted_gflop, rel=1e-9)
+
+    assert list(phases) == [*(phase for phase in PHASES if phase in phases), "no operator"]
+    assert phases["optimizer"]["gflop"] == 0 and phases["optimizer"]["gb"] > 0
+    assert phases["ema"]["time_ms"] > 0
+    assert sum(phase["step_percent"] for phase in phases.values()) == pytest.approx(100)
+    explained_ms = step["explained_percent"] / 100 * step["profiled_step_ms"]
+    unmatched_ms = sum(content["unmatched"].values())
+    assert explained_ms + unmatched_ms + step["outside_operators_ms"] == pytest.approx(
+        step["profiled_step_ms"]
+    )
+    # All that the counted step did ran in the profiled ones, and as often.
+    assert content["warnings"] == []
+    assert all(row["time_ms"] for row in operators if float(row["gb"] or 0) > 0)
+
+    floors_ms = sum(float(row["floor_ms"] or 0) for row in operators)
+    assert step["floor_ms"] == pytest.approx(floors_ms)
+    assert step["images_per_second_at_floor"] == pytest.approx(4e3 / floors_ms)
+    peak_tflops = content["ceilings"]["matmul_tflops"]["float32"]
+    assert step["ideal_floor_ms"] == pytest.approx(model_gflop / peak_tflops)
+
+    assert content["command"][:4] == ["python", "-m", "sdbench", "profile"]
+    assert content["config"]["use_ema"] and content["versions"]["torch"]
+    output = capsys.readouterr().out
+    assert "The 5 operators of the longest time" in output
+    assert f"computes {counted_gflop / model_gflop:.3f} times the model's FLOPs" in output
+    assert (tmp_path / "out" / "stdout.log").read_text() == output
+
+
+def make(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+BF16 = torch.bfloat16
+THREE_ROWS = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "flop", "num_bytes"),
+    [
+        (torch.mm, (make(8, 16), make(16, 4)), 2 * 8 * 16 * 4, 4 * (128 + 64 + 32)),
+        (
+            torch.mm,
+            (make(8, 16, dtype=BF16), make(16, 4, dtype=BF16)),
+            1024,
+            2 * (128 + 64 + 32),
+        ),
+        (torch.add, (make(10), make(10)), 0, 4 * 30),
+        (lambda a: a * a, (make(10),), 0, 4 * 20),
+        (torch.Tensor.add_, (make(10), make(10)), 0, 4 * 30),
+        (torch.Tensor.copy_, (make(10), make(10)), 0, 4 * 20),
+        (lambda a, b: torch.sqrt(a, out=b), (make(10), make(10)), 0, 4 * 20),
+        (torch.Tensor.float, (make(10, dtype=torch.uint8),), 0, 10 + 40),
+        (torch.add, (make(4, 5), make(5).expand(4, 5)), 0, 4 * (20 + 5 + 20)),
+        (torch.zeros, (10,), 0, 4 * 10),
+        (torch.cat, ([make(10), make(6)],), 0, 4 * 32),
+        # Of a table of 100 rows three are read, and their numbers of 8 bytes.
+        (torch.nn.functional.embedding, (THREE_ROWS, make(100, 4)), 0, 3 * 8 + 2 * 4 * 12),
+        # a += (b - a) / 2: both are read, one is written.
+        (torch._foreach_lerp_, ([make(3), make(4)], [make(3), make(4)], 0.5), 0, 4 * 21),
+        # A view, a new name and a place for numbers.
+        (lambda a: a.t()[1:].detach(), (make(4, 5),), 0, 0),
+        (torch.Tensor.t_, (make(4, 5),), 0, 0),
+        (torch.empty_like, (make(10),), 0, 0),
+    ],
+)
+def test_work_is_that_reckoned_by_hand(operator, arguments, flop, num_bytes):
+    with WorkCounter(phase=lambda: "other", device_type="cpu") as counter:
+        operator(*arguments)
+    works = counter.work.values()
+    assert works
+    assert sum(work.flop for work in works) == flop
+    assert sum(work.num_bytes for work in works) == num_bytes
+
+
+def test_fused_adamw_moves_28_bytes_a_weight():
+    weight = make(1000).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = make(1000)
+    optimizer.step()
+    with WorkCounter(phase=lambda: "optimizer", device_type="cpu") as counter:
+        optimizer.step()
+    works = {operator.name: work for (operator, _), work in counter.work.items()}
+    # It reads weight, gradient and two moments and writes all but the gradient; and one step count.
+    assert works["aten::_fused_adamw_"].num_bytes == 28 * 1000 + 4
+
+
+def test_operators_that_were_not_counted_are_told_with_their_time_and_phase():
+    phases, left = PhaseMarks(), make(64, 64)
+    mm = Operator("unet_forward", "aten::mm", ((64, 64), (64, 64)))
+    events = StepEvents({mm}, device_type="cpu")
+    for _ in range(2):
+        session = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        )
+        with session as profiler, phases.tell_profiler():
+            with phases.phase("unet_forward"):
+                torch.mm(left, left)
+                torch.mm(left, left)
+            torch.sin(left)
+        events.add(profiler.events())
+    assert set(events.matched) == {mm} and events.matched[mm].calls == 2
+    sin = Operator("other", "aten::sin", ((64, 64),))
+    assert set(events.unmatched) == {sin} and events.unmatched[sin].calls == 1
+    assert 0 < events.matched[mm].time_s + events.unmatched[sin].time_s < events.step_s
+
+
+def test_floors_and_shares_of_planted_work_are_exact():
+    ceilings = Ceilings(tflops={"float32": 1.0, "bfloat16": 4.0}, gb_per_s=10.0)
+    product = Operator("backward", "aten::mm", ((2, 3), (3, 4)))
+    addition = Operator("optimizer", "aten::add", ((5,),))
+    view, strange = Operator("backward", "aten::t", ()), Operator("backward", "my::op", ())
+    counted = {
+        # 2 s in fp32 and 0.5 s in bf16 by arithmetic; 0.5 s and 1.5 s by bytes.
+        (product, "float32"): Work(calls=4, flop=2 * 10**12, num_bytes=5 * 10**9),
+        (product, "bfloat16"): Work(calls=1, flop=2 * 10**12, num_bytes=15 * 10**9),
+        (addition, "float32"): Work(calls=2, flop=0, num_bytes=20 * 10**9),
+        (view, "float32"): Work(calls=7),
+    }
+    timed = {
+        product: Timing(calls=5, time_s=5.0),
+        addition: Timing(calls=3, time_s=4.0),
+        view: Timing(calls=6, time_s=0.25),
+        strange: Timing(calls=1, time_s=0.5),
+    }
+    rows = {row.name: row for row in join(counted, timed, ceilings=ceilings)}
+    assert list(rows) == ["aten::mm", "aten::add", "my::op", "aten::t"]  # longest first
+    mm, add, op, t = rows.values()
+    assert (mm.matmul_s, mm.memory_s, mm.floor_s, mm.bound) == (2.5, 2.0, 2.0 + 1.5, "matmul")
+    assert (mm.tflop_per_s, mm.gb_per_s) == (0.8, 4.0)
+    assert (mm.matmul_percent, mm.memory_percent) == (50.0, 40.0)
+    assert mm.dtypes == {"float32", "bfloat16"} and not mm.calls_differ
+    assert (add.floor_s, add.bound, add.memory_percent, add.matmul_percent) == (
+        2.0,
+        "memory",
+        50.0,
+        None,
+    )
+    assert add.calls_differ and not t.calls_differ  # a view is no work
+    assert (op.flop, op.floor_s, op.bound, op.tflop_per_s) == (None, None, None, None)
+    assert (t.floor_s, t.bound) == (0.0, None)
+
+    profile = Profile(
+        rows=list(rows.values()),
+        kernels={},
+        ceilings=ceilings,
+        step_s=8.0,
+        profiled_step_s=10.0,
+        num_images=11,
+        model_flop=2e12,
+    )
+    assert profile.floor_s == 5.5 and profile.counted_flop == 4 * 10**12
+    assert (profile.explained_percent, profile.outside_s) == (92.5, 0.25)
+    assert [row.name for row in profile.unmatched] == ["my::op"]
+    backward, optimizer, rest = profile.by_phase
+    assert (backward.phase, backward.time_s, backward.floor_s) == ("backward", 5.75, 3.5)
+    assert (optimizer.time_s, rest.time_s, rest.phase) == (4.0, 0.25, "no operator")
+    assert math.isclose(sum(profile.share(row.time_s) for row in profile.by_phase), 100)
+
+
+def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
+    ceilings = Ceilings(tflops={"float32": 1.0, "bfloat16": 4.0}, gb_per_s=10.0)
+    counted = {
+        (Operator("backward", "aten::mm", ((2, 3),)), "float32"): Work(1, 10**12, 1),
+        (Operator("backward", "aten::mm", ((2, 4),)), "bfloat16"): Work(1, 3 * 10**12, 1),
+    }
+    rows = join(counted, {}, ceilings=ceilings)
+    profile = Profile(rows, {}, ceilings, 8.0, 10.0, num_images=1, model_flop=6e12)
+    assert (profile.main_dtype, profile.ideal_floor_s) == ("bfloat16", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--profile_batches", "0"), "there is nothing to profile: got 0; allowed: 1 or more"),
+        (
+            ("--batch_size", "66", "--device_train_microbatch_size", "2"),
+            "got 66; allowed: at most 64, 32 micro-batches of 2; change it with --batch_size",
+        ),
+        (("--max_duration", "9ba"), "a profile has no use for this setting of benchmark.py: got"),
+        (("--top", "none"), "--top has a value of the wrong kind: got 'none'"),
+        (("--tops", "3"), "unknown flag: got '--tops'"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, message):
+    assert main(["profile", *TINY, "--out", str(tmp_path / "out"), *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    assert main(["profile", *TINY, "--out", str(tmp_path)]) == 2
+    assert "the folder holds something already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_several_ranks_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["profile", *TINY]) == 2
+    assert "a profile is that of one process: got '2 ranks'" in capsys.readouterr().err
