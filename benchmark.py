@@ -197,7 +197,8 @@ def _train(
     wandb_log.start(config=json.loads(redact(json.dumps(settings))), folder=folder.path)
     tuning.set_up_process(config)
     clock.ends(startup.PLAN)
-    fit = load_engine(config.engine)
+    with _no_garbage_expected():
+        fit = load_engine(config.engine)
     clock.ends(startup.IMPORTS)
     matmul_tflops = None
     if config.measure_peak:

@@ -11,7 +11,7 @@ from typing import Any
 from sdbench.errors import ConfigError, RunError
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
-from sdbench.signals import Terminated
+from sdbench.signals import Terminated, ignore_sigterm
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -98,12 +98,15 @@ class RunRecord:
 
 
 def explain(error: BaseException, *, rank: int | None = None) -> Failure:
-    """What a run ended with. Prints the traceback of an error that nobody foresaw.
+    """What a run ended with, to be called as soon as it has.
+
+    Prints the traceback of an error that nobody foresaw. From now on SIGTERM is ignored.
 
     Args:
         error: What was raised.
         rank: The rank that it was raised on; None where a run has no ranks.
     """
+    ignore_sigterm()
     exit_code = EXIT_FAILED
     if isinstance(error, KeyboardInterrupt):
         status, reason, exit_code = record.INTERRUPTED, "Ctrl-C", EXIT_INTERRUPTED

@@ -40,16 +40,20 @@ def keep_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def ignore_sigterm() -> None:
+    """The first reason to end is the one to tell, and nothing may interrupt the telling of it.
+
+    When a rank ends, its launcher stops the others, which by then know why themselves.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
-    _ignore_sigterm()
+    ignore_sigterm()
     raise KeyboardInterrupt
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    _ignore_sigterm()
+    ignore_sigterm()
     raise Terminated
-
-
-def _ignore_sigterm() -> None:
-    """The first signal is the reason. A launcher adds its own, which must not stop the record."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,6 +10,8 @@ import pytest
 # Before torch is imported, here and in the processes that tests start. One thread makes sums come
 # out in one order and keeps two ranks from fighting over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What torch.compile would start beside each process that imports it.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 

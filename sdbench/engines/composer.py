@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import cpuinfo
 import torch
 from composer import Callback, ComposerModel, State, Trainer
 from composer.algorithms import EMA
@@ -68,7 +69,7 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
         callbacks.append(EmaCallback(ForeachEma(weights, parts.ema), watch.phases))
     # Behind the average: it ends the step.
     callbacks.append(WatchCallback(watch, trained=parts.trained))
-    with _ddp_made_by(functools.partial(make_ddp, config=config)):
+    with _ddp_made_by(functools.partial(make_ddp, config=config)), _no_look_at_the_cpu():
         trainer = Trainer(
             model=model,
             train_dataloader=loader,
@@ -135,6 +136,20 @@ def _ddp_made_by(make: Any) -> Iterator[None]:
         yield
     finally:
         dist_strategy.DistributedDataParallel = original
+
+
+@contextlib.contextmanager
+def _no_look_at_the_cpu() -> Iterator[None]:
+    """While the block runs, Composer learns nothing about the CPU, whose name it never shows.
+
+    py-cpuinfo would start a process for it that counts the cycles of a second.
+    """
+    original = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = dict
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = original
 
 
 class ComposerDiffusion(ComposerModel):

@@ -26,7 +26,7 @@ from sdbench.report.settings import settings_of
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.throughput_table import describe_device
 
-# What the reference may have on top of seed: in fp32 it computes the same numbers, in half the time.
+# What the reference may have on top of seed: in fp32 it computes the same numbers in less time.
 OF_REFERENCE = {"precision", "optimizer", "optimizer_params", "cpu_allocator", THREADS}
 NUM_STEPS = 50
 NUM_OTHER_WEIGHTS = 5

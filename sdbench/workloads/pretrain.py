@@ -44,6 +44,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> Parts:
         memory_format=config.memory_format,
         attention=config.attention,
         encoders=config.latents == "online",
+        device=plan.machine.device_type,
         phase=phase,
     )
     tune_model(model, config)

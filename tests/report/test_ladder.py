@@ -210,12 +210,13 @@ def test_engines_are_compared_at_the_same_settings_only():
 
 def test_the_ema_is_set_beside_the_same_run_without_it():
     small = {"preset": "fast", "batch_size": 1, "device_train_microbatch_size": 1}
+    every_step = {"use_ema": True, "ema_interval_batches": 1}
     table = make_pair_tables(
         read_configurations(
             [
                 make_recipe(1.0, **small),
-                make_recipe(1 / 1.04, **small, use_ema=True),
-                make_recipe(1 / 1.25, **small, use_ema=True, ema_impl="composer"),
+                make_recipe(1 / 1.04, **small, **every_step),
+                make_recipe(1 / 1.25, **small, **every_step, ema_impl="composer"),
                 make_recipe(1 / 1.01, **small, use_ema=True, ema_interval_batches=10),
                 make_recipe(9.0, preset="fast", use_ema=True),
             ]

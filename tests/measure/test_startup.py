@@ -1,0 +1,103 @@
+"""Do the phases of the start-up add up to the time from the process's start to the window?"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from sdbench.measure import startup
+from sdbench.measure.startup import StartupClock
+
+
+def clock_of(*moments_s: float):
+    """A clock that shows each of these once."""
+    return iter(moments_s).__next__
+
+
+def step_ends(clock: StartupClock, *, index: int) -> None:
+    clock.step_ends(index=index, phase="warmup", loss=1.0, num_steps=9)
+
+
+def follow(*, num_warmup_steps: int) -> dict:
+    """A run of 4 steps that began 3 s before its main, 1 s of them in the launcher."""
+    moments_s = (100.0, 102.0, 102.5, 102.75, 110.0, 111.0, 114.0, 115.0, 117.0, 120.0)
+    clock = StartupClock(
+        before_main_s={"launcher": 1.0, "interpreter": 2.0}, clock=clock_of(*moments_s)
+    )
+    clock.ends(startup.IMPORTS)
+    clock.ends(startup.PLAN)
+    clock.ends(startup.IMPORTS)  # those of the engine
+    clock.ends(startup.BUILD)
+    clock.loop_begins()
+    for index in range(4):
+        step_ends(clock, index=index)
+    return clock.summary(num_warmup_steps=num_warmup_steps)
+
+
+def test_each_moment_belongs_to_one_phase() -> None:
+    result = follow(num_warmup_steps=3)
+    assert result["seconds"] == {
+        "launcher": 1.0,
+        "interpreter": 2.0,
+        "imports": 2.25,
+        "plan": 0.5,
+        "peak": 0.0,
+        "build": 7.25,
+        "engine": 1.0,
+        "first_step": 3.0,
+        "warmup": 3.0,
+    }
+    # The third step ended at 117; main began at 100, 3 s after the command.
+    assert result["total_s"] == 3.0 + 17.0
+
+
+@pytest.mark.parametrize(
+    ("num_warmup_steps", "first_step_s", "warmup_s"), [(0, 0, 0), (1, 3, 0), (2, 3, 1), (4, 3, 6)]
+)
+def test_what_is_warm_up_is_decided_at_the_end(num_warmup_steps, first_step_s, warmup_s) -> None:
+    result = follow(num_warmup_steps=num_warmup_steps)
+    assert result["seconds"]["first_step"] == first_step_s
+    assert result["seconds"]["warmup"] == warmup_s
+    assert result["total_s"] == 14.0 + first_step_s + warmup_s
+
+
+CHILD = "import time; time.sleep(0.3); from sdbench.measure.startup import seconds_before_now as f"
+
+
+def test_a_process_knows_how_old_it_is(repository) -> None:
+    command = [sys.executable, "-c", f"{CHILD}; print(f())"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    before = eval(done.stdout)
+    assert before["launcher"] == 0.0
+    assert 0.3 <= before["interpreter"] < 10
+
+
+def test_the_launcher_counts_from_its_own_start(repository, tmp_path) -> None:
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(
+        "import subprocess, sys, time\n"
+        "time.sleep(0.5)\n"
+        f"subprocess.run([sys.executable, '-c', '{CHILD}; print(f())'], check=True)\n"
+    )
+    command = [sys.executable, str(launcher)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    before = eval(done.stdout)
+    assert 0.5 <= before["launcher"] < 10 and 0.3 <= before["interpreter"] < 10
+
+
+def test_compilation_is_counted_forward_and_backward() -> None:
+    import torch
+
+    seconds = [startup.compile_seconds()]
+    compiled = torch.compile(lambda x: (x * x).sin().sum(), backend="aot_eager")
+    loss = compiled(torch.ones(3, requires_grad=True))
+    seconds.append(startup.compile_seconds())
+    loss.backward()
+    seconds.append(startup.compile_seconds())
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    seconds.append(startup.compile_seconds())
+    differences = [later - earlier for earlier, later in itertools.pairwise(seconds)]
+    assert differences[0] > 0 and differences[1] > 0 and differences[2] == 0

@@ -1,0 +1,146 @@
+"""Are weights drawn once, with the distributions of their modules, and beside no whole copy?"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.models.weights import Weights, draw_weights
+
+TINY, _ = resolve_architecture("tiny")
+
+
+def make_by_constructor(part: str) -> nn.Module:
+    """The sub-model as diffusers and transformers make it when nobody interferes."""
+    torch.manual_seed(5)
+    if part == "text_encoder":
+        return CLIPTextModel(CLIPTextConfig(**TINY.text_encoder))
+    model_class = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}[part]
+    return model_class.from_config(getattr(TINY, part))
+
+
+def build(*, precision: str = "fp32", encoder_dtype: str = "fp32"):
+    return build_stable_diffusion(
+        TINY,
+        seed=3,
+        precision=precision,
+        encoder_dtype=encoder_dtype,
+        memory_format="channels_last",
+        attention="sdpa",
+    )
+
+
+def is_uniform(weight: torch.Tensor) -> bool:
+    return (weight.abs().max() / weight.std()).item() < 2.2
+
+
+@pytest.fixture
+def nan_in_fresh_memory() -> Iterator[None]:
+    """While the test runs, memory that nobody has written to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("part", "make"), [("unet", make_unet), ("vae", make_vae), ("text_encoder", make_text_encoder)]
+)
+def test_weights_have_the_distributions_of_the_constructor(part, make, nan_in_fresh_memory) -> None:
+    drawn = make(TINY, weights=Weights(seed=3))
+    expected = make_by_constructor(part)
+    others = dict(expected.named_parameters())
+    assert dict(drawn.named_parameters()).keys() == others.keys()
+    num_compared = 0
+    for name, weight in drawn.named_parameters():
+        other = others[name]
+        assert weight.shape == other.shape and weight.isfinite().all(), name
+        if other.min() == other.max():  # norms and biases that begin at 0 or 1
+            assert torch.equal(weight, other), name
+        elif weight.numel() >= 512:
+            # The deviation of 512 draws is known to 3 %; the largest of them is 1.7 deviations of
+            # a uniform distribution, and 3 or more of a normal one.
+            assert weight.std().item() == pytest.approx(other.std().item(), rel=0.2), name
+            assert is_uniform(weight) == is_uniform(other), name
+            num_compared += 1
+    assert num_compared > 10
+    buffers = dict(expected.named_buffers())
+    for name, buffer in drawn.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_half_precision_rounds_the_same_numbers() -> None:
+    exact = dict(build().named_parameters())
+    for name, weight in build(precision="bf16", encoder_dtype="fp16").named_parameters():
+        half = torch.bfloat16 if name.startswith("unet.") else torch.float16
+        assert weight.dtype == half and torch.equal(weight, exact[name].to(half)), name
+        assert weight.stride() == exact[name].stride(), name
+
+
+def test_nothing_is_left_without_numbers() -> None:
+    model = build()
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert model.text_encoder(torch.zeros(1, 77, dtype=torch.int64))[0].isfinite().all()
+
+
+class PeakOfLiveBytes(TorchDispatchMode):
+    """The most bytes that were alive at once, of tensors that have memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        num_bytes = storage.nbytes()
+        self._live += num_bytes
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._subtract, num_bytes)
+
+    def _subtract(self, num_bytes: int) -> None:
+        self._live -= num_bytes
+
+
+def test_drawing_in_half_precision_takes_no_second_model() -> None:
+    with PeakOfLiveBytes() as memory:
+        unet = make_unet(TINY, weights=Weights(seed=3, dtype=torch.bfloat16))
+    own_bytes = sum(weight.nbytes for weight in unet.parameters())
+    assert own_bytes == 933_508 * 2
+    # The largest part is a tenth of the miniature; a whole copy in fp32 would be two times more.
+    assert own_bytes <= memory.peak < 1.5 * own_bytes
+
+
+def test_a_buffer_or_weight_that_nobody_knows_how_to_fill_is_an_error() -> None:
+    with torch.device("meta"):
+        strange = nn.Linear(2, 2)
+        strange.register_buffer("scale", torch.ones(2))
+    with pytest.raises(AssertionError, match="what the buffer scale holds"):
+        draw_weights(strange, Weights(seed=0))
+    with torch.device("meta"):
+        outside = nn.Module()
+        outside.blocks = nn.ModuleList([nn.Linear(2, 2)])
+        outside.gain = nn.Parameter(torch.ones(1))
+    with pytest.raises(AssertionError, match=r"in no part of the model: \['gain'\]"):
+        draw_weights(outside, Weights(seed=0))

@@ -1,0 +1,72 @@
+"""Does a run from the command line start without waste, and say where its start-up went?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from sdbench.measure.record import SCHEMA_FILE, load_record
+
+# What a run of the lean engine on synthetic data has no need of. diffusers itself brings
+# transformers, torchvision and scipy.
+NEEDLESS = (
+    "composer",
+    "streaming",
+    "torchmetrics",
+    "wandb",
+    "pandas",
+    "matplotlib",
+    "webdataset",
+    "pyarrow",
+    "boto3",
+    "torch._inductor.compile_fx",
+)
+# Seconds of CPU time of the whole run with one thread: 8 or so on two slow cores, 11 under way with
+# Composer. A wall clock would measure what else the machine does.
+MAX_CPU_S = 20.0
+
+
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_a_run_of_the_lean_engine_loads_what_it_needs_and_accounts_for_its_start_up(
+    repository: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-X", "importtime", "benchmark.py", "--engine", "torch"]
+    argv = ["--model_name", "tiny", "--use_synth_data", "--results_dir", str(tmp_path)]
+    start_s, start_cpu_s = time.monotonic(), cpu_seconds_of_children()
+    done = subprocess.run([*command, *argv], cwd=repository, capture_output=True, text=True)
+    wall_s, cpu_s = time.monotonic() - start_s, cpu_seconds_of_children() - start_cpu_s
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    imported = set(re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE))
+    assert {"torch", "diffusers", "transformers"} <= imported
+    assert not imported & set(NEEDLESS)
+    assert cpu_s < MAX_CPU_S
+
+    (folder,) = tmp_path.glob("*/")
+    record = load_record(folder)
+    jsonschema.validate(record, json.loads(SCHEMA_FILE.read_text()))
+    startup = record["summary"]["startup"]
+    seconds = startup["seconds"]
+    assert startup["total_s"] == pytest.approx(sum(seconds.values()))
+    assert startup["compile_s"] == 0.0 and seconds["launcher"] == 0.0
+    with (folder / "steps.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    warmup_s = sum(float(step["step_time_s"]) for step in steps if step["phase"] == "warmup")
+    rest_s = sum(float(step["step_time_s"]) for step in steps if step["phase"] != "warmup")
+    assert seconds["first_step"] + seconds["warmup"] == pytest.approx(warmup_s, rel=0.05)
+    # The start-up and the other steps lie inside the run, and little else does.
+    assert 0.7 * wall_s < startup["total_s"] + rest_s < wall_s
+    assert re.search(rf"start-up +{startup['total_s']:.2f} s to the first measured", done.stdout)
