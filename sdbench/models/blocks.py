@@ -142,9 +142,7 @@ def checkpoint_activations(
     if recompute is not None:
         settings["context_fn"] = lambda: (contextlib.nullcontext(), recompute())
     unet.enable_gradient_checkpointing(
-        gradient_checkpointing_func=functools.partial(
-            torch.utils.checkpoint.checkpoint, **settings
-        )
+        gradient_checkpointing_func=functools.partial(torch.utils.checkpoint.checkpoint, **settings)
     )
     if which == "transformer":
         for module in unet.modules():
