@@ -177,20 +177,30 @@ def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
 
 def pure_preset(record: dict[str, Any]) -> str | None:
     """The preset of a run whose speed-ups are all as the preset has them; None for another."""
-    origin = record["origin"]
-    has_own = any(origin.get(name) in ("flag", "file") for name in SEED)
-    return None if has_own or _has_own_threads(record) else record["config"]["preset"]
+    has_own = bool(_own_speedups(record)) or _has_own_threads(record)
+    return None if has_own else record["config"]["preset"]
+
+
+def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
+    """Speed-ups that the user set to something else than the preset does."""
+    config, origin = record["config"], record["origin"]
+    on_gpu = record["machine"]["device_type"] == GPU
+    preset = PRESETS[config["preset"]]
+    return {
+        name: config[name]
+        for name in SEED
+        if origin.get(name) in ("flag", "file")
+        and config[name] != _of_device(preset[name], on_gpu=on_gpu)
+    }
 
 
 def describe_recipe(record: dict[str, Any]) -> str:
     """The preset of a run, and the flags of speed-ups that the user set on top of it."""
-    config, origin = record["config"], record["origin"]
+    config = record["config"]
     idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
-    own = {
-        name: config[name]
-        for name in (*SEED, THREADS)
-        if origin.get(name) in ("flag", "file") and name not in idle
-    }
+    own = {name: value for name, value in _own_speedups(record).items() if name not in idle}
+    if record["origin"].get(THREADS) in ("flag", "file"):
+        own[THREADS] = config[THREADS]
     return describe_flags({"preset": config["preset"], **own})
 
 

@@ -88,6 +88,7 @@ def test_two_ranks_train_on_real_images(tmp_path, picture_folder):
     assert record["workload"]["num_images"] == 3 * 4
 
 
+@pytest.mark.slow  # test_readme.py starts the launcher, too
 def test_one_rank_through_the_composer_launcher_as_in_the_readme(tmp_path):
     launcher = (str(BIN / "composer"),)
     argv = ("--use_ema", "--use_synth_data", "--device_train_microbatch_size", "4")
@@ -142,6 +143,7 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("*/record.json"))
 
 
+@pytest.mark.slow
 def test_torchrun_fails_on_bad_input_too(tmp_path):
     completed = run(TORCHRUN_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
     assert completed.returncode == 1  # torchrun turns every failure into 1
@@ -226,8 +228,10 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 
 @pytest.mark.parametrize(
     ("launcher", "expected"),
-    [((sys.executable,), (130,)), (COMPOSER_2, tuple(range(1, 256)))],
-    ids=["python", "composer"],
+    [
+        pytest.param((sys.executable,), (130,), id="python"),
+        pytest.param(COMPOSER_2, tuple(range(1, 256)), id="composer", marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_ends_the_run_and_the_record_says_so(tmp_path, launcher, expected):
     process = start_long_run(launcher, tmp_path)

@@ -12,8 +12,7 @@ import pytest
 
 from tests.sources import datasets
 
-# One runs always, the others with -m slow: images are trained on in test_processes.py.
-ALWAYS = ("mds latents",)
+KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
 
 
 @pytest.fixture
@@ -25,13 +24,13 @@ def sized_for_tiny(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "engine"),
     [
-        pytest.param(kind, marks=() if kind in ALWAYS else pytest.mark.slow)
-        for kind in ("synthetic", "synthetic latents", *datasets.WRITERS)
+        ("mds latents", "torch"),  # the quickest; the others with -m slow
+        *(pytest.param(kind, "composer", marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
-def test_two_ranks_train(kind, sized_for_tiny, tmp_path, repository):
+def test_two_ranks_train(kind, engine, sized_for_tiny, tmp_path, repository):
     place = ["--use_synth_data"]
     if kind in datasets.WRITERS:
         datasets.WRITERS[kind](tmp_path / "data")
@@ -40,6 +39,7 @@ def test_two_ranks_train(kind, sized_for_tiny, tmp_path, repository):
         place += ["--latents", "precomputed"]
     launcher = Path(sys.executable).with_name("composer")
     command = [launcher, "-n", "2", "benchmark.py", "--model_name", "tiny", *place]
+    command += ["--engine", engine]
     steps = ["--warmup_batches", "1", "--measure_batches", "13", "--batch_size", "4"]
     steps += ["--max_duration", "14ba"]
     completed = subprocess.run(
