@@ -39,11 +39,6 @@ class Situation:
         return self.machine.device_type == "cuda"
 
     @property
-    def device_kind(self) -> str:
-        """The device in a word."""
-        return "GPU" if self.on_gpu else "CPU"
-
-    @property
     def is_fsdp(self) -> bool:
         """Whether the weights themselves are shared out."""
         return self.config.sharding in FSDP

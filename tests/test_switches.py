@@ -47,9 +47,9 @@ SWITCHES = {
     "precision=bf16": BF16_WEIGHTS,
     "precision=bf16 master_weights=fp32": BF16_WEIGHTS,
 }
-# Of what happens with the average nothing shows in the losses: tests/engines/test_conformance.py.
 ELSEWHERE = {
-    *("ema_impl", "ema_interval_batches"),  # tests/engines/test_conformance.py
+    # The average does not show in the losses: tests/engines/test_conformance.py.
+    *("ema_impl", "ema_interval_batches"),
     *("sharding", "grad_sync", "gradient_as_bucket_view", "static_graph"),  # test_sharding.py
     *("ddp_bucket_mib", "grad_compression"),
     *("compile_mode", "cuda_graph", "cudnn_benchmark", "copy_stream"),  # test_gpu.py
