@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +30,22 @@ def picture_folder(tmp_path: Path) -> Path:
         picture.save(folder / f"{index}.png")
         (folder / f"{index}.txt").write_text(f"picture number {index}")
     return folder
+
+
+@pytest.fixture
+def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sleeps on a clock of its own, which nothing else moves, and by which steps are timed."""
+    from sdbench.measure.phases import PhaseClock
+    from sdbench.measure.timer import StepTimer
+
+    clock = SimpleNamespace(now_s=0.0)
+    for owner in (PhaseClock, StepTimer):
+        monkeypatch.setitem(owner.__init__.__kwdefaults__, "clock", lambda: clock.now_s)
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+
+    return sleep
 
 
 @pytest.fixture(scope="session")

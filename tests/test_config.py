@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -125,15 +125,17 @@ def test_config_is_frozen():
         parse().config.seed = 1
 
 
-def test_help_answers_in_under_a_second(repository):
-    started_s = time.perf_counter()
+def test_help_answers_at_once(repository):
+    # Under a second on an idle machine, which takes that no library of weight is loaded.
     completed = subprocess.run(
-        [sys.executable, "benchmark.py", "--help"],
+        [sys.executable, "-X", "importtime", "benchmark.py", "--help"],
         cwd=repository,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert time.perf_counter() - started_s < 1.0
+    imported = set(re.findall(r"\| +(\S+)$", completed.stderr, re.MULTILINE))
+    assert {"argparse", "sdbench.config"} <= imported
+    assert not imported & {"torch", "numpy", "scipy", "composer", "diffusers", "transformers"}
     assert "composer benchmark.py --use_synth_data" in completed.stdout
     assert "exit codes" in completed.stdout

@@ -6,7 +6,6 @@ What several ranks add to it is in tests/launch/test_sharding.py.
 from __future__ import annotations
 
 import importlib
-import time
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import benchmark
 from sdbench.engines import ENGINES, load_engine
 from sdbench.errors import RunError
+from sdbench.measure.phases import PHASES
 from sdbench.measure.record import load_record
 from sdbench.measure.watch import make_watch
 from sdbench.parts import EmaSpec
@@ -173,21 +173,21 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32():
 # A different sleep in each phase, so that a mix-up shows; the torch engine's are planted here, and
 # Composer's, in a whole run, in tests/test_breakdown.py.
 SLEEPS_S = {
-    "data_wait": 0.03,
-    "other": 0.06,  # in `prepare`, unless what it calls names a phase
-    "unet_forward": 0.09,
-    "backward": 0.12,
-    "optimizer": 0.15,
-    "ema": 0.18,
+    "data_wait": 1,
+    "other": 2,  # in `prepare`, unless what it calls names a phase
+    "unet_forward": 4,
+    "backward": 8,
+    "optimizer": 16,
+    "ema": 32,
 }
 
 
-def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch):
+def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
     from sdbench.engines.ema import ForeachEma
 
     def slow(phase, function):
         def slowed(*args, **kwargs):
-            time.sleep(SLEEPS_S[phase])
+            sleep(SLEEPS_S[phase])
             return function(*args, **kwargs)
 
         return slowed
@@ -206,23 +206,20 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch):
     parts.model.unet.forward = watch.phases.wrap(
         "unet_forward", slow("unet_forward", parts.model.unet.forward)
     )
-    monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__))
+    monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__, sleep))
     monkeypatch.setattr(torch.Tensor, "backward", slow("backward", torch.Tensor.backward))
     monkeypatch.setattr(torch.optim.SGD, "step", slow("optimizer", torch.optim.SGD.step))
     monkeypatch.setattr(ForeachEma, "update", slow("ema", ForeachEma.update))
     config = make_config(device_train_microbatch_size=BATCH_SIZE)
     measurements = load_engine("torch")(parts, config, watch)
-    seconds = measurements.breakdown["seconds"]
-    assert {phase: seconds[phase] for phase in SLEEPS_S} == pytest.approx(SLEEPS_S, abs=0.02)
-    assert 0 < seconds["host_to_device"] < 0.02
-    assert seconds["gradient_communication"] == 0
+    assert measurements.breakdown["seconds"] == {**dict.fromkeys(PHASES, 0), **SLEEPS_S}
 
 
-def slow_items(getitem):
+def slow_items(getitem, sleep):
     """Spread the loader's sleep over the samples of a batch."""
 
     def slowed(self, index):
-        time.sleep(SLEEPS_S["data_wait"] / BATCH_SIZE)
+        sleep(SLEEPS_S["data_wait"] / BATCH_SIZE)
         return getitem(self, index)
 
     return slowed

@@ -28,4 +28,5 @@ def test_the_rate_is_that_of_a_product_of_this_size(precision):
         left @ right
         times_s.append(time.perf_counter() - start_s)
     # 2 x 2048^3 = 17.2 GFLOP. The machine may be busier in one of the two measurements.
-    assert tflops == pytest.approx(0.01718 / min(times_s), rel=0.5)
+    expected = 0.01718 / min(times_s)
+    assert expected / 3 < tflops < expected * 3

@@ -230,7 +230,7 @@ def test_a_thousand_records_are_soon_done(tmp_path):
     runs += [make_record(summary__breakdown=BREAKDOWN)] * 500
     taken_s = run_report(make_results(tmp_path, *runs))
     print(f"1,000 records: {taken_s:.2f} s")
-    assert taken_s < 6  # 1.6 s on two idle cores; others may be at work
+    assert taken_s < 20  # 1.6 s on two idle cores; others may be at work
 
 
 def test_fifty_thousand_quoted_rows_are_soon_done(tmp_path):
@@ -244,5 +244,5 @@ def test_fifty_thousand_quoted_rows_are_soon_done(tmp_path):
     (results / "quoted" / "many.csv").write_text(header + "".join(rows))
     taken_s = run_report(results)
     print(f"50,000 rows: {taken_s:.2f} s")
-    assert taken_s < 20
+    assert taken_s < 100
     assert len(read_csv(results / "throughput.csv")) == 50_071
