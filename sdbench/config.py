@@ -349,6 +349,13 @@ class BenchmarkConfig:
         None,
         "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
     )
+    convolution: str | None = _field(
+        SPEED,
+        _one_of("torch", "matmul"),
+        None,
+        "torch's convolutions, or products of matrices for those of the U-Net with more channels "
+        "than pixels",
+    )
     attention: str | None = _field(
         SPEED,
         _one_of("eager", "sdpa", "flash", "cudnn", "efficient", "xformers"),

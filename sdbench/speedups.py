@@ -158,6 +158,14 @@ RULES: tuple[Rule, ...] = (
         "torch",
     ),
     Rule(
+        "convolution",
+        ("matmul",),
+        lambda s: s.config.memory_format == "channels_last",
+        "products of matrices read the weights with the channels last",
+        "torch, or --memory_format channels_last",
+        "torch",
+    ),
+    Rule(
         "cudnn_benchmark",
         (True,),
         lambda s: s.on_gpu,

@@ -96,6 +96,7 @@ REFUSED = [
         "max-autotune-no-cudagraphs",
     ),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
+    (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
 ]
 
 

@@ -31,6 +31,7 @@ SWITCHES = {
     "unit_divisions=drop": 0.0,
     "group_norm=fused": SAME_FP32,
     "memory_format=channels_last": SAME_FP32,
+    "memory_format=channels_last convolution=matmul": SAME_FP32,
     "compile=all": SAME_FP32,
     "activation_checkpointing=transformer": 0.0,
     "activation_checkpointing=full": 0.0,

@@ -61,6 +61,7 @@ RUNGS = (
         {"memory_format": "channels_last", "group_norm": "fused"},
         f"{NEMO}: both together",
     ),
+    Rung({"memory_format": "channels_last", "convolution": "matmul"}, "this suite"),
     Rung({"attention": "eager"}, "diffusers without fused attention"),
     Rung({"attention": "flash"}, f"flash-attention; {NEMO}"),
     Rung({"attention": "cudnn"}, f"{MLPERF} v5.0", (GPU,)),

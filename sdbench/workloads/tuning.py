@@ -8,6 +8,7 @@ import torch
 
 from sdbench.host_memory import keep_freed_memory
 from sdbench.models import blocks
+from sdbench.models.convolution import use_matrix_products
 from sdbench.models.stable_diffusion import StableDiffusion
 
 
@@ -42,6 +43,8 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
             blocks.drop_unit_divisions(module)
         if config.group_norm == "fused":
             blocks.fuse_group_norms(module)
+    if config.convolution == "matmul":
+        use_matrix_products(model.unet)
     blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
     compiled = {
         "none": [],

@@ -1,0 +1,121 @@
+"""How can a convolution with more weights than pixels be done in less time on a CPU?
+
+The deep levels of SD2's U-Net convolve 1280 channels of 4 x 4 or 8 x 8 pixels: 14.7 M weights for
+32 or 128 pixels of two images. oneDNN's kernels for the gradients are made for many pixels and take
+tens of milliseconds for each such layer, 40 % of a step of two images at 256 px. As one matrix
+product of weights and patches, each pass moves the weights once and takes a few.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ProductConv2d(nn.Conv2d):
+    """A 3 x 3 convolution, as a product of matrices where the weights outnumber the pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve (B, C, H, W).
+
+        Above half as many pixels as output channels the patches, nine numbers for each one of `x`,
+        cost more than the weights do, and torch's own convolution is as fast.
+        """
+        stride = self.stride[0]
+        num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
+        if 2 * num_pixels > self.out_channels:
+            return super().forward(x)
+        # What autocast does with a convolution; it does not look into a function with a gradient of
+        # its own.
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Product.apply(x.to(dtype), self.weight.to(dtype), bias, stride)
+
+
+class _Product(torch.autograd.Function):
+    """Patches (pixels, 9 C) times weights (9 C, O); sums are in fp32, as in a convolution."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.has_bias = stride, bias is not None
+        patches = _patches(x, stride)
+        result = nn.functional.linear(patches.flatten(0, 2), _as_matrix(weight), bias)
+        return result.unflatten(0, patches.shape[:3]).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = _sum_of_patches(of_pixels @ _as_matrix(weight), x, ctx.stride)
+        if ctx.needs_input_grad[1]:
+            product = of_pixels.t() @ _patches(x, ctx.stride).flatten(0, 2)
+            of_weight = product.view(-1, 3, 3, x.shape[1]).permute(0, 3, 1, 2)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = of_pixels.sum(0)
+        return of_x, of_weight, of_bias, None
+
+
+def _as_matrix(weight: Tensor) -> Tensor:
+    """Weights (O, C, 3, 3) as (O, 9 C), channels last: a view if they are channels_last in memory."""
+    return weight.permute(0, 2, 3, 1).flatten(1)
+
+
+def _places(size: tuple[int, int], stride: int) -> list[tuple[slice, slice]]:
+    """Where each of the nine taps reads from an image with one pixel of padding around it."""
+    height, width = size
+    return [
+        (slice(row, row + height, stride), slice(column, column + width, stride))
+        for row in range(3)
+        for column in range(3)
+    ]
+
+
+def _patches(x: Tensor, stride: int) -> Tensor:
+    """What each output pixel sees of (B, C, H, W), zero outside: (B, H / stride, W / stride, 9 C)."""
+    padded = nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
+    return torch.cat(
+        [padded[:, rows, columns] for rows, columns in _places(x.shape[2:], stride)], 3
+    )
+
+
+def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
+    """Add up the gradients (pixels, 9 C) of patches of `x` where they overlap."""
+    num_images, num_channels, height, width = x.shape
+    total = patches.new_zeros(
+        (num_images, height + 2, width + 2, num_channels), dtype=torch.float32
+    )
+    by_tap = patches.view(num_images, -1, 9, num_channels)
+    for tap, (rows, columns) in enumerate(_places((height, width), stride)):
+        place = total[:, rows, columns]
+        place += by_tap[:, :, tap].view(place.shape)
+    return total[:, 1:-1, 1:-1].permute(0, 3, 1, 2).to(x.dtype)
+
+
+def use_matrix_products(model: nn.Module) -> None:
+    """Let 3 x 3 convolutions with one pixel of padding be matrix products where that is quicker.
+
+    Args:
+        model: Changed in place, its weights and their names stay. Their layout should be
+            channels_last: any other is copied in each pass.
+    """
+    for module in model.modules():
+        if type(module) is nn.Conv2d and _is_covered(module):
+            module.__class__ = ProductConv2d
+
+
+def _is_covered(module: nn.Conv2d) -> bool:
+    return (
+        module.kernel_size == (3, 3)
+        and module.padding == (1, 1)
+        and module.padding_mode == "zeros"
+        and module.stride in ((1, 1), (2, 2))
+        and module.dilation == (1, 1)
+        and module.groups == 1
+    )
