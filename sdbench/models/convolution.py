@@ -63,7 +63,7 @@ class _Product(torch.autograd.Function):
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
-    """Weights (O, C, 3, 3) as (O, 9 C), channels last: a view if they are channels_last in memory."""
+    """Weights (O, C, 3, 3) as (O, 9 C): a view if they are channels_last in memory."""
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
@@ -78,11 +78,10 @@ def _places(size: tuple[int, int], stride: int) -> list[tuple[slice, slice]]:
 
 
 def _patches(x: Tensor, stride: int) -> Tensor:
-    """What each output pixel sees of (B, C, H, W), zero outside: (B, H / stride, W / stride, 9 C)."""
+    """What each output pixel sees of (B, C, H, W): (B, H / stride, W / stride, 9 C)."""
     padded = nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    return torch.cat(
-        [padded[:, rows, columns] for rows, columns in _places(x.shape[2:], stride)], 3
-    )
+    places = _places(x.shape[2:], stride)
+    return torch.cat([padded[:, rows, columns] for rows, columns in places], dim=3)
 
 
 def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
