@@ -1,6 +1,10 @@
 """Which steps of a run are trained as they are, which are counted, and which run under a profiler?
 
-warm-up | measured (as they are) | one is counted | profiled
+warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
+
+To count and to read the events of a profiled step takes small blocks out of the heap of the process,
+so that the next step of SD2 on a CPU finds its large ones broken up and asks the kernel for 1.4 GiB
+of new pages: a second that is not the operators'.
 """
 
 from __future__ import annotations
@@ -84,7 +88,8 @@ class ProfiledSteps:
         self.events: StepEvents | None = None
         self._phases = phases
         self._first = num_plain_steps
-        self._end = num_plain_steps + NUM_COUNTED_STEPS + num_profiled_steps
+        self._first_settling = num_plain_steps + NUM_COUNTED_STEPS
+        self._end = self._first_settling + 2 * num_profiled_steps
         self._device_type = device_type
         self._trace_file = trace_file
         self._step = contextlib.ExitStack()
@@ -105,7 +110,7 @@ class ProfiledSteps:
             # Compiled code is run as the operators that it was made from: only those can be seen.
             self._step.enter_context(torch.compiler.set_stance("force_eager"))
             self._step.enter_context(self.counter)
-        elif self._first < following < self._end:
+        elif self._first < following < self._end and (following - self._first_settling) % 2 == 1:
             self._step.enter_context(self._profile(is_last=following + 1 == self._end))
 
     def __enter__(self) -> ProfiledSteps:
