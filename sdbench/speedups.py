@@ -240,6 +240,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ema_impl",
         ("composer",),
+        lambda s: not s.config.use_ema or s.config.master_weights == "none",
+        "Composer's moving average would be that of the bf16 weights, not of their fp32 copies",
+        "foreach, or --master_weights none",
+        "foreach",
+    ),
+    Rule(
+        "ema_impl",
+        ("composer",),
         lambda s: s.config.sharding in ("none", "zero1"),
         "Composer's moving average keeps whole weights on each rank",
         "foreach, or --sharding none | zero1",

@@ -116,6 +116,8 @@ def held_weights(
 ) -> dict[str, torch.Tensor]:
     """The trained weights whose optimizer state this rank holds, by name: of zero1 its part.
 
+    Where the optimizer keeps fp32 copies of them (`masters`), the copies are what it trains.
+
     Args:
         parts: Placed, or shared out.
         optimizer: What `parts.make_optimizer` has made of them.
@@ -123,7 +125,8 @@ def held_weights(
     """
     weights = {n: weight for n, weight in parts.trained.named_parameters() if weight.requires_grad}
     if sharding != "zero1":
-        return weights
+        masters = getattr(optimizer, "masters", {})
+        return {name: masters.get(id(weight), weight) for name, weight in weights.items()}
     # `optim` is the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
     held = {id(weight) for group in optimizer.optim.param_groups for weight in group["params"]}
     return {name: weight for name, weight in weights.items() if id(weight) in held}

@@ -35,6 +35,8 @@ SCHEMA_FILES = {
     FEED: SCHEMA_FILE.with_name("feed.schema.json"),
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
 }
+# Settings that are younger than some records, with what every run did before there was a choice.
+CAME_LATER = {"convolution": "torch"}
 
 OK = "ok"
 INVALID = "invalid"
@@ -137,7 +139,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Read a record of any kind.
+    """Read a record of any kind; of one older than a setting, with what the run did in its place.
 
     Args:
         path: record.json, or the run folder that holds it.
@@ -158,6 +160,8 @@ def load_record(path: Path) -> dict[str, Any]:
             f"{file} is a record of kind {kind_of(record)!r}; "
             f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
         )
+    if kind_of(record) == BENCHMARK:
+        record["config"] = {**CAME_LATER, **record["config"]}
     return record
 
 

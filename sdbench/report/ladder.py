@@ -91,7 +91,8 @@ class Ladder:
         chain: Configurations of ever one rung more, without the base; it ends with the preset fast
             where that was reached.
         fast: The preset fast; None where it was not measured.
-        beyond: Configurations that are one rung away from fast, and lack none of its rungs.
+        beyond: Configurations that are one rung away from fast, with one more or without one, and
+            not in the chain.
     """
 
     base: Configuration
@@ -220,12 +221,14 @@ def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder
     fast = next((one for one in others if one.preset == "fast"), None)
     chains = _find_chains(base, others)
     to_fast = [chain for chain in chains if chain[-1] is fast]
+    chain = max(to_fast or chains, key=len)[1:]
+    rest = [one for one in others if one not in chain]
     return Ladder(
         base=base,
         alone=[one for one in others if is_one_rung(one.added)],
-        chain=max(to_fast or chains, key=len)[1:],
+        chain=chain,
         fast=fast,
-        beyond=[one for one in others if fast is not None and is_one_rung(changes(fast, one))],
+        beyond=[one for one in rest if fast is not None and is_one_rung(changes(fast, one))],
     )
 
 
@@ -251,10 +254,9 @@ def difference(before: Configuration, after: Configuration) -> dict[str, Any]:
 
 
 def changes(before: Configuration, after: Configuration) -> dict[str, Any]:
-    """What `after` has or has otherwise; empty if it lacks anything that `before` has."""
-    if before.added.keys() - after.added.keys():
-        return {}
-    return {name: value for name, value in after.added.items() if before.added.get(name) != value}
+    """The speed-ups in which two configurations differ, as `after` has them."""
+    names = {**after.added, **before.added}
+    return {name: after.config[name] for name in names if before.config[name] != after.config[name]}
 
 
 def is_one_rung(added: Mapping[str, Any]) -> bool:

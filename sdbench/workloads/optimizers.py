@@ -81,12 +81,17 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             **settings: Of `torch.optim.AdamW`.
         """
         self._weights = [weight for weight in weights if weight.requires_grad]
-        masters = [weight.detach().float() for weight in self._weights]
-        self._masters = [master.requires_grad_() for master in masters]
+        copies = [weight.detach().float() for weight in self._weights]
+        self._masters = [copy.requires_grad_() for copy in copies]
         self._adamw = AdamW(self._masters, **settings)
         super().__init__(self._masters, self._adamw.defaults)
         # One set of groups and one state: what a schedule sets here, AdamW reads.
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
+
+    @property
+    def masters(self) -> dict[int, Tensor]:
+        """The copy of each weight, by the weight's id."""
+        return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

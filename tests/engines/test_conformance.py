@@ -156,6 +156,42 @@ def test_the_average_is_that_of_the_closed_form(engine, implementation, interval
     assert not torch.allclose(average.detach()[0], weights[-1], atol=1e-3)
 
 
+@each_engine
+def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, monkeypatch):
+    from sdbench.workloads.optimizers import AdamWOfMasterWeights
+
+    class InBf16(LinearModel):
+        def forward(self, batch):
+            return self.unet(batch["input"].bfloat16()).float(), batch["target"]
+
+    copies, kept = [], []
+
+    def make_optimizer(placed):
+        optimizer = AdamWOfMasterWeights(placed.parameters(), lr=1e-3)
+        (weight, _) = optimizer.masters.values()
+        copies.append(weight.detach().clone())
+        optimizer.register_step_post_hook(lambda *_: copies.append(weight.detach().clone()))
+        return optimizer
+
+    fit = load_engine(engine)
+    module = importlib.import_module(f"sdbench.engines.{engine}")
+    original = module.ForeachEma
+    monkeypatch.setattr(module, "ForeachEma", lambda *args: kept.append(original(*args)) or kept[0])
+    parts = make_parts(
+        model=InBf16().bfloat16(),
+        make_optimizer=make_optimizer,
+        ema=EmaSpec("foreach", HALF_LIFE_BATCHES),
+    )
+    fit(parts, make_config(), watch_with())
+    assert len(copies) == NUM_STEPS + 1
+    expected = average_by_hand(copies, half_life=HALF_LIFE_BATCHES, interval=1)
+    torch.testing.assert_close(kept[0].gather()["weight"], expected)
+    in_bf16 = average_by_hand(
+        [copy.bfloat16().float() for copy in copies], half_life=HALF_LIFE_BATCHES, interval=1
+    )
+    assert not torch.allclose(expected, in_bf16, rtol=1e-4)
+
+
 def test_the_average_of_bf16_weights_is_kept_in_fp32():
     from sdbench.engines.ema import ForeachEma
 

@@ -221,6 +221,17 @@ def test_the_slug_names_hardware():
     assert cpu.slug == "2-core-intel-r-xeon"
 
 
+def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
+    (path, *_) = sorted(RESULTS.glob("numerics/20261121T1*/record.json"))
+    record = json.loads(path.read_text())
+    record["config"].pop("convolution", None)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert load_record(tmp_path)["config"] == {**record["config"], "convolution": "torch"}
+    record["config"]["convolution"] = "matmul"
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert load_record(tmp_path)["config"]["convolution"] == "matmul"
+
+
 def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
@@ -231,7 +242,7 @@ def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("runs/*/record.json")), ids=lambda p: p.parent.name
+    "path", sorted(RESULTS.glob("*/*/record.json")), ids=lambda p: p.parent.name
 )
 def test_every_published_record_matches_the_schema(path):
     record = load_record(path)
