@@ -353,8 +353,8 @@ class BenchmarkConfig:
         SPEED,
         _one_of("torch", "matmul"),
         None,
-        "torch's convolutions, or products of matrices for those of the U-Net with more channels "
-        "than pixels",
+        "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
+        "as many output channels as pixels in a micro-batch",
     )
     attention: str | None = _field(
         SPEED,

@@ -158,14 +158,6 @@ RULES: tuple[Rule, ...] = (
         "torch",
     ),
     Rule(
-        "convolution",
-        ("matmul",),
-        lambda s: s.config.memory_format == "channels_last",
-        "products of matrices read the weights with the channels last",
-        "torch, or --memory_format channels_last",
-        "torch",
-    ),
-    Rule(
         "cudnn_benchmark",
         (True,),
         lambda s: s.on_gpu,
@@ -228,6 +220,22 @@ RULES: tuple[Rule, ...] = (
         "the copies of the weights in fp32 cannot be shared out",
         "none, or --master_weights none",
         "none",
+    ),
+    Rule(
+        "convolution",
+        ("matmul",),
+        lambda s: s.config.memory_format == "channels_last",
+        "products of matrices read the weights with the channels last",
+        "torch, or --memory_format channels_last",
+        "torch",
+    ),
+    Rule(
+        "convolution",
+        ("matmul",),
+        _is_ddp,
+        "weights that are shared out are contiguous, and each product would copy them",
+        "torch, or --sharding none | zero1",
+        "torch",
     ),
     Rule(
         "ema_impl",

@@ -97,6 +97,7 @@ REFUSED = [
     ),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
+    (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
 ]
 
 

@@ -125,8 +125,10 @@ def held_weights(
     """
     weights = {n: weight for n, weight in parts.trained.named_parameters() if weight.requires_grad}
     if sharding != "zero1":
-        masters = getattr(optimizer, "masters", {})
-        return {name: masters.get(id(weight), weight) for name, weight in weights.items()}
+        masters = getattr(optimizer, "masters", None)
+        if masters is None:
+            return weights
+        return {name: masters[id(weight)] for name, weight in weights.items()}
     # `optim` is the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
     held = {id(weight) for group in optimizer.optim.param_groups for weight in group["params"]}
     return {name: weight for name, weight in weights.items() if id(weight) in held}

@@ -168,7 +168,8 @@ def _run(request: Request, *, top: int, out: str | None, command: list[str]) -> 
         config = plan.config
         print(
             f"{describe.for_person(plan)}\n{config.warmup_batches} steps of warm-up, "
-            f"{config.measure_batches} as they are, 1 counted, {config.profile_batches} profiled",
+            f"{config.measure_batches} as they are, 1 counted, {config.profile_batches} profiled, "
+            "each after one to settle",
             flush=True,
         )
         return _run_in_folder(plan, request, folder, top=top, command=command)

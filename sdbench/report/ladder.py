@@ -228,7 +228,7 @@ def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder
         alone=[one for one in others if is_one_rung(one.added)],
         chain=chain,
         fast=fast,
-        beyond=[one for one in rest if fast is not None and is_one_rung(changes(fast, one))],
+        beyond=[one for one in rest if fast is not None and _is_beside(fast, one)],
     )
 
 
@@ -257,6 +257,11 @@ def changes(before: Configuration, after: Configuration) -> dict[str, Any]:
     """The speed-ups in which two configurations differ, as `after` has them."""
     names = {**after.added, **before.added}
     return {name: after.config[name] for name in names if before.config[name] != after.config[name]}
+
+
+def _is_beside(fast: Configuration, one: Configuration) -> bool:
+    """Whether one has a rung more than fast, or lacks one."""
+    return is_one_rung(changes(fast, one)) or is_one_rung(changes(one, fast))
 
 
 def is_one_rung(added: Mapping[str, Any]) -> bool:

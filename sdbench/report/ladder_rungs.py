@@ -23,7 +23,8 @@ class Rung:
     """A speed-up on top of the preset seed.
 
     Attributes:
-        settings: Name and value of each setting; more than one where they only work together.
+        settings: Name and value of each setting; more than one where they are one idea.
+        needs: Settings without which these cannot be.
         origin: Where it comes from.
         devices: Types of device that have it.
         needs_ranks: Whether it does something with several ranks only.
@@ -33,6 +34,7 @@ class Rung:
     origin: str
     devices: tuple[str, ...] = (CPU, GPU)
     needs_ranks: bool = False
+    needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_part_of(self, added: Mapping[str, Any]) -> bool:
         """Whether these settings, with numbers of their own, have this rung among them."""
@@ -61,7 +63,12 @@ RUNGS = (
         {"memory_format": "channels_last", "group_norm": "fused"},
         f"{NEMO}: both together",
     ),
-    Rung({"memory_format": "channels_last", "convolution": "matmul"}, "this suite"),
+    Rung(
+        {"convolution": "matmul"},
+        "this suite",
+        (CPU,),
+        needs={"memory_format": "channels_last"},
+    ),
     Rung({"attention": "eager"}, "diffusers without fused attention"),
     Rung({"attention": "flash"}, f"flash-attention; {NEMO}"),
     Rung({"attention": "cudnn"}, f"{MLPERF} v5.0", (GPU,)),
@@ -119,11 +126,12 @@ RUNGS = (
 
 
 def find_rung(added: Mapping[str, Any]) -> Rung | None:
-    """The rung that these settings are; None if the list has none."""
-    return next(
-        (rung for rung in RUNGS if rung.is_part_of(added) and len(rung.settings) == len(added)),
-        None,
-    )
+    """The rung that these settings are, with what it needs or without; None if there is none."""
+    for rung in RUNGS:
+        rest = {name: value for name, value in added.items() if name not in rung.settings}
+        if rung.is_part_of(added) and rest in ({}, rung.needs):
+            return rung
+    return None
 
 
 def describe_flags(settings: Mapping[str, Any]) -> str:

@@ -98,8 +98,17 @@ def _ladder_table(name: str, ladder: Ladder) -> Table:
     if ladder.fast is not None:
         rows.append(_fast_row(ladder, ladder.fast))
         rows += [_beyond_row(ladder, ladder.fast, one) for one in ladder.beyond]
-    rows += [_alone_row(ladder, one) for one in ladder.alone if one.added not in climbed]
+    rows += [
+        _alone_row(ladder, one)
+        for one in ladder.alone
+        if not any(_is_same_rung(one.added, rung) for rung in climbed)
+    ]
     return Table(name, ladder.caption, LADDER_COLUMNS, rows).without_empty_columns()
+
+
+def _is_same_rung(added: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether settings are the same, but for those that the rung cannot be without."""
+    return added == other or (find_rung(added) or added) is find_rung(other)
 
 
 def _seed_row(base: Configuration) -> list[Cell]:
@@ -121,7 +130,7 @@ def _seed_row(base: Configuration) -> list[Cell]:
 
 def _chain_row(ladder: Ladder, before: Configuration, after: Configuration) -> list[Cell]:
     rung = difference(before, after)
-    alone = next((one for one in ladder.alone if one.added == rung), None)
+    alone = next((one for one in ladder.alone if _is_same_rung(one.added, rung)), None)
     return [
         *_name_cells(rung),
         *_alone_cells(ladder, alone),
@@ -174,7 +183,7 @@ def _beyond_row(ladder: Ladder, fast: Configuration, one: Configuration) -> list
         ratio_cell(compare(one.rates, fast.rates)),
         ratio_cell(compare(one.rates, ladder.base.rates)),
         *_size_cells(None, one),
-        _origin_cell(rung),
+        _origin_cell(rung if find_rung(rung) is not None else changes(one, fast)),
         make_cell(notes_of(one), unknown=""),
     ]
 

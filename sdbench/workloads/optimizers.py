@@ -47,23 +47,30 @@ def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimi
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, which leaves tensors that are channels_last where they are.
 
-    The fused kernel for CPUs copies whatever is not contiguous, and back, which makes a step 1.6
-    times as long. To an update of each number by itself the order of the axes means nothing.
+    The fused kernel for CPUs copies whatever is not contiguous, and back: for twelve weights of
+    1280 x 1280 x 3 x 3 on two cores 0.205 s in place of 0.127 s. To an update of each number by
+    itself the order of the axes means nothing.
     """
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
         is_complex = super()._init_group(group, *tensors)
-        for of_one_kind in tensors:
-            of_one_kind[:] = [_in_order_of_memory(tensor) for tensor in of_one_kind]
+        weights = tensors[0]
+        # The gradients, both moments, and the largest second moments where they are kept; the last
+        # list holds the numbers of steps.
+        alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
+        for index in range(len(weights)):
+            of_one_weight = [of_one_kind[index] for of_one_kind in alike]
+            if all(map(_is_channels_last, of_one_weight)):
+                for of_one_kind, tensor in zip(alike, of_one_weight, strict=True):
+                    of_one_kind[index] = tensor.permute(0, 2, 3, 1)
         return is_complex
 
 
-def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    """A contiguous view of a channels_last tensor of a CPU; any other as it is."""
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether it is a whole tensor of a CPU with the channels last in memory."""
     if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
-        return tensor
-    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.permute(0, 2, 3, 1) if is_last else tensor
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class AdamWOfMasterWeights(torch.optim.Optimizer):

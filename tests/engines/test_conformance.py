@@ -12,6 +12,7 @@ import torch
 
 import benchmark
 from sdbench.engines import ENGINES, load_engine
+from sdbench.engines.batches import Batches
 from sdbench.errors import RunError
 from sdbench.measure.phases import PHASES
 from sdbench.measure.record import load_record
@@ -215,6 +216,7 @@ SLEEPS_S = {
     "backward": 8,
     "optimizer": 16,
     "ema": 32,
+    "host_to_device": 64,
 }
 
 
@@ -242,6 +244,7 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
     parts.model.unet.forward = watch.phases.wrap(
         "unet_forward", slow("unet_forward", parts.model.unet.forward)
     )
+    monkeypatch.setattr(Batches, "_copy", slow("host_to_device", Batches._copy))
     monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__, sleep))
     monkeypatch.setattr(torch.Tensor, "backward", slow("backward", torch.Tensor.backward))
     monkeypatch.setattr(torch.optim.SGD, "step", slow("optimizer", torch.optim.SGD.step))

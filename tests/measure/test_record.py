@@ -222,7 +222,7 @@ def test_the_slug_names_hardware():
 
 
 def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
-    (path, *_) = sorted(RESULTS.glob("numerics/20261121T1*/record.json"))
+    (path, *_) = sorted(RESULTS.glob("numerics/*/record.json"))
     record = json.loads(path.read_text())
     record["config"].pop("convolution", None)
     (tmp_path / "record.json").write_text(json.dumps(record))

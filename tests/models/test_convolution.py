@@ -47,6 +47,22 @@ def test_all_passes_are_those_of_torch(stride, size, dtype, layout, monkeypatch)
     assert found[0].stride() == expected[0].to(memory_format=torch.channels_last).stride()
 
 
+@pytest.mark.slow
+def test_compiled_it_gives_the_same():
+    torch.manual_seed(0)
+    module = nn.Conv2d(6, 96, 3, padding=1).to(memory_format=torch.channels_last)
+    convolution.use_matrix_products(module)
+    x = torch.randn(2, 6, 4, 4)
+    gradient = torch.randn(2, 96, 4, 4)
+    expected = convolve_and_differentiate(module, x, gradient, dtype=torch.bfloat16)
+    expected = [tensor.detach().clone() for tensor in expected]
+    module.zero_grad()
+    module.compile(fullgraph=True, dynamic=False)
+    found = convolve_and_differentiate(module, x, gradient, dtype=torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
 def test_many_pixels_and_other_convolutions_are_left_to_torch():
     model = nn.Sequential(nn.Conv2d(3, 96, 3, padding=1), nn.Conv2d(96, 8, 1), nn.Linear(2, 2))
     expected = copy.deepcopy(model)

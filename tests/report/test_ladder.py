@@ -13,7 +13,7 @@ from sdbench.measure.record import BENCHMARK, OK, kind_of, load_record
 from sdbench.presets import PRESETS, PerDevice
 from sdbench.report.ladder import find_ladders, is_one_rung, read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
-from sdbench.report.ladder_rungs import RUNGS
+from sdbench.report.ladder_rungs import RUNGS, find_rung
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
 from sdbench.report.report import rebuild
 from sdbench.report.tables import to_markdown
@@ -134,6 +134,26 @@ def test_settings_that_only_work_together_are_one_rung():
     assert rows["--precision bf16 --master_weights fp32"]["alone, over seed"] == "3.00x"
     assert is_one_rung({"encoder_batch_size": 64})
     assert not is_one_rung({"precision": "bf16", "optimizer": "adamw_fused"})
+
+
+def test_a_rung_that_needs_another_is_alone_with_it():
+    last = {"memory_format": "channels_last"}
+    both = {**last, "convolution": "matmul"}
+    rows = ladder_of(
+        make_recipe(1.0),
+        make_recipe(2.0, precision="amp_bf16"),
+        make_recipe(3.0, precision="amp_bf16", **last),
+        make_recipe(6.0, precision="amp_bf16", **both),
+        make_recipe(1.5, **both),
+        make_recipe(8.0, preset="fast"),
+        make_recipe(4.0, preset="fast", memory_format="contiguous", convolution="torch"),
+    )
+    row = rows["--convolution matmul"]
+    assert (row["alone, over seed"], row["over the one above"]) == ("1.50x", "2.00x")
+    assert row["from"] == "this suite"
+    assert "--memory_format channels_last --convolution matmul" not in rows
+    without = rows["--preset fast --memory_format contiguous --convolution torch"]
+    assert (without["over the one above"], without["from"]) == ("0.50x", "this suite")
 
 
 def test_a_rung_on_top_of_fast_or_taken_from_it_is_set_against_fast():
@@ -312,10 +332,11 @@ def test_the_sweep_climbs_to_fast_one_rung_at_a_time(device):
     ladder = find_ladders(read_configurations(records))[0]
     assert ladder.chain[-1].preset == "fast"
     # Each rung of the chain was also measured alone, or with the one that it needs.
-    alone = [dict(one.added) for one in ladder.alone]
+    alone = [find_rung(one.added) for one in ladder.alone]
     for before, after in itertools.pairwise([ladder.base, *ladder.chain]):
         (name,) = set(after.added) - set(before.added)
-        assert any(added.get(name) == after.added[name] for added in alone), name
+        rung = find_rung({name: after.added[name]})
+        assert rung is not None and rung in alone, name
 
 
 def test_fast_is_nowhere_slower_than_seed():

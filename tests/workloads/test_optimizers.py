@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from sdbench.workloads.optimizers import AdamW
 
 
-def train(optimizer_class, *, fused):
+def train(optimizer_class, *, fused, has_alike_gradients=True):
     """Two steps of a model with one layer of each layout."""
     torch.manual_seed(0)
     model = nn.ModuleList(
@@ -25,16 +25,20 @@ def train(optimizer_class, *, fused):
     for _ in range(2):
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
+        if not has_alike_gradients:
+            model[0].weight.grad = model[0].weight.grad.contiguous()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             optimizer.step()
     operators = [event.key for event in profiler.key_averages()]
     return list(model.parameters()), optimizer.state_dict()["state"], operators
 
 
+@pytest.mark.parametrize("has_alike_gradients", [True, False])
 @pytest.mark.parametrize("fused", [True, None])
-def test_weights_and_state_are_those_of_torch(fused):
-    expected_weights, expected_state, _ = train(torch.optim.AdamW, fused=fused)
-    weights, state, _ = train(AdamW, fused=fused)
+def test_weights_and_state_are_those_of_torch(fused, has_alike_gradients):
+    options = {"fused": fused, "has_alike_gradients": has_alike_gradients}
+    expected_weights, expected_state, _ = train(torch.optim.AdamW, **options)
+    weights, state, _ = train(AdamW, **options)
     for weight, expected in zip(weights, expected_weights, strict=True):
         assert torch.equal(weight, expected) and weight.stride() == expected.stride()
     for index, expected in expected_state.items():
