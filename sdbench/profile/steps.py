@@ -3,8 +3,8 @@
 warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
 
 To count a step, and to read the events of a profiled one, takes small blocks out of the heap, so
-that the next step of SD2 on a CPU finds its large ones broken up and asks the kernel for 1.4 GiB of
-new pages: a second that is not the operators'.
+that the next step of SD2 on a CPU finds its large ones broken up and waits for new pages of the
+kernel: time that is not the operators'.
 """
 
 from __future__ import annotations

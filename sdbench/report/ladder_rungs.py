@@ -134,6 +134,13 @@ def find_rung(added: Mapping[str, Any]) -> Rung | None:
     return None
 
 
+def own_settings(added: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a rung without those that it cannot be without."""
+    rung = find_rung(added)
+    needs = {} if rung is None else rung.needs
+    return {name: value for name, value in added.items() if name not in needs}
+
+
 def describe_flags(settings: Mapping[str, Any]) -> str:
     """Settings as the flags of benchmark.py, e.g. ``--compile unet --cuda_graph``."""
     return " ".join(_as_flag(name, value) for name, value in settings.items())

@@ -18,6 +18,7 @@ from sdbench.report.ladder_rungs import (
     describe_effect,
     describe_flags,
     find_rung,
+    own_settings,
 )
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_number, format_rates
@@ -99,16 +100,9 @@ def _ladder_table(name: str, ladder: Ladder) -> Table:
         rows.append(_fast_row(ladder, ladder.fast))
         rows += [_beyond_row(ladder, ladder.fast, one) for one in ladder.beyond]
     rows += [
-        _alone_row(ladder, one)
-        for one in ladder.alone
-        if not any(_is_same_rung(one.added, rung) for rung in climbed)
+        _alone_row(ladder, one) for one in ladder.alone if own_settings(one.added) not in climbed
     ]
     return Table(name, ladder.caption, LADDER_COLUMNS, rows).without_empty_columns()
-
-
-def _is_same_rung(added: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether settings are the same, but for those that the rung cannot be without."""
-    return added == other or (find_rung(added) or added) is find_rung(other)
 
 
 def _seed_row(base: Configuration) -> list[Cell]:
@@ -130,7 +124,7 @@ def _seed_row(base: Configuration) -> list[Cell]:
 
 def _chain_row(ladder: Ladder, before: Configuration, after: Configuration) -> list[Cell]:
     rung = difference(before, after)
-    alone = next((one for one in ladder.alone if _is_same_rung(one.added, rung)), None)
+    alone = next((one for one in ladder.alone if own_settings(one.added) == rung), None)
     return [
         *_name_cells(rung),
         *_alone_cells(ladder, alone),

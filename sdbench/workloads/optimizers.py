@@ -47,8 +47,7 @@ def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimi
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, which leaves tensors that are channels_last where they are.
 
-    The fused kernel for CPUs copies whatever is not contiguous, and back: for twelve weights of
-    1280 x 1280 x 3 x 3 on two cores 0.205 s in place of 0.127 s. To an update of each number by
+    The fused kernel for CPUs copies whatever is not contiguous. To an update of each number by
     itself the order of the axes means nothing.
     """
 
