@@ -5,6 +5,10 @@ from the program. When that closes, because the program asks for an end or has d
 a signal to stop arrives, the command and everything that it has started are asked to end, and
 killed if they have not after the grace. The program hands it a locked file, which it holds, without
 ever using it, until all of them are gone: what is measured next waits for that lock.
+
+With `--without_starter` before GRACE_S only signals count: a scheduler or a container that stops a
+job may tell nobody but its first process, and that one dies or, as the first process of a container,
+ignores it without a word to the ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ POLL_S = 0.05
 KILLED_WITHIN_S = 60.0
 
 
-def main(command: list[str], *, grace_s: float) -> int:
+def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int:
     """Run a command to its end, or until it is asked to stop.
 
     Args:
         command: Program and arguments.
         grace_s: How long what is asked to end may take.
+        has_starter: Standard input is the pipe of a program whose end is that of the command.
 
     Returns:
         Its exit code; for one that a signal ended 128 plus its number, as a shell has it.
@@ -41,7 +46,8 @@ def main(command: list[str], *, grace_s: float) -> int:
     reasons_to_stop: list[object] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: reasons_to_stop.append(number))
-    threading.Thread(target=_wait_for_starter, args=(reasons_to_stop,), daemon=True).start()
+    if has_starter:
+        threading.Thread(target=_wait_for_starter, args=(reasons_to_stop,), daemon=True).start()
     if sys.platform == "linux":
         # Ranks whose launcher has died become children of this process and are still found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -89,4 +95,8 @@ def _end_with_guard() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], grace_s=float(sys.argv[1])))
+    arguments = sys.argv[1:]
+    has_starter = arguments[0] != "--without_starter"
+    if not has_starter:
+        arguments = arguments[1:]
+    sys.exit(main(arguments[1:], grace_s=float(arguments[0]), has_starter=has_starter))

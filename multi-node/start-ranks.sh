@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Start the ranks of this node, whatever has started this script: Slurm, Kubeflow's operators, or a
+# person on one machine after the other.
+#
+#     start-ranks.sh [ARGUMENTS OF benchmark.py]
+#
+# It reads the place of the node from the environment. The first name that is set counts:
+#
+#   nodes of the job       NUM_NODES, PET_NNODES, SLURM_NNODES; else 1
+#   number of this node    NODE_RANK, PET_NODE_RANK, SLURM_NODEID, RANK (as Kubeflow's PyTorchJob
+#                          sets it for a pod); else 0 of 1
+#   ranks on it            NUM_GPUS_PER_NODE, PET_NPROC_PER_NODE, SLURM_GPUS_ON_NODE; else the GPUs
+#                          that nvidia-smi lists; else 1
+#   address of node 0      MASTER_ADDR, PET_MASTER_ADDR
+#   port on node 0         MASTER_PORT, PET_MASTER_PORT
+#   WORLD_SIZE             is only checked: nodes, or nodes times ranks
+#   LAUNCHER               composer (default): a fixed job. torchrun: the same, or, where
+#                          PET_RDZV_ENDPOINT is set, an elastic one that starts again after a loss
+#
+# Exit codes: 2 for a bad value, else that of the launcher. SIGTERM reaches every rank, and the
+# script ends when all of them have.
+set -euo pipefail
+
+# How long ranks may take to write their record after SIGTERM.
+GRACE_S=30
+
+refuse() { # what was wrong, the value, what is allowed, the variable that changes it
+  echo "error: $1: got '$2'; allowed: $3; change it with $4." >&2
+  exit 2
+}
+
+first_set() { # the value of the first variable that is set and not empty
+  local name
+  for name in "$@"; do
+    if [[ -n ${!name:-} ]]; then
+      echo "${!name}"
+      return
+    fi
+  done
+}
+
+check_number() { # variable, value, lowest, highest, what it is
+  if [[ ! $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3 || $2 > $4)); then
+    refuse "$5 is not one" "$2" "a whole number from $3 to $4" "$1"
+  fi
+}
+
+count_gpus() {
+  if command -v nvidia-smi > /dev/null && nvidia-smi --list-gpus > /dev/null 2>&1; then
+    nvidia-smi --list-gpus | wc -l
+  fi
+}
+
+launcher=${LAUNCHER:-composer}
+case $launcher in
+  composer | torchrun) ;;
+  *) refuse "the launcher is unknown" "$launcher" "composer or torchrun" LAUNCHER ;;
+esac
+
+ranks_per_node=$(first_set NUM_GPUS_PER_NODE PET_NPROC_PER_NODE SLURM_GPUS_ON_NODE)
+ranks_per_node=${ranks_per_node:-$(count_gpus)}
+ranks_per_node=${ranks_per_node:-1}
+check_number NUM_GPUS_PER_NODE "$ranks_per_node" 1 1024 "the number of ranks per node"
+
+options=()
+if [[ $launcher == torchrun && -n ${PET_RDZV_ENDPOINT:-} ]]; then
+  # torchrun reads nodes, rendezvous and restarts from PET_* by itself.
+  port=${PET_RDZV_ENDPOINT##*:}
+  check_number PET_RDZV_ENDPOINT "$port" 1024 65535 "the port of the rendezvous"
+  options+=(--nproc_per_node "$ranks_per_node")
+  echo "start-ranks.sh: up to ${PET_NNODES:-1} nodes with $ranks_per_node ranks each," \
+    "rendezvous ${PET_RDZV_BACKEND:-static} at $PET_RDZV_ENDPOINT"
+else
+  num_nodes=$(first_set NUM_NODES PET_NNODES SLURM_NNODES)
+  num_nodes=${num_nodes:-1}
+  check_number NUM_NODES "$num_nodes" 1 100000 "the number of nodes"
+  node_rank=$(first_set NODE_RANK PET_NODE_RANK SLURM_NODEID RANK)
+  if [[ -z $node_rank && $num_nodes == 1 ]]; then
+    node_rank=0
+  fi
+  check_number NODE_RANK "$node_rank" 0 $((num_nodes - 1)) "the number of this node"
+  world_size=$((num_nodes * ranks_per_node))
+  if [[ -n ${WORLD_SIZE:-} && $WORLD_SIZE != "$world_size" && $WORLD_SIZE != "$num_nodes" ]]; then
+    refuse "the world size does not fit $num_nodes nodes with $ranks_per_node ranks each" \
+      "$WORLD_SIZE" "$world_size" "WORLD_SIZE, NUM_NODES or NUM_GPUS_PER_NODE"
+  fi
+  master=$(first_set MASTER_ADDR PET_MASTER_ADDR)
+  port=$(first_set MASTER_PORT PET_MASTER_PORT)
+  if ((num_nodes > 1)); then
+    if [[ -z $master ]]; then
+      refuse "nobody says where node 0 is" "" "a host name or an address" MASTER_ADDR
+    fi
+    # Ports below 1024 take root on most systems, and in a container a right that it need not have.
+    check_number MASTER_PORT "$port" 1024 65535 "the port on node 0"
+  fi
+  if [[ $launcher == composer ]]; then
+    options+=(--nproc "$ranks_per_node" --world_size "$world_size" --node_rank "$node_rank")
+  else
+    options+=(--nproc_per_node "$ranks_per_node" --nnodes "$num_nodes" --node_rank "$node_rank")
+  fi
+  if ((num_nodes > 1)); then
+    options+=(--master_addr "$master" --master_port "$port")
+  fi
+  echo "start-ranks.sh: node $node_rank of $num_nodes, $ranks_per_node ranks of $world_size," \
+    "node 0 at ${master:-this machine}${port:+:$port}, $launcher"
+fi
+# They say where a pod or a node is, and would be taken for where a rank is.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ -x .venv/bin/$launcher ]]; then
+  PATH=$PWD/.venv/bin:$PATH # `make` has set this environment up
+fi
+if ! command -v "$launcher" > /dev/null; then
+  refuse "the launcher is not installed" "$launcher" "an environment with requirements.txt" PATH
+fi
+exec python3 sdbench/launch/guard.py --without_starter "$GRACE_S" \
+  "$launcher" "${options[@]}" benchmark.py "$@"
