@@ -45,6 +45,6 @@ def find_stragglers(
             "times_median": own_s / median_s,
         }
         for rank, own_s in enumerate(own_step_times_s)
-        if own_s >= MIN_TIMES_MEDIAN * median_s
+        if own_s >= MIN_TIMES_MEDIAN * median_s and own_s > median_s
     ]
     return sorted(found, key=lambda rank: -rank["own_step_time_s"])

@@ -6,6 +6,7 @@ Each test starts `composer` or `torchrun` as a user would, on the tiny model.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,9 +192,10 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_record_says_why(tmp_path, la
     find_rank(process, rank).kill()
     assert process.wait(timeout=END_WITHIN_S) != 0
     record = only_record(tmp_path)
-    assert record["status"] in ("failed", "interrupted")
-    survivor = 1 - rank
-    assert record["reason"].startswith(f"rank {survivor}: ")
+    assert record["status"] == "failed"
+    assert f"rank {rank} on node 0 has been silent" in record["reason"]
+    # Some steps had ended before the rank was killed.
+    assert re.search(r"last heard of after [1-9]\d* steps", record["reason"])
     assert record["summary"] is None
 
 
