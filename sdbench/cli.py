@@ -38,6 +38,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.launch.search:main",
         "find the largest and the fastest micro-batch of this machine",
     ),
+    "submit": (
+        "sdbench.launch.submit:main",
+        "measure on several numbers of nodes of a Slurm cluster, and set them side by side",
+    ),
     "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
     "report": (
         "sdbench.report.report:main",

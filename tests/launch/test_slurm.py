@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.cli import main
+from sdbench.launch import submit
 from sdbench.measure.record import load_record
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
 
@@ -150,3 +152,25 @@ def test_an_image_that_is_not_there_is_refused_before_anything_starts(cluster, f
     job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
     assert "there is no such image: got '/no/such/image.sqsh'" in log_of(folder)
+
+
+def test_one_command_submits_and_collects_several_numbers_of_nodes(
+    cluster, tmp_path, monkeypatch, capsys
+):
+    for name, value in {**cluster.environment, **VARIABLES}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(submit, "POLL_S", 0.2)
+    command = (
+        *("submit", "--nodes", "1,2", "--repeats", "1", "--scaling", "weak"),
+        *("--folder", str(tmp_path / "jobs"), "--sbatch_options", "--gpus-per-node=1", "--"),
+        *(*TINY, *SHORT, "--batch_size", "2"),
+    )
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "Weak scaling: 2 images per rank and step" in output
+    rows = [line.split()[:4] for line in output.splitlines() if line.startswith("  ")][-2:]
+    # nodes, ranks, global batch, runs
+    assert rows == [["1", "1", "2", "1"], ["2", "2", "4", "1"]]
+    # Started again on its folder it submits nothing and shows the same table.
+    assert main(("submit", "--folder", str(tmp_path / "jobs"))) == 0
+    assert len(list((tmp_path / "jobs").glob("*/*/record.json"))) == 2
