@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "single-node/README.md", "CONTRIBUTING.md", "results/README.md")
+DOCUMENTS = (
+    "README.md",
+    "single-node/README.md",
+    "multi-node/README.md",
+    "CONTRIBUTING.md",
+    "results/README.md",
+)
 LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
@@ -145,7 +151,7 @@ def test_a_long_command_runs_to_its_end(command, workplace):
 def test_every_file_that_a_document_names_is_there(document):
     text = (ROOT / document).read_text()
     links = re.findall(r"\]\(([^)#]+)\)", text)
-    named = re.findall(r"`((?:sdbench|tests|single-node|results)/[\w./-]*)`", text)
+    named = re.findall(r"`((?:sdbench|tests|single-node|multi-node|results)/[\w./-]*)`", text)
     for name in links:
         assert "://" in name or (ROOT / document).parent.joinpath(name).exists(), name
     for name in named:
