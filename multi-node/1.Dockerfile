@@ -12,6 +12,8 @@ ARG EFA_INSTALLER_VERSION=1.51.0
 # The host has the kernel module. The plugin's folder differs by distribution: it is looked for, and
 # its absence ends the build.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# The installer only works in its own folder, which is gone when it has.
+# hadolint ignore=DL3003
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates curl \
     && curl -fsSL "https://efa-installer.amazonaws.com/aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz" \
