@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,13 @@ from sdbench.distributed import Ranks, let_first_rank_end
 from sdbench.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from sdbench.heartbeat import Heartbeat
     from sdbench.measure.hardware import Machine
     from sdbench.measure.record import RunFolder
     from sdbench.measure.startup import StartupClock
     from sdbench.measure.summary import Measurements
     from sdbench.measure.watch import Observer, StepWatch
+    from sdbench.nccl_log import NcclLog
     from sdbench.parts import Parts
     from sdbench.resolve import Plan
 
@@ -67,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         let_first_rank_end(ranks)
         return 2
+    except RunError as error:  # before there was a run
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -82,23 +88,42 @@ def _run(request: Request, *, command: list[str]) -> int:
     with log.capture(), stop_signals_raise():
         with _no_garbage_expected():
             from sdbench import describe, distributed
+            from sdbench.heartbeat import Heartbeat
             from sdbench.measure.hardware import inspect_machine
+            from sdbench.nccl_log import NcclLog
 
             clock.ends(startup.IMPORTS)
             machine = inspect_machine(local_rank=ranks.local_rank)
-            plan = _agree_on_plan(request, machine=machine, ranks=ranks)
+            nccl_log = NcclLog(ranks, device_type=machine.device_type)
+            plan = _agree_on_plan(request, machine=machine, ranks=ranks, command=command)
+            heartbeat = Heartbeat(ranks, timeout_s=plan.config.dist_timeout)
         if request.print_config:
             if ranks.rank == 0:
                 print(describe.as_yaml(plan, request))
             return 0
         path = None
         if ranks.rank == 0:
-            path = RunFolder.create(plan.config.results_dir, machine=machine.slug, name=plan.name)
+            path = _make_folder(plan).path
             log.move_to(path)
             print(describe.for_person(plan), flush=True)
         folder = RunFolder(distributed.broadcast(path, ranks))
         clock.ends(startup.PLAN)
-        return _run_in_folder(plan, request, folder, command=command, clock=clock)
+        return _run_in_folder(
+            plan,
+            request,
+            folder,
+            command=command,
+            clock=clock,
+            heartbeat=heartbeat,
+            nccl_log=nccl_log,
+        )
+
+
+def _make_folder(plan: Plan) -> RunFolder:
+    from sdbench.measure.record import RunFolder
+
+    machine = plan.machine.slug
+    return RunFolder(RunFolder.create(plan.config.results_dir, machine=machine, name=plan.name))
 
 
 @contextlib.contextmanager
@@ -112,9 +137,10 @@ def _no_garbage_expected() -> Iterator[None]:
         gc.enable()
 
 
-def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
+def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks, command: list[str]) -> Plan:
     """Resolve on every rank; an error on one of them is an error, the same one, on all."""
-    from sdbench import distributed
+    from sdbench import describe, distributed
+    from sdbench.outcome import RunRecord, explain
     from sdbench.resolve import resolve
 
     plan, error = None, None
@@ -122,7 +148,16 @@ def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
         plan = resolve(request, machine=machine, ranks=ranks)
     except ConfigError as config_error:
         error = config_error
-    distributed.connect(ranks, device_type=machine.device_type)
+    try:
+        distributed.connect(
+            ranks, device_type=machine.device_type, timeout_s=request.config.dist_timeout
+        )
+    except RunError as absence:
+        if plan is not None and ranks.rank == 0:
+            described = describe.for_record(plan, request)
+            record = RunRecord(_make_folder(plan), command=command, described=described)
+            record.end_badly(explain(absence, rank=0))
+        raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
     if errors:
         raise errors[0]
@@ -133,11 +168,18 @@ def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks) -> Plan:
 
 
 def _run_in_folder(
-    plan: Plan, request: Request, folder: RunFolder, *, command: list[str], clock: StartupClock
+    plan: Plan,
+    request: Request,
+    folder: RunFolder,
+    *,
+    command: list[str],
+    clock: StartupClock,
+    heartbeat: Heartbeat,
+    nccl_log: NcclLog,
 ) -> int:
     """Train, and leave a record whatever happens."""
     from sdbench import describe, distributed
-    from sdbench.outcome import RunRecord, explain
+    from sdbench.outcome import Failure, RunRecord, explain_among_ranks
     from sdbench.report.row import append_row
     from sdbench.report.terminal import format_summary
 
@@ -145,14 +187,28 @@ def _run_in_folder(
     is_first_rank = plan.ranks.rank == 0
     if is_first_rank:
         record.write_unfinished()
-    try:
-        parts, measurements, summary = _train(plan, folder, clock=clock)
-        delivered = distributed.gather(parts.loader.stats, plan.ranks)
-    except BaseException as error:  # also Ctrl-C: the record has to say why
-        failure = explain(error, rank=plan.ranks.rank)
+
+    def end_badly(failure: Failure) -> int:
         record.end_badly(failure)
         print(f"{failure.status}: {failure.reason}\nrecord: {folder.path}", file=sys.stderr)
         return failure.exit_code
+
+    def end_as_one_is_lost(lost: str) -> None:
+        """In another thread, while the main one waits for ever: NCCL knows no dead neighbour."""
+        os._exit(end_badly(Failure("timeout", f"{lost} (--dist_timeout)", exit_code=1)))
+
+    heartbeat.watch(end_as_one_is_lost)
+    try:
+        parts, measurements, summary = _train(
+            plan, folder, clock=clock, heartbeat=heartbeat, nccl_log=nccl_log
+        )
+        delivered = distributed.gather(parts.loader.stats, plan.ranks)
+        heartbeat.end("ok")
+    except BaseException as error:  # also Ctrl-C: the record has to say why
+        failure = explain_among_ranks(error, heartbeat=heartbeat, rank=plan.ranks.rank)
+        exit_code = end_badly(failure)
+        heartbeat.end(failure.status, failure.reason)
+        return exit_code
     if is_first_rank:
         folder.write_steps(measurements.timings.steps)
         content = record.end_well(
@@ -166,6 +222,7 @@ def _run_in_folder(
                 "num_bad_samples": sum(stats.num_bad_samples for stats in delivered),
                 "num_dropped_samples": parts.loader.stats.num_dropped_samples,
             },
+            network=nccl_log.read_network(),
         )
         append_row(folder.path.parent / "runs.csv", content)
         print(f"\n{format_summary(content)}\n\nrecord: {folder.path}")
@@ -174,7 +231,12 @@ def _run_in_folder(
 
 
 def _train(
-    plan: Plan, folder: RunFolder, *, clock: StartupClock
+    plan: Plan,
+    folder: RunFolder,
+    *,
+    clock: StartupClock,
+    heartbeat: Heartbeat,
+    nccl_log: NcclLog,
 ) -> tuple[Parts, Measurements, dict[str, Any]]:
     """Build the parts, train them, and merge what all ranks measured.
 
@@ -187,6 +249,7 @@ def _train(
     from sdbench.measure.matmul import measure_matmul_tflops
     from sdbench.measure.secrets import redact
     from sdbench.measure.summary import merge_measurements, summarize
+    from sdbench.nccl_log import SOCKETS
     from sdbench.progress import Progress
     from sdbench.wandb_log import WandbLog
     from sdbench.workloads import pretrain, tuning
@@ -208,7 +271,7 @@ def _train(
         matmul_tflops = sum(by_rank) / len(by_rank)
     clock.ends(startup.PEAK)
     progress = Progress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
-    watch = _make_watch(plan, folder, observers=[clock, progress, wandb_log])
+    watch = _make_watch(plan, folder, observers=[clock, heartbeat, progress, wandb_log])
     parts = pretrain.build(plan, phase=watch.phases.phase)
     if ranks.rank == 0:
         print(
@@ -234,10 +297,12 @@ def _train(
         merged,
         config=settings,
         num_devices=ranks.world_size,
+        ranks_per_node=ranks.local_world_size,
         flops_per_image=parts.flops_per_image,
         peak_tflops=machine.peak_tflops(config.precision),
         matmul_tflops=matmul_tflops,
         startup=clock,
+        uses_sockets=nccl_log.read_network() == SOCKETS,
     )
     wandb_log.finish(summary)
     return parts, merged, summary

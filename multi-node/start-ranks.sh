@@ -127,5 +127,5 @@ fi
 if ! command -v "$launcher" > /dev/null; then
   refuse "the launcher is not installed" "$launcher" "an environment with requirements.txt" PATH
 fi
-exec python3 sdbench/launch/guard.py --without_starter "$GRACE_S" \
+exec python3 -m sdbench.launch.node "$GRACE_S" \
   "$launcher" "${options[@]}" benchmark.py "$@"

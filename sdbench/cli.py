@@ -42,6 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.launch.render.command:main",
         "fill in the manifest or the script of a job on a cluster, and check it",
     ),
+    "submit": (
+        "sdbench.launch.submit:main",
+        "measure on several numbers of nodes of a Slurm cluster, and set them side by side",
+    ),
     "publish": ("sdbench.report.publish:main", "copy a run into results/ and rebuild its tables"),
     "report": (
         "sdbench.report.report:main",

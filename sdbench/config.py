@@ -210,6 +210,12 @@ class BenchmarkConfig:
         "(default: it ends with them)",
     )
     seed: int = _field(MEASURES, NOT_NEGATIVE, 17, "seed of weights, data and noise")
+    dist_timeout: float = _field(
+        MEASURES,
+        SECONDS,
+        600.0,
+        "seconds after which a rank that does not come or falls silent ends the run on all ranks",
+    )
     results_dir: str = _field(MEASURES, TEXT, "runs", "folder that gets one folder per run")
     check_memory: bool = _field(
         MEASURES, SWITCH, True, "refuse a run whose estimated peak memory the machine lacks"
@@ -239,6 +245,13 @@ class BenchmarkConfig:
         "auto",
         "images per forward and backward pass on one rank; auto: the largest that the memory "
         "estimate allows",
+    )
+    allow_uneven_batch: bool = _field(
+        BATCH,
+        SWITCH,
+        False,
+        "cut a global batch down to what the ranks can share evenly, and let the last micro-batch "
+        "of a step be smaller; without it both are refused",
     )
 
     use_synth_data: bool = _field(DATA, SWITCH, False, "train on synthetic samples")

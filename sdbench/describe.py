@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from sdbench.config import Request
+from sdbench.distributed import num_restarts
 from sdbench.measure import hardware
 from sdbench.resolve import Plan
 
@@ -25,10 +26,18 @@ def for_person(plan: Plan) -> str:
     lines.append(
         f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
         f"{plan.ranks.world_size} x {plan.machine.device_name}, global batch {config.batch_size}, "
-        f"micro-batch {config.device_train_microbatch_size}, {plan.num_steps} steps; estimated "
-        f"peak memory {plan.memory.total_gib:.1f} GiB per rank"
+        f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
+        f"{plan.memory.total_gib:.1f} GiB per rank"
     )
     return "\n".join(lines)
+
+
+def _share_of_a_rank(plan: Plan) -> str:
+    microbatch = plan.config.device_train_microbatch_size
+    num_images = plan.config.batch_size // plan.ranks.world_size
+    num_microbatches = -(-num_images // microbatch)
+    plural = "" if num_microbatches == 1 else "es"
+    return f"{num_images} images per rank in {num_microbatches} micro-batch{plural} of {microbatch}"
 
 
 def as_yaml(plan: Plan, request: Request) -> str:
@@ -62,6 +71,7 @@ def for_record(plan: Plan, request: Request) -> dict[str, Any]:
             "world_size": plan.ranks.world_size,
             "num_nodes": plan.ranks.num_nodes,
             "ranks_per_node": plan.ranks.local_world_size,
+            "restarts": num_restarts(),
         },
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),

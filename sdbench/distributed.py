@@ -10,7 +10,10 @@ import dataclasses
 import datetime
 import os
 import time
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from sdbench.errors import RunError
 
 T = TypeVar("T")
 
@@ -40,13 +43,23 @@ class Ranks:
         return self.world_size // self.local_world_size
 
 
-def connect(ranks: Ranks, *, device_type: str, timeout_s: float = 300.0) -> None:
+def num_restarts() -> int:
+    """How often a scheduler or torchrun has started this run again."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return sum(int(os.environ.get(name, "0")) for name in names)
+
+
+def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
     """Join the process group, unless this process is alone.
 
     Args:
         ranks: The place of this process.
         device_type: ``cuda`` or ``cpu``; the backend is the one that Composer expects for it.
-        timeout_s: How long a collective waits for the slowest rank before it fails.
+        timeout_s: How long the ranks wait for each other here, and later a collective for the
+            slowest of them, before it fails.
+
+    Raises:
+        RunError: Not all ranks came.
     """
     if ranks.world_size == 1:
         return
@@ -54,10 +67,87 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float = 300.0) -> None
 
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
+    # torchrun has the store, which serves all its attempts to run; without it the first rank does.
+    has_store = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = open_store("ranks", is_host=has_store, timeout_s=timeout_s)
+    _wait_for_all(store, ranks, timeout_s=timeout_s)
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
+    """A new connection to the store at which the ranks meet.
+
+    Args:
+        name: Of the part of the store that is wanted.
+        is_host: The store is to be in this process.
+        timeout_s: How long to wait for an answer.
+
+    Raises:
+        RunError: There is no store, or it cannot be opened here.
+    """
+    import torch
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch.distributed.TCPStore(
+            address,
+            port,
+            is_master=is_host,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        if is_host:
+            raise RunError(
+                f"port {port} cannot be opened for the ranks to meet at; another one is set by "
+                f"MASTER_PORT or --master_port ({_first_line(error)})"
+            ) from None
+        raise RunError(
+            f"nothing answered within {timeout_s:g} s (--dist_timeout) at {address}:{port}, where "
+            f"rank 0 should be ({_first_line(error)})",
+            status="timeout",
+        ) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
+
+
+def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
+    """Wait until every rank is there, and name those that do not come."""
+    import torch
+
+    everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
+    try:
+        store.set(everyone[ranks.rank], "")
+        store.wait(everyone, datetime.timedelta(seconds=timeout_s))
+    except torch.distributed.DistStoreError:
+        missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+        raise RunError(
+            f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
+            status="timeout",
+        ) from None
+
+
+def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:
+    """Ranks by their numbers and those of their nodes."""
+    return ", ".join(f"rank {rank} on node {rank // ranks.local_world_size}" for rank in numbers)
+
+
+def is_about_connections(error: BaseException) -> bool:
+    """Whether an error says that ranks lost touch, which tells nothing about this one."""
+    import torch
+
+    message = str(error)
+    return isinstance(error, torch.distributed.DistError) or "gloo" in message or "NCCL" in message
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def disconnect() -> None:

@@ -37,7 +37,7 @@ class RunError(RuntimeError):
     """A run that began well and cannot end well. The program exits with code 1.
 
     Attributes:
-        status: The status that goes into the run's record, ``failed`` or ``invalid``.
+        status: The status that goes into the run's record, ``failed``, ``invalid`` or ``timeout``.
     """
 
     def __init__(self, reason: str, *, status: str = "failed") -> None:

@@ -8,7 +8,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sdbench.distributed import is_about_connections
 from sdbench.errors import ConfigError, RunError
+from sdbench.heartbeat import Heartbeat
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
 from sdbench.signals import Terminated, ignore_sigterm
@@ -70,19 +72,26 @@ class RunRecord:
         self._folder.write_record(self._content)
 
     def end_well(
-        self, *, summary: dict[str, Any], workload: Mapping[str, Any] | None = None
+        self,
+        *,
+        summary: dict[str, Any],
+        workload: Mapping[str, Any] | None = None,
+        network: str | None = None,
     ) -> dict[str, Any]:
         """Write the result.
 
         Args:
             summary: The figures.
             workload: What is known of the workload, in the kinds that have one, only now.
+            network: What NCCL calls the network between machines.
 
         Returns:
             The whole record.
         """
         if workload is not None:
             self._content["workload"].update(workload)
+        if network is not None:
+            self._content["ranks"]["network"] = network
         return self._end(status=record.OK, reason=None, summary=summary)
 
     def end_badly(self, failure: Failure) -> None:
@@ -122,6 +131,25 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         reason = f"{type(error).__name__}: {error}"
         status = record.OOM if _is_out_of_memory(error) else record.FAILED
     return Failure(status, reason if rank is None else f"rank {rank}: {reason}", exit_code)
+
+
+def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:
+    """What a run of several ranks ended with: an error that another rank caused names that one.
+
+    Args:
+        error: What was raised.
+        heartbeat: Has listened for the other ranks.
+        rank: The rank that it was raised on.
+    """
+    failure = explain(error, rank=rank)
+    if not isinstance(error, Terminated) and not is_about_connections(error):
+        return failure
+    lost = heartbeat.find_lost()
+    if lost is not None:
+        status = record.TIMEOUT if "Timed out" in failure.reason else record.FAILED
+        return Failure(status, f"{lost}; {failure.reason}", EXIT_FAILED)
+    elsewhere = heartbeat.failed_elsewhere()
+    return failure if elsewhere is None else Failure(*elsewhere, EXIT_FAILED)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sdbench import sources, speedups
 from sdbench.config import FIELDS, BenchmarkConfig, Request
@@ -197,9 +197,7 @@ class _Resolver:
         world_size = self.ranks.world_size
         microbatch = self.config.device_train_microbatch_size
         if self.config.batch_size is None and self.on_gpu:
-            even = max(1, GPU_BATCH_SIZE // world_size) * world_size
-            reason = "the seeds' default" if even == GPU_BATCH_SIZE else f"{world_size} ranks"
-            self._choose("batch_size", even, reason)
+            self._choose("batch_size", *_largest_even_batch(world_size, microbatch))
         if self.config.batch_size is None:
             if microbatch == "auto":
                 microbatch = CPU_MICROBATCH
@@ -212,7 +210,7 @@ class _Resolver:
         if self.config.device_train_microbatch_size == "auto":
             self._choose_microbatch(*self._largest_microbatch(device_batch))
         microbatch = self.config.device_train_microbatch_size
-        if device_batch % microbatch:
+        if device_batch % microbatch and self.config.allow_uneven_batch:
             self.notes.append(
                 f"The last micro-batch of each step holds {device_batch % microbatch} of "
                 f"{microbatch} images: {device_batch} images per rank do not divide evenly."
@@ -225,18 +223,25 @@ class _Resolver:
 
     def _check_batch(self) -> None:
         batch, world_size = self.config.batch_size, self.ranks.world_size
-        if batch % world_size:
-            below, above = batch // world_size * world_size, (batch // world_size + 1) * world_size
-            nearest = f"{below} and {above}" if below else f"{above}"
-            raise ConfigError(
-                f"the global batch does not divide over {world_size} ranks",
-                value=batch,
-                allowed=f"multiples of {world_size}, the nearest are {nearest}",
-                flag="--batch_size",
+        allows_uneven = self.config.allow_uneven_batch
+        if batch % world_size and allows_uneven and batch > world_size:
+            self._cut_batch(batch // world_size * world_size)
+        elif batch % world_size:
+            _refuse_batch(
+                f"the global batch does not divide over {world_size} ranks", batch, unit=world_size
             )
         microbatch = self.config.device_train_microbatch_size
-        device_batch = batch // world_size
-        if microbatch != "auto" and microbatch > device_batch:
+        device_batch = self.config.batch_size // world_size
+        if microbatch == "auto":
+            return
+        if device_batch > microbatch and device_batch % microbatch and not allows_uneven:
+            _refuse_batch(
+                f"the {device_batch} images that a rank gets per step ({batch} over {world_size} "
+                f"ranks) do not divide into micro-batches of {microbatch}",
+                batch,
+                unit=world_size * microbatch,
+            )
+        if microbatch > device_batch:
             raise ConfigError(
                 f"the micro-batch is larger than the {device_batch} images that a rank gets per "
                 f"step ({batch} over {world_size} ranks)",
@@ -245,6 +250,16 @@ class _Resolver:
                 f"{microbatch * world_size}",
                 flag="--device_train_microbatch_size or --batch_size",
             )
+
+    def _cut_batch(self, even: int) -> None:
+        """The user allows it, and is told what is trained instead."""
+        self.notes.append(
+            f"The global batch of {self.config.batch_size} does not divide over "
+            f"{self.ranks.world_size} ranks: {even} images are trained per step, and are what the "
+            "record counts."
+        )
+        self.config = dataclasses.replace(self.config, batch_size=even)
+        self.chosen["batch_size"] = "--allow_uneven_batch: what the ranks can share evenly"
 
     def _largest_microbatch(self, device_batch: int) -> tuple[int, str]:
         # Of all memory, not of what is free now: that may differ by rank, and the choice must not.
@@ -441,6 +456,27 @@ class _Resolver:
             (True, lambda: f"--image_size (below {config.image_size})"),
         ]
         return ", ".join(text() for applies, text in options if applies)
+
+
+def _largest_even_batch(world_size: int, microbatch: int | str) -> tuple[int, str]:
+    """The seeds' global batch, or the most below it that ranks and micro-batches divide."""
+    unit = world_size * (1 if microbatch == "auto" else microbatch)
+    even = max(1, GPU_BATCH_SIZE // unit) * unit
+    if even == GPU_BATCH_SIZE:
+        return even, "the seeds' default"
+    return even, f"the largest batch up to the seeds' {GPU_BATCH_SIZE} that divides by {unit}"
+
+
+def _refuse_batch(what: str, batch: int, *, unit: int) -> NoReturn:
+    """Say which global batches near the one that was asked for would do."""
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    nearest = f"{below} and {above}" if below else f"{above}"
+    raise ConfigError(
+        what,
+        value=batch,
+        allowed=f"multiples of {unit}, the nearest are {nearest}",
+        flag="--batch_size" + (", or accept it with --allow_uneven_batch" if below else ""),
+    )
 
 
 def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:

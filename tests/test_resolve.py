@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from sdbench.config import parse_request
+from sdbench.describe import for_person
 from sdbench.distributed import Ranks
 from sdbench.errors import ConfigError
 from sdbench.resolve import resolve
@@ -93,11 +94,23 @@ def test_auto_takes_the_largest_micro_batch_that_fits_and_divides():
     assert small.memory.total_gib < 0.9 * 40
 
 
-def test_a_ragged_last_micro_batch_is_said():
-    result = plan(
-        "--model_name", "tiny", "--batch_size", "8", "--device_train_microbatch_size", "3"
-    )
-    assert any("last micro-batch of each step holds 2 of 3 images" in note for note in result.notes)
+UNEVEN = ("--batch_size", "15", "--device_train_microbatch_size", "3")
+
+
+def test_an_uneven_batch_is_cut_and_its_ragged_micro_batch_trained_if_the_user_says_so():
+    result = plan("--model_name", "tiny", *UNEVEN, "--allow_uneven_batch", world_size=2)
+    assert result.config.batch_size == 14  # 7 images per rank: two micro-batches of 3, one of 1
+    cut, ragged = result.notes[-2:]
+    assert cut.startswith("The global batch of 15 does not divide over 2 ranks: 14 images")
+    assert "last micro-batch of each step holds 1 of 3 images" in ragged
+    assert "7 images per rank in 3 micro-batches of 3" in for_person(result)
+
+
+def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
+    # 2048 // 96 is 21, which micro-batches of 4 do not divide: 5 of them are 1920 images.
+    result = plan("--device_train_microbatch_size", "4", machine=make_machine(), world_size=96)
+    assert result.config.batch_size == 1920
+    assert result.chosen["batch_size"].endswith("up to the seeds' 2048 that divides by 384")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,14 @@ def test_windows_lie_inside_the_duration(argv, num_warmup, num_measured, num_ste
             2,
             "over 2 ranks: got 7; allowed: multiples of 2, the nearest are 6 and 8; .*--batch_size",
         ),
-        (["--batch_size", "1"], 2, "the nearest are 2;"),
+        (["--batch_size", "1"], 2, "the nearest are 2; change it with --batch_size."),
+        (["--batch_size", "1", "--allow_uneven_batch"], 2, "the nearest are 2;"),
+        (
+            ["--batch_size", "16", "--device_train_microbatch_size", "3"],
+            2,
+            "the 8 images that a rank gets .* micro-batches of 3: got 16; allowed: multiples of 6, "
+            "the nearest are 12 and 18; .* --allow_uneven_batch",
+        ),
         (
             ["--batch_size", "4", "--device_train_microbatch_size", "3"],
             2,

@@ -5,10 +5,6 @@ from the program. When that closes, because the program asks for an end or has d
 a signal to stop arrives, the command and everything that it has started are asked to end, and
 killed if they have not after the grace. The program hands it a locked file, which it holds, without
 ever using it, until all of them are gone: what is measured next waits for that lock.
-
-With `--without_starter` before GRACE_S only signals count: a scheduler or a container that stops a
-job may tell nobody but its first process, and that one dies or, as the first process of a container,
-ignores it without a word to the ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +33,8 @@ def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int
     Args:
         command: Program and arguments.
         grace_s: How long what is asked to end may take.
-        has_starter: Standard input is the pipe of a program whose end is that of the command.
+        has_starter: Standard input is the pipe of a program whose end is that of the command;
+            otherwise only a signal stops it.
 
     Returns:
         Its exit code; for one that a signal ended 128 plus its number, as a shell has it.
@@ -95,8 +92,4 @@ def _end_with_guard() -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    has_starter = arguments[0] != "--without_starter"
-    if not has_starter:
-        arguments = arguments[1:]
-    sys.exit(main(arguments[1:], grace_s=float(arguments[0]), has_starter=has_starter))
+    sys.exit(main(sys.argv[2:], grace_s=float(sys.argv[1])))

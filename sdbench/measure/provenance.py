@@ -51,8 +51,11 @@ def speed_environment() -> dict[str, str]:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """Commit of the suite and whether files differ from it; None outside a checkout."""
-    commit = _git("rev-parse", "HEAD")
+    """Commit of the suite and whether files differ from it; None where nobody knows.
+
+    An image has no checkout: its build leaves the commit in SDBENCH_GIT_COMMIT.
+    """
+    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT") or None
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 

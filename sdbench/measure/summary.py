@@ -14,6 +14,7 @@ from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
 from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
 from sdbench.measure.phases import merge_phases
 from sdbench.measure.startup import StartupClock
+from sdbench.measure.stragglers import find_stragglers, own_step_time_s
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import Interval, within_run_interval
@@ -32,6 +33,7 @@ class Measurements:
         peak_memory_gib: Peak of the rank: allocated on the GPU, or resident on a CPU.
         gpu: State of the GPU in the measured window; None without a GPU or NVML.
         breakdown: Where the time of a profiled step went; None if none was profiled.
+        own_step_times_s: What each rank of a run took for its own work in such a step.
     """
 
     timings: Timings
@@ -39,6 +41,7 @@ class Measurements:
     peak_memory_gib: float
     gpu: GpuReadings | None = None
     breakdown: dict[str, Any] | None = None
+    own_step_times_s: tuple[float, ...] | None = None
 
 
 def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
@@ -67,6 +70,9 @@ def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
         if None in breakdowns
         else merge_phases([breakdown["seconds"] for breakdown in breakdowns], num_steps=1)
         | {"num_steps": breakdowns[0]["num_steps"]},
+        own_step_times_s=None
+        if None in breakdowns
+        else tuple(own_step_time_s(breakdown) for breakdown in breakdowns),
     )
 
 
@@ -75,10 +81,12 @@ def summarize(
     *,
     config: Mapping[str, Any],
     num_devices: int,
+    ranks_per_node: int = 1,
     flops_per_image: float,
     peak_tflops: float | None,
     matmul_tflops: float | None = None,
     startup: StartupClock | None = None,
+    uses_sockets: bool = False,
 ) -> dict[str, Any]:
     """The figures of a run.
 
@@ -87,10 +95,12 @@ def summarize(
         config: The run's config; read are the global batch, the precision that was asked for and
             the settings that the advice depends on.
         num_devices: Ranks that trained: GPUs, or CPU processes.
+        ranks_per_node: How many of them each machine has.
         flops_per_image: Model FLOPs of one image, multiply-add counted as two.
         peak_tflops: Dense peak of one device, None where unknown.
         matmul_tflops: What a large matrix product reached on one device, None if not measured.
         startup: Has followed the first rank from its start.
+        uses_sockets: NCCL talks over TCP between machines.
 
     Returns:
         The record's `summary`.
@@ -106,12 +116,18 @@ def summarize(
         float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
     )
     target = config.get("target_precision")
+    own_step_times_s = measurements.own_step_times_s
+    stragglers = None
+    if own_step_times_s is not None:
+        stragglers = find_stragglers(own_step_times_s, ranks_per_node=ranks_per_node)
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,
         "throttled": gpu is not None and gpu.is_throttled,
         "shared": gpu is not None and gpu.is_shared,
         "other_time": breakdown is not None and has_unexplained_time(breakdown),
+        "straggler": bool(stragglers),
+        "sockets": uses_sockets,
         "precision_not_reached": target is not None
         and not statistics.is_precise(step_times_s, target=target),
     }
@@ -133,6 +149,7 @@ def summarize(
         "flags": [name for name, is_raised in flags.items() if is_raised],
         "data_wait_percent": 100 * sum(step.data_wait_s for step in measured) / timings.window_s,
         "breakdown": breakdown,
+        "stragglers": stragglers,
         "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,

@@ -26,6 +26,8 @@ HOW_MEASURED = frozenset(
         "results_dir",
         "check_memory",
         "data_timeout_s",
+        "dist_timeout",
+        "allow_uneven_batch",
         "wandb_name",
         "wandb_project",
     }

@@ -16,6 +16,8 @@ FLAG_MEANINGS = {
     "throttled": "heat, a power limit or the hardware held the GPU's clock down",
     "shared": "other processes computed on the GPU",
     "other_time": "more than 5 % of a profiled step lies outside the phases",
+    "straggler": "a rank was slower than the others by a fifth or more",
+    "sockets": "NCCL found no faster network between the machines than TCP sockets",
     "precision_not_reached": "the longest window was not enough for --target_precision",
 }
 
@@ -71,6 +73,7 @@ def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("largest part", summary["bottleneck"]),
         ]
+    rows += [("straggler", _straggler(rank)) for rank in summary.get("stragglers") or []]
     if summary.get("startup") is not None:
         rows.append(("start-up", _startup(summary["startup"])))
     if summary.get("num_outliers"):
@@ -90,6 +93,13 @@ def format_breakdown(breakdown: dict[str, Any]) -> str:
         f"{phase.replace('_', ' ')} {percent:.0f} %"
         for phase, percent in largest_first
         if percent >= 0.5
+    )
+
+
+def _straggler(rank: dict[str, Any]) -> str:
+    return (
+        f"rank {rank['rank']} on node {rank['node']}: {rank['own_step_time_s']:.3g} s a step "
+        f"before it waits for the others, {rank['times_median']:.2f} times the median rank"
     )
 
 

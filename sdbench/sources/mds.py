@@ -17,16 +17,16 @@ import torch
 from PIL import Image
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
-from streaming.base.distributed import get_world_size, maybe_init_dist
+from streaming.base.distributed import get_local_rank, get_world_size, maybe_init_dist
 from streaming.base.world import World
 
+from sdbench.shared_memory import remove_stale_shared_memory
 from sdbench.sources.batches import make_batches
 from sdbench.sources.checks import check_enough_samples
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.loader import CheckedLoader, build_from_records
 from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
 from sdbench.sources.order import Key
-from sdbench.sources.shared_memory import remove_stale_shared_memory
 from sdbench.sources.tokenizer import CaptionTokenizer
 from sdbench.sources.transforms import decode_image, to_rgb
 
@@ -40,7 +40,11 @@ class CheckedStreamingDataset(StreamingDataset):
     def __init__(self, **options: Any) -> None:
         self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
-        remove_stale_shared_memory()
+        # Local rank 0 does it before any rank looks, and the others wait.
+        if get_local_rank() == 0:
+            remove_stale_shared_memory()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
         super().__init__(**options)
         if joined_here:
             torch.distributed.destroy_process_group()

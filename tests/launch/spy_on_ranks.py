@@ -1,7 +1,7 @@
 """benchmark.py with a spy: each rank writes what it drew and saw in each forward pass.
 
-Profiled steps are timed by a clock that stands still but for the communication of the last
-gradients of a step, which takes SLOW_S.
+Profiled steps are timed by a clock that stands still but for the forward pass, which takes each
+rank its part of OWN_S, and the communication of the last gradients of a step, which takes SLOW_S.
 
 Usage: composer -n 2 spy_on_ranks.py FOLDER <flags of benchmark.py>
 """
@@ -23,6 +23,7 @@ from sdbench.measure.phases import PhaseClock
 from sdbench.models.stable_diffusion import StableDiffusion
 
 SLOW_S = 0.25
+OWN_S = (0.125, 0.375)
 
 original_forward = StableDiffusion.forward
 original_init = DistributedDataParallel.__init__
@@ -33,6 +34,7 @@ def forward(self, batch):
     prediction, target = original_forward(self, batch)
     if isinstance(target, FakeTensor):
         return prediction, target  # the memory estimate replays a step without numbers
+    Clock.now_s += OWN_S[int(os.environ["RANK"])]
     sums = (target, batch["image"].double(), self.unet.conv_in.weight)
     file = Path(sys.argv[1]) / f"rank{os.environ['RANK']}.txt"
     with file.open("a") as lines:

@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "single-node/README.md", "CONTRIBUTING.md", "results/README.md")
+DOCUMENTS = (
+    "README.md",
+    "single-node/README.md",
+    "multi-node/README.md",
+    "CONTRIBUTING.md",
+    "results/README.md",
+)
 LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
@@ -145,8 +151,54 @@ def test_a_long_command_runs_to_its_end(command, workplace):
 def test_every_file_that_a_document_names_is_there(document):
     text = (ROOT / document).read_text()
     links = re.findall(r"\]\(([^)#]+)\)", text)
-    named = re.findall(r"`((?:sdbench|tests|single-node|results)/[\w./-]*)`", text)
+    named = re.findall(r"`((?:sdbench|tests|single-node|multi-node|results)/[\w./-]*)`", text)
     for name in links:
         assert "://" in name or (ROOT / document).parent.joinpath(name).exists(), name
     for name in named:
         assert (ROOT / name).exists(), name
+
+
+CLUSTER_GUIDE = ROOT / "multi-node/README.md"
+
+
+def test_every_command_of_the_cluster_guide_is_there():
+    from sdbench.cli import COMMANDS
+
+    text = CLUSTER_GUIDE.read_text()
+    assert set(re.findall(r"python -m sdbench ([\w-]+)", text)) <= COMMANDS.keys()
+    for script in re.findall(r"(?<![\w/.-])((?:multi-node/)?[\w.-]+\.(?:sbatch|sh))\b", text):
+        assert (CLUSTER_GUIDE.parent / Path(script).name).exists(), script
+    for dockerfile in re.findall(r"-f (\S+)", text):
+        if dockerfile.endswith("Dockerfile"):
+            assert (ROOT / dockerfile).exists(), dockerfile
+
+
+def test_every_variable_of_the_cluster_guide_is_read_by_a_file_that_it_is_for():
+    text = CLUSTER_GUIDE.read_text()
+    set_by_user = set(re.findall(r"\b([A-Z][A-Z_]{3,})=", text))
+    assert {"IMAGE", "MOUNTS", "NODE_RANK", "LAUNCHER", "TAG"} <= set_by_user
+    folders = (ROOT / "multi-node", ROOT / "single-node")
+    readers = "".join(
+        path.read_text() for folder in folders for path in folder.iterdir() if path.is_file()
+    )
+    # Named where it is set does not count as read: it has to stand behind a $ or an ARG.
+    for name in set_by_user:
+        assert re.search(rf"\$\{{?{name}\b|ARG {name}\b|first_set [\w ]*\b{name}\b", readers), name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", CLUSTER_GUIDE.read_text(), flags=re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith(("composer ", "torchrun "))
+    ],
+)
+def test_a_launcher_of_the_cluster_guide_starts_a_valid_run(command, capsys, monkeypatch, tmp_path):
+    import benchmark
+
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    argv = words[words.index("benchmark.py") + 1 :]
+    assert benchmark.main([*argv, "--no_check_memory", "--print_config"]) == 0

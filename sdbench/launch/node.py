@@ -1,0 +1,43 @@
+"""How do the ranks of one node begin and end under a scheduler or in a container?
+
+    python -m sdbench.launch.node GRACE_S LAUNCHER ARGUMENTS...
+
+Runs the launcher. A scheduler or a container that stops a job may tell nobody but its first
+process: every rank is told from here, and has the grace to write its record. What killed runs left
+in shared memory is removed before, so that it does not stop this one, and after, so that nothing
+stays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sdbench.launch import guard
+from sdbench.shared_memory import remove_stale_shared_memory
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launcher to its end.
+
+    Args:
+        argv: The grace in seconds, and the command; None takes those of the process.
+
+    Returns:
+        The exit code of the launcher; for one that a signal ended 128 plus its number.
+    """
+    grace_s, *command = sys.argv[1:] if argv is None else argv
+    _clean("before the run")
+    exit_code = guard.main(command, grace_s=float(grace_s), has_starter=False)
+    _clean("after the run")
+    return exit_code
+
+
+def _clean(when: str) -> None:
+    num_removed = remove_stale_shared_memory()
+    if num_removed:
+        print(f"removed {num_removed} pieces of shared memory {when} that no process uses")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""What does the throughput become on more and more nodes of a Slurm cluster?
+
+Submits multi-node/2.train.sbatch once for each number of nodes and each repeat, waits until the
+scheduler knows none of the jobs any more, and sets their records side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.config import POSITIVE, parse_value
+from sdbench.errors import ConfigError, RunError
+from sdbench.launch.child import new_folder
+from sdbench.launch.progress import Countdown
+from sdbench.launch.repeat import split_command
+from sdbench.measure.record import FAILED, OK, RECORD_NAME, load_record, replace_file
+from sdbench.report.tables import Cell, Column, Table, make_cell
+from sdbench.report.terminal import format_rates
+from sdbench.report.text_table import to_terminal
+
+SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
+JOBS_NAME = "jobs.json"
+POLL_S = 5.0
+# The states of a job that Slurm has no more work for; PENDING, RUNNING and others go on.
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    }
+)
+
+EPILOG = """\
+examples:
+  python -m sdbench submit --nodes 1,2,4 --repeats 5 -- --device_train_microbatch_size 32
+      the global batch stays 2048 on any number of nodes: strong scaling
+  python -m sdbench submit --nodes 1,2,4 --scaling weak -- --batch_size 2048
+      2048 images on 1 node, 4096 on 2, 8192 on 4: weak scaling
+  python -m sdbench submit --nodes 2,4 --sbatch_options '--partition=p5 --time=30' -- --preset seed
+  python -m sdbench submit --folder runs/submit_20261121T050000Z
+      go on waiting for the jobs of that folder, and show their table
+
+What follows -- goes to benchmark.py. After Ctrl-C the jobs go on in the cluster. The exit code is
+1 if a job left no good record.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One submitted measurement.
+
+    Attributes:
+        number: Slurm's.
+        num_nodes: How many nodes it asked for.
+        folder: Where its record goes.
+    """
+
+    number: int
+    num_nodes: int
+    folder: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Submit, wait and collect.
+
+    Args:
+        argv: Flags, and behind ``--`` arguments for benchmark.py; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    arguments, benchmark_argv = _parse(argv)
+    if arguments.folder is not None and (arguments.folder / JOBS_NAME).exists():
+        folder = arguments.folder
+        jobs = _read_jobs(folder)
+    else:
+        folder, jobs = _submit(arguments, benchmark_argv)
+    try:
+        _wait(jobs)
+    except KeyboardInterrupt:
+        print(
+            f"interrupted, and the jobs go on: python -m sdbench submit --folder {folder} waits "
+            "for them",
+            file=sys.stderr,
+        )
+        return 130
+    ended_well, failures = _collect(jobs)
+    if ended_well:
+        table = make_table(ended_well)
+        print(f"\n{table.caption}\n{to_terminal(table)}")
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    print(f"\njobs: {folder}")
+    return 1 if failures else 0
+
+
+def make_table(records: Sequence[dict[str, Any]]) -> Table:
+    """Throughput by number of nodes, against the fewest.
+
+    Args:
+        records: Of runs that ended well.
+
+    Returns:
+        A row for each number of nodes. The efficiency is images/s of a rank over that on the
+        fewest nodes.
+    """
+    by_nodes: dict[int, list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: record["ranks"]["num_nodes"]):
+        by_nodes.setdefault(record["ranks"]["num_nodes"], []).append(record)
+    rows, base = [], None
+    for num_nodes, runs in by_nodes.items():
+        rates = [run["summary"]["images_per_second_per_device"] for run in runs]
+        per_rank = sum(rates) / len(rates)
+        base = base or per_rank
+        rows.append(
+            [
+                make_cell(num_nodes),
+                make_cell(runs[0]["ranks"]["world_size"]),
+                make_cell(runs[0]["config"]["batch_size"]),
+                make_cell(len(runs)),
+                Cell(format_rates([run["summary"] for run in runs]), per_rank),
+                make_cell(100 * per_rank / base),
+                make_cell(", ".join(sorted({f for run in runs for f in run["summary"]["flags"]}))),
+            ]
+        )
+    columns = [
+        Column(name, is_number=name != "notes")
+        for name in ("nodes", "ranks", "global batch", "runs", "images/s", "efficiency, %", "notes")
+    ]
+    return Table("nodes", describe_scaling(records), columns, rows)
+
+
+def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
+    """Strong or weak scaling, told by the global batches."""
+    batches = {record["config"]["batch_size"] for record in records}
+    shares = {record["config"]["batch_size"] / record["ranks"]["world_size"] for record in records}
+    if len({record["ranks"]["world_size"] for record in records}) == 1:
+        return "One number of ranks"
+    if len(batches) == 1:
+        return f"Strong scaling: a global batch of {batches.pop()} shared by all ranks"
+    if len(shares) == 1:
+        return f"Weak scaling: {shares.pop():g} images per rank and step"
+    return "Neither strong nor weak scaling: global batch and images per rank both differ"
+
+
+def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tuple[Path, list[Job]]:
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "this machine is no part of a Slurm cluster",
+            value="no sbatch on PATH",
+            allowed="a login or head node",
+            flag="PATH",
+        )
+    folder = new_folder(arguments.folder, prefix="submit").resolve()
+    jobs: list[Job] = []
+    # All sizes once, then all again: what changes in the cluster with time hits each of them.
+    for repeat in range(1, arguments.repeats + 1):
+        for num_nodes in arguments.nodes:
+            run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
+            run_folder.mkdir()
+            command = [
+                "sbatch",
+                "--parsable",
+                f"--nodes={num_nodes}",
+                f"--output={run_folder}/output.log",
+                *arguments.sbatch_options.split(),
+                str(SCRIPT),
+                *_scale_batch(benchmark_argv, arguments, num_nodes),
+                *("--results_dir", str(run_folder)),
+            ]
+            done = subprocess.run(
+                command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
+            jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
+            # After each: whatever ends this program, the next start knows the jobs that there are.
+            _write_jobs(folder, jobs)
+    print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
+    return folder, jobs
+
+
+def _scale_batch(
+    benchmark_argv: Sequence[str], arguments: argparse.Namespace, num_nodes: int
+) -> list[str]:
+    """The arguments, with a global batch that grows with the nodes if the user asks for that."""
+    argv = list(benchmark_argv)
+    if arguments.scaling == "weak":
+        position = argv.index("--batch_size") + 1
+        smallest = min(arguments.nodes)
+        argv[position] = str(int(argv[position]) * num_nodes // smallest)
+    return argv
+
+
+def _wait(jobs: Sequence[Job]) -> None:
+    """Until Slurm has ended or forgotten every job."""
+    left = list(jobs)
+    with Countdown(len(jobs), unit="job") as countdown:
+        while left:
+            for job in list(left):
+                state = _state(job)
+                if state is None or state in ENDED:
+                    left.remove(job)
+                    countdown.advance(f"{job.number} on {job.num_nodes} nodes: {state or 'ended'}")
+            if left:
+                time.sleep(POLL_S)
+
+
+def _state(job: Job) -> str | None:
+    """What Slurm says of a job; None once it has forgotten it, some minutes after its end."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", str(job.number)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip() or None
+    if "Invalid job id" in done.stderr:
+        return None
+    raise RunError(f"squeue does not answer: {done.stderr.strip()}")
+
+
+def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of runs that ended well, and a sentence for each job without one."""
+    ended_well, failures = [], []
+    for job in jobs:
+        # A job that was started again has one for each start.
+        paths = sorted(job.folder.glob(f"*/{RECORD_NAME}"))
+        last = load_record(paths[-1]) if paths else {"status": FAILED, "reason": "no record"}
+        if last["status"] == OK:
+            ended_well.append(last)
+        else:
+            failures.append(
+                f"job {job.number} on {job.num_nodes} nodes: {last['status']}, {last['reason']} "
+                f"(see {job.folder}/output.log)"
+            )
+    return ended_well, failures
+
+
+def _write_jobs(folder: Path, jobs: Sequence[Job]) -> None:
+    content = [
+        {"number": job.number, "num_nodes": job.num_nodes, "folder": job.folder.name}
+        for job in jobs
+    ]
+    replace_file(folder / JOBS_NAME, json.dumps(content, indent=2) + "\n")
+
+
+def _read_jobs(folder: Path) -> list[Job]:
+    content = json.loads((folder / JOBS_NAME).read_text(encoding="utf-8"))
+    return [Job(job["number"], job["num_nodes"], folder / job["folder"]) for job in content]
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench submit",
+        usage="%(prog)s [-h] --nodes N,... [--repeats N] [--scaling strong|weak] -- ARGUMENTS ...",
+        description="Measure on several numbers of nodes of a Slurm cluster.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", metavar="N,...", help="numbers of nodes, e.g. 1,2,4")
+    parser.add_argument("--repeats", default="3", metavar="N", help="jobs of each (default: 3)")
+    parser.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="weak: --batch_size is for the fewest nodes and grows with them (default: strong)",
+    )
+    parser.add_argument(
+        "--sbatch_options", default="", metavar="TEXT", help="more options for sbatch"
+    )
+    parser.add_argument("--folder", type=Path, help="where it goes (default: runs/submit_<time>)")
+    own, benchmark_argv = split_command(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    goes_on = arguments.folder is not None and (arguments.folder / JOBS_NAME).exists()
+    if goes_on:
+        return arguments, benchmark_argv
+    arguments.nodes = [
+        parse_value("nodes", text, kind=POSITIVE) for text in (arguments.nodes or "").split(",")
+    ]
+    arguments.repeats = parse_value("repeats", arguments.repeats, kind=POSITIVE)
+    _check(arguments, benchmark_argv)
+    return arguments, benchmark_argv
+
+
+def _check(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> None:
+    if "--results_dir" in benchmark_argv:
+        raise ConfigError(
+            "each job gets a folder of its own",
+            value="--results_dir",
+            allowed="arguments without it",
+            flag="--folder",
+        )
+    if arguments.scaling != "weak":
+        return
+    if "--batch_size" not in benchmark_argv[:-1]:
+        raise ConfigError(
+            "weak scaling needs the global batch on the fewest nodes",
+            value=" ".join(benchmark_argv),
+            allowed="--batch_size N behind --",
+            flag="--batch_size",
+        )
+    smallest = min(arguments.nodes)
+    uneven = [num_nodes for num_nodes in arguments.nodes if num_nodes % smallest]
+    if uneven:
+        raise ConfigError(
+            "the global batch cannot grow in proportion",
+            value=uneven[0],
+            allowed=f"multiples of {smallest} nodes",
+            flag="--nodes",
+        )

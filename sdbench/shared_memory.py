@@ -1,0 +1,65 @@
+"""What did killed runs leave in shared memory, and when is it safe to remove?
+
+MosaicML Streaming keeps its state there, under names that begin with six digits. It refuses a cache
+folder that such a registration names, even when the run that registered it is dead. Its own
+`clean_stale_shared_memory` removes those of living runs as well; here a registration is stale only
+when no process on this machine has it mapped. Linux only: elsewhere shared memory is not visible as
+files, and nothing is removed. Processes of other containers that share /dev/shm cannot be seen:
+give each container its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+# streaming/base/constant.py, 0.13.0, which cannot be imported without torch.
+SHARED_NAMES = (
+    "locals",
+    "barrier",
+    "next_epoch",
+    "cache_usage",
+    "shard_states",
+    "shard_access_times",
+    "resume",
+    "epoch_shape",
+    "epoch_data",
+)
+LOCK_NAMES = ("barrier_filelock", "cache_filelock")
+
+
+def remove_stale_shared_memory() -> int:
+    """Remove what killed runs of this user left behind.
+
+    Returns:
+        How many pieces.
+    """
+    if not FOLDER.is_dir():
+        return 0
+    pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")
+    in_use = mapped_prefixes()
+    num_removed = 0
+    for path in FOLDER.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and match[1] not in in_use and path.stat().st_uid == os.getuid():
+            path.unlink(missing_ok=True)
+            num_removed += 1
+            for name in LOCK_NAMES:
+                Path(tempfile.gettempdir(), f"{match[1]}_{name}").unlink(missing_ok=True)
+    return num_removed
+
+
+def mapped_prefixes() -> set[str]:
+    """The six-digit prefixes of Streaming's shared memory that living processes have mapped."""
+    prefixes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text(errors="replace")
+        except OSError:
+            # The process has ended meanwhile, or is another user's, whose files we leave alone.
+            continue
+        prefixes.update(re.findall(rf"{FOLDER}/(\d{{6}})_", text))
+    return prefixes

@@ -1,0 +1,178 @@
+"""Are the shell scripts and Dockerfiles sound, as far as that shows without running them?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+SCRIPTS = [
+    *sorted(ROOT.glob("*-node/*.sh")),
+    *sorted(ROOT.glob("*-node/*.sbatch")),
+    ROOT / ".ci/run",
+]
+DOCKERFILES = sorted(ROOT.glob("*-node/*.Dockerfile"))
+# Versions of Debian packages cannot be pinned in an image whose base the user chooses.
+NOT_PINNED = "DL3008"
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_shellcheck_finds_nothing_in_a_script(script):
+    assert run("bash", "-n", str(script)).returncode == 0
+    done = run(str(BIN / "shellcheck"), "--severity=style", "--shell=bash", str(script))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=name)
+def test_hadolint_finds_nothing_in_a_dockerfile(dockerfile):
+    done = run(str(BIN / "hadolint"), "--ignore", NOT_PINNED, str(dockerfile))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=name)
+def test_a_dockerfile_uses_what_it_asks_for_and_copies_what_is_there(dockerfile):
+    text = dockerfile.read_text()
+    used = text + (ROOT / "single-node/install-suite.sh").read_text()
+    for argument in re.findall(r"^ARG (\w+)", text, flags=re.MULTILINE):
+        assert re.search(rf"\$\{{?{argument}\b", used), argument
+    for line in re.findall(r"^COPY (.+)", text, flags=re.MULTILINE):
+        *sources, _ = line.split()
+        for source in sources:
+            assert (ROOT / source).exists(), source
+    # What the guide of the seed builds with.
+    assert {"PYTORCH_IMAGE", "MOSAICML_VERSION", "PYTORCH_INDEX_URL"} <= set(
+        re.findall(r"^ARG (\w+)", text, flags=re.MULTILINE)
+    )
+
+
+def test_both_images_set_the_suite_up_in_the_same_way():
+    one, other = (path.read_text().split("ARG MOSAICML_VERSION")[1] for path in DOCKERFILES)
+    assert one.replace("/opt/venv/bin:$PATH", "") == other.replace(
+        "/opt/venv/bin:/opt/amazon/efa/bin:$PATH \\\n   ", ""
+    )
+
+
+def test_composers_version_is_that_of_the_requirements():
+    pinned = re.search(r"^mosaicml==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    for path in (*DOCKERFILES, ROOT / "multi-node/README.md"):
+        versions = re.findall(r"MOSAICML_VERSION=([\d.]+)", path.read_text())
+        assert set(versions) == {pinned[1]}, path
+
+
+# start-ranks.sh, up to the launcher: a stub that says what it was started with.
+
+
+@pytest.fixture
+def start_ranks(tmp_path, monkeypatch):
+    """Run the script of a checkout whose launchers only tell their arguments."""
+    for name in ("benchmark.py", "sdbench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "multi-node").mkdir()
+    script = tmp_path / "multi-node/start-ranks.sh"
+    script.write_text((ROOT / "multi-node/start-ranks.sh").read_text())
+    (tmp_path / "bin").mkdir()
+    for launcher in ("composer", "torchrun"):
+        stub = tmp_path / "bin" / launcher
+        stub.write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+        stub.chmod(0o755)
+    path = f"{tmp_path}/bin:{BIN}:/usr/bin:/bin"
+
+    def start(*argv: str, **variables: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": path, **variables}
+        return subprocess.run(
+            ["bash", str(script), *argv],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return start
+
+
+TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launched"),
+    [
+        ({}, "composer --nproc 1 --world_size 1 --node_rank 0 benchmark.py --seed 1"),
+        (
+            {**TWO_NODES, "NODE_RANK": "1", "WORLD_SIZE": "16"},
+            "composer --nproc 8 --world_size 16 --node_rank 1 --master_addr a --master_port 29500 "
+            "benchmark.py --seed 1",
+        ),
+        # Kubeflow's PyTorchJob: RANK is the number of the pod, WORLD_SIZE counts pods.
+        (
+            {**TWO_NODES, "RANK": "1", "WORLD_SIZE": "2", "LAUNCHER": "torchrun"},
+            "torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr a "
+            "--master_port 29500 benchmark.py --seed 1",
+        ),
+        # Kubeflow's Trainer.
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_NPROC_PER_NODE": "4",
+                "PET_NODE_RANK": "0",
+                "PET_MASTER_ADDR": "b",
+                "PET_MASTER_PORT": "29400",
+            },
+            "composer --nproc 4 --world_size 8 --node_rank 0 --master_addr b --master_port 29400 "
+            "benchmark.py --seed 1",
+        ),
+        # Kubeflow's elastic PyTorchJob: torchrun reads the rest from PET_* by itself.
+        (
+            {
+                "LAUNCHER": "torchrun",
+                "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+                "PET_RDZV_BACKEND": "c10d",
+                "PET_NNODES": "2:2",
+                "NUM_GPUS_PER_NODE": "8",
+            },
+            "torchrun --nproc_per_node 8 benchmark.py --seed 1",
+        ),
+        (
+            {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "4"},
+            "composer --nproc 4 --world_size 4 --node_rank 0 benchmark.py --seed 1",
+        ),
+    ],
+)
+def test_ranks_are_started_as_the_scheduler_says(start_ranks, variables, launched):
+    done = start_ranks("--seed", "1", **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == launched
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MASTER_PORT": "80"}, "got '80'; allowed: a whole number from 1024 to 65535; .*MASTER_P"),
+        ({"MASTER_PORT": "0x50"}, "the port on node 0 is not one: got '0x50'"),
+        ({"MASTER_PORT": ""}, "the port on node 0 is not one: got ''"),
+        ({"MASTER_ADDR": ""}, "nobody says where node 0 is: got ''"),
+        ({"NODE_RANK": "2"}, "got '2'; allowed: a whole number from 0 to 1; change it with NODE_R"),
+        ({"NODE_RANK": ""}, "the number of this node is not one: got ''"),
+        ({"NUM_NODES": "two"}, "the number of nodes is not one: got 'two'"),
+        ({"NUM_GPUS_PER_NODE": "{8}"}, "the number of ranks per node is not one: got '{8}'"),
+        ({"WORLD_SIZE": "12"}, "the world size does not fit 2 nodes .*: got '12'; allowed: 16;"),
+        ({"LAUNCHER": "mpirun"}, "got 'mpirun'; allowed: composer or torchrun"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(start_ranks, variables, message):
+    done = start_ranks(**{**TWO_NODES, "NODE_RANK": "1", **variables})
+    assert done.returncode == 2
+    assert re.search(message, done.stderr), done.stderr

@@ -1,0 +1,176 @@
+"""`sbatch 2.train.sbatch` on a real Slurm: two nodes with two ranks each, and how a job ends.
+
+Pyxis is a stub that takes its options and starts no container; all else is Slurm itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.launch import submit
+from sdbench.measure.record import load_record
+from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
+LONG = ("--warmup_batches", "1", "--measure_batches", "1000000")
+TWO_RANKS_EACH = ("--gpus-per-node=2", "2.train.sbatch")
+# Gloo asks for the address of the host's name, which need not be one of this machine.
+VARIABLES = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+TIMEOUT_S = 120
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = SlurmCluster(stub_source=Path(__file__).with_name("pyxis_stub.c"))
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The folder multi-node of a checkout, to submit from."""
+    for name in ("benchmark.py", "sdbench", ".venv"):
+        if (ROOT / name).exists():
+            (tmp_path / name).symlink_to((ROOT / name).resolve())
+    shutil.copytree(ROOT / "multi-node", tmp_path / "multi-node")
+    return tmp_path / "multi-node"
+
+
+def log_of(folder: Path) -> str:
+    (log,) = folder.glob("stable-diffusion_*.log")
+    return log.read_text()
+
+
+def only_record(folder: Path) -> dict:
+    (path,) = (folder.parent / "runs").glob("*/record.json")
+    return load_record(path)
+
+
+def wait_for_step(cluster, number: int, folder: Path) -> None:
+    cluster.wait(number, states=("RUNNING", *ENDED), timeout_s=TIMEOUT_S)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while "step 1/" not in log_of(folder):
+        assert time.monotonic() < deadline_s, log_of(folder)
+        time.sleep(0.2)
+
+
+def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, folder, tmp_path):
+    image = tmp_path / "image.sqsh"
+    image.touch()
+    stale = Path("/dev/shm/000000_locals")
+    stale.write_bytes(b"of a killed run")
+    number = cluster.submit(
+        *(*TWO_RANKS_EACH, *TINY, *SHORT, "--device_train_microbatch_size", "4"),
+        folder=folder,
+        IMAGE=str(image),
+        MOUNTS="/fsx:/fsx",
+        PYXIS_STUB_LOG=str(tmp_path / "pyxis.txt"),
+        **VARIABLES,
+    )
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(folder)
+    record = only_record(folder)
+    assert record["status"] == "ok"
+    assert record["ranks"] == {
+        "world_size": 4,
+        "num_nodes": 2,
+        "ranks_per_node": 2,
+        "restarts": 0,
+    }
+    # No GPU: one micro-batch of 4 images per rank and step.
+    assert record["config"]["batch_size"] == 4 * 4
+    assert not stale.exists()
+    options = set((tmp_path / "pyxis.txt").read_text().splitlines())
+    assert options == {
+        f"container-image={image}",
+        f"container-mounts={tmp_path}:{tmp_path},/fsx:/fsx",
+    }
+
+
+def test_a_job_whose_ranks_fail_has_failed_with_their_exit_code(cluster, folder):
+    argv = (*TINY, *SHORT, "--batch_size", "7")
+    number = cluster.submit(*TWO_RANKS_EACH, *argv, folder=folder, **VARIABLES)
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
+    assert log_of(folder).count("does not divide over 4 ranks: got 7") == 1
+
+
+def test_a_cancelled_job_leaves_a_record_that_says_so(cluster, folder):
+    number = cluster.submit(*TWO_RANKS_EACH, *TINY, *LONG, folder=folder, **VARIABLES)
+    wait_for_step(cluster, number, folder)
+    cluster.run("scancel", str(number))
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    assert job["JobState"] == "CANCELLED"
+    record = only_record(folder)
+    assert record["status"] == "interrupted"
+    assert "SIGTERM" in record["reason"]
+
+
+def test_a_job_that_lost_a_node_is_told_so_and_measures_again(cluster, folder):
+    number = cluster.submit(*TWO_RANKS_EACH, *TINY, *LONG, folder=folder, **VARIABLES)
+    wait_for_step(cluster, number, folder)
+    cluster.kill_node("node2")
+    job = cluster.wait(number, states=("PENDING", *ENDED), timeout_s=TIMEOUT_S)
+    assert job["JobState"] == "PENDING", log_of(folder)
+    first = only_record(folder)
+    assert first["status"] == "failed"
+    assert "on node 1" in first["reason"]
+    cluster.start_node("node2")
+    # Slurm holds back a job that lost a node for a minute or two.
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(list((folder.parent / "runs").glob("*/record.json"))) < 2:
+        assert time.monotonic() < deadline_s, log_of(folder)
+        time.sleep(0.2)
+    cluster.run("scancel", str(number))
+    cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    _, again = sorted((folder.parent / "runs").glob("*/record.json"))
+    assert load_record(again)["ranks"]["restarts"] == 1
+
+
+def test_an_image_that_is_not_there_is_refused_before_anything_starts(cluster, folder):
+    number = cluster.submit(
+        *TWO_RANKS_EACH, *TINY, folder=folder, IMAGE="/no/such/image.sqsh", **VARIABLES
+    )
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
+    assert "there is no such image: got '/no/such/image.sqsh'" in log_of(folder)
+
+
+def test_one_command_submits_and_collects_several_numbers_of_nodes(
+    cluster, tmp_path, monkeypatch, capsys
+):
+    for name, value in {**cluster.environment, **VARIABLES}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(submit, "POLL_S", 0.2)
+    command = (
+        *("submit", "--nodes", "1,2", "--repeats", "1", "--scaling", "weak"),
+        *("--folder", str(tmp_path / "jobs"), "--sbatch_options", "--gpus-per-node=1", "--"),
+        *(*TINY, *SHORT, "--batch_size", "2"),
+    )
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "Weak scaling: 2 images per rank and step" in output
+    rows = [line.split()[:4] for line in output.splitlines() if line.startswith("  ")][-2:]
+    # nodes, ranks, global batch, runs
+    assert rows == [["1", "1", "2", "1"], ["2", "2", "4", "1"]]
+    # Started again on its folder it submits nothing and shows the same table.
+    assert main(("submit", "--folder", str(tmp_path / "jobs"))) == 0
+    assert len(list((tmp_path / "jobs").glob("*/*/record.json"))) == 2
