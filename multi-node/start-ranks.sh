@@ -80,6 +80,8 @@ if [[ $launcher == torchrun && -n ${PET_RDZV_ENDPOINT:-} ]]; then
   check_number PET_NNODES "$most_nodes" 1 100000 "the number of nodes"
   check_num_ranks "$most_nodes"
   options+=(--nproc_per_node "$ranks_per_node")
+  # A store that torchrun keeps over a restart still has the addresses of the attempt before.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   echo "start-ranks.sh: up to ${PET_NNODES:-1} nodes with $ranks_per_node ranks each," \
     "rendezvous ${PET_RDZV_BACKEND:-static} at $PET_RDZV_ENDPOINT"
 else

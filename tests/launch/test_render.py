@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -330,6 +332,11 @@ def test_a_script_differs_from_the_suites_in_what_was_said(capsys):
         """set -- --filters '{a: ">1"}' "$@\"""",
     ]
     assert [line for line in original if line not in lines] == ["#SBATCH --nodes=2"]
+    shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "--shell=bash", "-"]
+    checked = subprocess.run(
+        shellcheck, input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout
     # Slurm reads no option behind the first command.
     first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[first_command:])
