@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: value for name, value in vars(flags).items() if _is_setting(name, value)}
     parse_request(benchmark_arguments, description="", epilog="")  # refuses what it does not know
     if flags.kind == SLURM:
-        text = _render_script(_read(template), given, benchmark_arguments)
+        slurm.check_values(given)
+        text = slurm.fill_script(_read(template), given, benchmark_arguments)
         description = _describe_script(text, given, benchmark_arguments)
         words = {}
     else:
@@ -240,11 +241,6 @@ def _parse_checked(text: str, template: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def _render_script(script: str, given: Mapping[str, str], arguments: Sequence[str]) -> str:
-    slurm.check_values(given)
-    return slurm.fill_script(script, given, arguments)
-
-
 def _describe_pods(pods: Sequence[Pod]) -> str:
     first = pods[0]
     size = f"{len(pods)} pod{'s' * (len(pods) > 1)}"
@@ -269,9 +265,9 @@ def _describe_script(script: str, given: Mapping[str, str], arguments: Sequence[
         for name, value in given.items()
         if slurm.SETTINGS[name].is_variable
     ]
+    size = f"{gpus} GPUs each" if gpus else "the GPUs that Slurm gives"
     lines = [
-        f"{options['nodes']} nodes with {gpus or 'the'} GPUs{'' if gpus else ' that Slurm gives'}, "
-        "a rank for each GPU",
+        f"{options.get('nodes', 1)} nodes with {size}, a rank for each GPU",
         "each node runs:",
         f"  {shlex.join(['multi-node/start-ranks.sh', *arguments])}",
         "options of sbatch:",
