@@ -6,6 +6,7 @@ ARGS ?=
 RUN ?=
 OUT ?= runs/benchmark_gpu
 WHEELS ?=
+KUBERNETES ?= build/kubernetes
 
 # Named after what it installed, so that any change of requirements.txt installs again.
 STAMP := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
@@ -16,11 +17,11 @@ WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 INSTALLING := $(VENV)/.installing
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu test lint publish results clean
+.PHONY: help benchmark benchmark-gpu test test-kubernetes lint publish results clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
 
 benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="..."
 	$(VENV)/bin/composer benchmark.py --use_synth_data $(ARGS)
@@ -37,6 +38,11 @@ benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHE
 
 test: $(STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The build takes about 4 minutes, once; Debian 12 and root, or the tests are skipped.
+test-kubernetes: $(STAMP) ## Give the manifests to a real API server, built in KUBERNETES=dir
+	KUBERNETES=$(abspath $(KUBERNETES)) $(VENV)/bin/python -m pytest tests/kubernetes -m cluster \
+	  --timeout 1800 $(ARGS)
 
 lint: $(STAMP) ## Check style and layout with ruff
 	$(VENV)/bin/python -m ruff check .

@@ -14,6 +14,7 @@
 #   address of node 0      MASTER_ADDR, PET_MASTER_ADDR
 #   port on node 0         MASTER_PORT, PET_MASTER_PORT
 #   WORLD_SIZE             is only checked: nodes, or nodes times ranks
+#   NUM_RANKS              is only checked: nodes times ranks (WORLD_SIZE belongs to operators)
 #   LAUNCHER               composer (default): a fixed job. torchrun: the same, or, where
 #                          PET_RDZV_ENDPOINT is set, an elastic one that starts again after a loss
 #
@@ -45,6 +46,13 @@ check_number() { # variable, value, lowest, highest, what it is
   fi
 }
 
+check_num_ranks() { # nodes of the job
+  if [[ -n ${NUM_RANKS:-} && $NUM_RANKS != "$(($1 * ranks_per_node))" ]]; then
+    refuse "the number of ranks does not fit $1 nodes with $ranks_per_node ranks each" \
+      "$NUM_RANKS" "$(($1 * ranks_per_node))" "NUM_RANKS, NUM_NODES or NUM_GPUS_PER_NODE"
+  fi
+}
+
 count_gpus() {
   if command -v nvidia-smi > /dev/null && nvidia-smi --list-gpus > /dev/null 2>&1; then
     nvidia-smi --list-gpus | wc -l
@@ -67,7 +75,13 @@ if [[ $launcher == torchrun && -n ${PET_RDZV_ENDPOINT:-} ]]; then
   # torchrun reads nodes, rendezvous and restarts from PET_* by itself.
   port=${PET_RDZV_ENDPOINT##*:}
   check_number PET_RDZV_ENDPOINT "$port" 1024 65535 "the port of the rendezvous"
+  most_nodes=${PET_NNODES:-1} # MINIMUM:MAXIMUM or one number
+  most_nodes=${most_nodes##*:}
+  check_number PET_NNODES "$most_nodes" 1 100000 "the number of nodes"
+  check_num_ranks "$most_nodes"
   options+=(--nproc_per_node "$ranks_per_node")
+  # A store that torchrun keeps over a restart still has the addresses of the attempt before.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   echo "start-ranks.sh: up to ${PET_NNODES:-1} nodes with $ranks_per_node ranks each," \
     "rendezvous ${PET_RDZV_BACKEND:-static} at $PET_RDZV_ENDPOINT"
 else
@@ -79,6 +93,7 @@ else
     node_rank=0
   fi
   check_number NODE_RANK "$node_rank" 0 $((num_nodes - 1)) "the number of this node"
+  check_num_ranks "$num_nodes"
   world_size=$((num_nodes * ranks_per_node))
   if [[ -n ${WORLD_SIZE:-} && $WORLD_SIZE != "$world_size" && $WORLD_SIZE != "$num_nodes" ]]; then
     refuse "the world size does not fit $num_nodes nodes with $ranks_per_node ranks each" \
@@ -105,7 +120,7 @@ else
     "node 0 at ${master:-this machine}${port:+:$port}, $launcher"
 fi
 # They say where a pod or a node is, and would be taken for where a rank is.
-unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
+unset RANK WORLD_SIZE NUM_RANKS LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -x .venv/bin/$launcher ]]; then

@@ -38,6 +38,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.launch.search:main",
         "find the largest and the fastest micro-batch of this machine",
     ),
+    "render": (
+        "sdbench.launch.render.command:main",
+        "fill in the manifest or the script of a job on a cluster, and check it",
+    ),
     "submit": (
         "sdbench.launch.submit:main",
         "measure on several numbers of nodes of a Slurm cluster, and set them side by side",
@@ -64,6 +68,7 @@ examples:
   torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
   python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
+  python -m sdbench render eks --help
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
   python -m sdbench compare runs/before runs/after
   python -m sdbench convert --help

@@ -68,7 +68,7 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     # torchrun has the store, which serves all its attempts to run; without it the first rank does.
-    has_store = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    has_store = ranks.rank == 0 and not _is_store_of_torchrun()
     store = open_store("ranks", is_host=has_store, timeout_s=timeout_s)
     _wait_for_all(store, ranks, timeout_s=timeout_s)
     torch.distributed.init_process_group(
@@ -113,8 +113,14 @@ def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
             f"rank 0 should be ({_first_line(error)})",
             status="timeout",
         ) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's own store outlives an attempt. Each node counts its own restarts: the number is the
+    # same for all ranks on one machine, and on several start-ranks.sh has torchrun keep no store.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_store_of_torchrun() else "0"
     return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
+
+
+def _is_store_of_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:

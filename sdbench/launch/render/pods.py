@@ -1,0 +1,187 @@
+"""Which pods does a manifest start, and what does each of them run in which environment?
+
+The operators add to what a manifest says: the place of each pod in the job. What they add is told
+here as their sources have it, so that it can be shown, and tried, without a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sdbench.errors import ConfigError
+
+# Kubeflow Trainer v2 has one port for all jobs.
+TRAINER_PORT = 29400
+# Names that the operators look for.
+PYTORCHJOB_PORT = "pytorchjob-port"
+PYTORCHJOB_CONTAINER = "pytorch"
+TRAINER_NODE = "node"
+Document = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """One pod as it starts.
+
+    Attributes:
+        name: As kubectl shows it, for a TrainJob without the random letters behind it.
+        command: Program and arguments.
+        environment: Variables of the manifest with their values.
+        secrets: Variables of the manifest that come from a secret, and from which.
+        from_operator: Variables that the operator adds; they replace those of the same name.
+        num_gpus: GPUs that it asks for.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    secrets: Mapping[str, str]
+    from_operator: Mapping[str, str]
+    num_gpus: int
+
+
+def list_pods(documents: Sequence[Document]) -> list[Pod]:
+    """The pods that the documents of a manifest start, that of node 0 first.
+
+    Raises:
+        ConfigError: They start none, or lack something that their operator needs.
+    """
+    pods = []
+    for document in documents:
+        find = _FINDERS.get(document["kind"])
+        try:
+            pods += [] if find is None else find(document, documents)
+        except KeyError as error:
+            raise ConfigError(
+                f"the {document['kind']} has no {error.args[0]}, which it needs",
+                value="nothing",
+                allowed=str(error.args[0]),
+                flag="the template",
+            ) from None
+    if not pods:
+        raise ConfigError(
+            "the manifest starts no pods that render knows",
+            value=", ".join(str(document["kind"]) for document in documents),
+            allowed=", ".join(_FINDERS),
+            flag="the template",
+        )
+    return pods
+
+
+def _pods_of_pytorchjob(document: Document, _: Sequence[Document]) -> list[Pod]:
+    job, spec = document["metadata"]["name"], document["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    num_pods = sum(replica["replicas"] for replica in replicas.values())
+    ranks_of_pod = str(spec.get("nprocPerNode", "auto"))
+    num_ranks = num_pods * (int(ranks_of_pod) if ranks_of_pod.isdecimal() else 1)
+    pods = []
+    for kind in ("Master", "Worker"):
+        for index in range(replicas[kind]["replicas"] if kind in replicas else 0):
+            template = replicas[kind]["template"]
+            container = _find_named(template["spec"]["containers"], PYTORCHJOB_CONTAINER)
+            environment: dict[str, str] = {}
+            if "Master" in replicas:
+                rank = index + (kind == "Worker")
+                environment |= {
+                    "MASTER_ADDR": f"{job}-master-0",
+                    "MASTER_PORT": str(_find_port(container)),
+                    "WORLD_SIZE": str(num_ranks),
+                    "RANK": str(rank),
+                    "PET_NPROC_PER_NODE": ranks_of_pod,
+                    "PET_NODE_RANK": str(rank),
+                }
+            if "elasticPolicy" in spec:
+                environment |= _elastic_environment(job, spec["elasticPolicy"], container)
+            else:
+                environment["PET_NNODES"] = str(num_pods)
+            pods.append(_make_pod(f"{job}-{kind.lower()}-{index}", container, environment))
+    return pods
+
+
+def _elastic_environment(job: str, policy: Document, container: Document) -> dict[str, str]:
+    host = policy.get("rdzvHost", f"{job}-worker-0")
+    port = policy["rdzvPort"] if "rdzvPort" in policy else _find_port(container)
+    settings = ",".join(f"{part['key']}={part['value']}" for part in policy.get("rdzvConf", []))
+    environment = {
+        "PET_RDZV_ENDPOINT": f"{host}:{port}",
+        "PET_RDZV_BACKEND": policy.get("rdzvBackend", "c10d"),
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_RDZV_ID": policy["rdzvId"],
+    }
+    return environment | ({"PET_RDZV_CONF": settings} if settings else {})
+
+
+def _pods_of_trainjob(document: Document, documents: Sequence[Document]) -> list[Pod]:
+    job, spec = document["metadata"]["name"], document["spec"]
+    runtime = next(
+        (other for other in documents if other["kind"] == spec["runtimeRef"]["kind"]), None
+    )
+    if runtime is None:
+        raise KeyError(spec["runtimeRef"]["kind"])
+    node = _find_named(runtime["spec"]["template"]["spec"]["replicatedJobs"], TRAINER_NODE)
+    containers = node["template"]["spec"]["template"]["spec"]["containers"]
+    container = dict(_find_named(containers, TRAINER_NODE))
+    trainer = spec["trainer"]
+    container |= {key: trainer[key] for key in ("args", "command", "image") if key in trainer}
+    container["env"] = [*container.get("env", []), *trainer.get("env", [])]
+    common = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": f"{job}-{TRAINER_NODE}-0-0.{job}",
+        "PET_MASTER_PORT": str(TRAINER_PORT),
+    }
+    return [
+        _make_pod(
+            f"{job}-{TRAINER_NODE}-0-{index}", container, common | {"PET_NODE_RANK": str(index)}
+        )
+        for index in range(trainer["numNodes"])
+    ]
+
+
+def _pods_of_deployment(document: Document, _: Sequence[Document]) -> list[Pod]:
+    container = document["spec"]["template"]["spec"]["containers"][0]
+    name = document["metadata"]["name"]
+    return [_make_pod(name, container, {}) for _ in range(document["spec"]["replicas"])]
+
+
+_FINDERS: dict[str, Callable[[Document, Sequence[Document]], list[Pod]]] = {
+    "PyTorchJob": _pods_of_pytorchjob,
+    "TrainJob": _pods_of_trainjob,
+    "Deployment": _pods_of_deployment,
+}
+
+
+def _find_named(parts: Sequence[Document], name: str) -> Document:
+    for part in parts:
+        if part.get("name") == name:
+            return part
+    raise KeyError(f"part named {name}")
+
+
+def _find_port(container: Document) -> int:
+    return _find_named(container["ports"], PYTORCHJOB_PORT)["containerPort"]
+
+
+def _make_pod(name: str, container: Document, from_operator: Mapping[str, str]) -> Pod:
+    variables = container.get("env", [])
+    references = {
+        variable["name"]: variable["valueFrom"]["secretKeyRef"]
+        for variable in variables
+        if "secretKeyRef" in variable.get("valueFrom", {})
+    }
+    return Pod(
+        name=name,
+        command=(*container["command"], *container.get("args", [])),
+        environment={
+            variable["name"]: variable["value"] for variable in variables if "value" in variable
+        },
+        secrets={
+            variable: f"key {reference['key']} of the secret {reference['name']}"
+            for variable, reference in references.items()
+        },
+        from_operator=from_operator,
+        num_gpus=container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0),
+    )

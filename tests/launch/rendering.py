@@ -1,0 +1,159 @@
+"""Manifests as `python -m sdbench render` writes them, and what was wrong with published ones."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from sdbench.cli import main
+from sdbench.launch.render.command import KINDS
+from sdbench.launch.render.variables import NAME_IN_TEMPLATE
+
+FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
+MANIFESTS = tuple(kind for kind in KINDS if kind != "slurm")
+
+# Three nodes with eight GPUs, as the variables of a template.
+VALUES = {
+    "REGISTRY": "registry.example.com/team/",
+    "DOCKER_IMAGE_NAME": "mosaicml-stable-diffusion",
+    "TAG": "0.32.1",
+    "NUM_NODES": "3",
+    "NUM_GPUS_PER_NODE": "8",
+    "NUM_EFA_PER_NODE": "32",
+    "NUM_WORKERS": "2",
+    "WORLD_SIZE": "24",
+    "MASTER_PORT": "29500",
+    "RDZV_BACKEND": "etcd",
+    "RDZV_HOST": "etcd",
+    "RDZV_PORT": "2379",
+    "RUN_ID": "run-1",
+    "RESULTS_CLAIM": "stable-diffusion-results",
+}
+
+
+def template_of(kind: str) -> Path:
+    """The template of a kind."""
+    return FOLDER / KINDS[kind].template
+
+
+def flags_for(text: str, **changes: str) -> list[str]:
+    """The flags that give a template's variables the values above, unless changed."""
+    values = {**VALUES, **changes}
+    names = [name for name in VALUES if name in NAME_IN_TEMPLATE.findall(text)]
+    return [part for name in names for part in (f"--{name.lower()}", values[name])]
+
+
+def render(kind: str, *arguments: str, **changes: str) -> str:
+    """A manifest with the values above, unless changed."""
+    output = io.StringIO()
+    flags = flags_for(template_of(kind).read_text(), **changes)
+    with contextlib.redirect_stdout(output):
+        assert main(["render", kind, *flags, *arguments]) == 0
+    return output.getvalue()
+
+
+def documents(kind: str, *arguments: str, **changes: str) -> list[dict[str, Any]]:
+    """The documents of a manifest."""
+    return list(yaml.safe_load_all(render(kind, *arguments, **changes)))
+
+
+def pod_specs(value: Any) -> list[dict[str, Any]]:
+    """Every description of a pod in a document, wherever its kind keeps it."""
+    if isinstance(value, list):
+        return [spec for part in value for spec in pod_specs(part)]
+    if not isinstance(value, dict):
+        return []
+    if isinstance(value.get("containers"), list):
+        return [value]
+    return [spec for part in value.values() for spec in pod_specs(part)]
+
+
+def as_pod(spec: dict[str, Any]) -> dict[str, Any]:
+    """A pod of its own from the description that a job holds."""
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+
+
+class Fault(NamedTuple):
+    """A fault of a published manifest, planted into ours, and who finds it.
+
+    Attributes:
+        name: For people.
+        old: What stands in the template of the PyTorchJob.
+        new: What the published one has there.
+        sentence: The beginning of what render says; None where it cannot know.
+        is_of_schema: Whether the schema of a PyTorchJob or of a Pod finds it.
+        is_of_server: Whether a server refuses it.
+    """
+
+    name: str
+    old: str
+    new: str
+    sentence: str | None
+    is_of_schema: bool
+    is_of_server: bool
+
+
+MASTER = "PyTorchJob.spec.pytorchReplicaSpecs.Master.template.spec.containers.0"
+WORKER = "PyTorchJob.spec.pytorchReplicaSpecs.Worker"
+FAULTS = (
+    Fault(
+        "a tag without its dollar sign",
+        ":${TAG}",
+        ":{TAG}",
+        f"{MASTER}.image: a variable was left unfilled (and 1 more): got "
+        "'registry.example.com/team/mosaicml-stable-diffusion:{TAG}'",
+        is_of_schema=False,
+        is_of_server=False,
+    ),
+    Fault(
+        "an empty limit of GPUs",
+        "limits: *devices",
+        "limits:\n                  nvidia.com/gpu:",
+        f"{MASTER}.resources: requests and limits of nvidia.com/gpu differ",
+        is_of_schema=True,
+        is_of_server=True,
+    ),
+    Fault(
+        "no number of pods, as after a variable that was not set",
+        "replicas: ${NUM_WORKERS}",
+        "replicas:",
+        f"{WORKER}.replicas: nothing stands there, as after a variable that was not set: got None",
+        is_of_schema=True,
+        is_of_server=False,
+    ),
+    Fault(
+        "a port below 1024",
+        "containerPort: ${MASTER_PORT}",
+        "containerPort: 80",
+        f"{MASTER}.ports.0.containerPort: this port is for root alone (and 1 more): got 80",
+        is_of_schema=False,
+        is_of_server=False,
+    ),
+    Fault(
+        "a misspelt field",
+        "cleanPodPolicy",
+        "cleanPodPolcy",
+        None,
+        is_of_schema=True,
+        is_of_server=True,
+    ),
+    Fault(
+        "a number of pods in quotes",
+        "replicas: ${NUM_WORKERS}",
+        'replicas: "${NUM_WORKERS}"',
+        f"{WORKER}.replicas: this is not a number: got '2'",
+        is_of_schema=True,
+        is_of_server=True,
+    ),
+)
+
+
+def plant(fault: Fault) -> str:
+    """The template of the PyTorchJob with a fault in it."""
+    text = template_of("eks").read_text()
+    assert text.count(fault.old) == 1
+    return text.replace(fault.old, fault.new)

@@ -1,0 +1,237 @@
+"""Are the manifests what a cluster takes, and do their pods run what they should?
+
+Schemas are those of Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, made from
+the models of its packages. tests/kubernetes/ asks a server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from sdbench.launch.render.checks import find_faults
+from sdbench.launch.render.pods import list_pods
+from tests import job_schemas
+from tests.launch.rendering import (
+    FAULTS,
+    FOLDER,
+    MANIFESTS,
+    VALUES,
+    as_pod,
+    documents,
+    plant,
+    pod_specs,
+)
+
+KUBERNETES = "1.37"
+JOBS = ("eks", "eks-elastic", "trainjob")
+
+
+def validate(document):
+    """Check a document, and the pods that it holds as pods of their own."""
+    if document["kind"] in job_schemas.KINDS:
+        job_schemas.validate(document)
+    else:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    for spec in pod_specs(document):
+        kubernetes_validate.validate(as_pod(spec), KUBERNETES, strict=True)
+
+
+def only_pod_spec(kind):
+    """The one description of a pod that all pods of a job share."""
+    first, *others = [spec for document in documents(kind) for spec in pod_specs(document)]
+    assert others == [first] * len(others)
+    return first
+
+
+def check_variables(pod, **changes):
+    """What start-ranks.sh says to a pod's variables, which it refuses before it starts anything."""
+    variables = {**pod.environment, **pod.from_operator, **changes}
+    return subprocess.run(
+        ["bash", str(FOLDER / "start-ranks.sh")],
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_is_what_its_schemas_say(kind):
+    rendered = documents(kind)
+    assert rendered
+    for document in rendered:
+        validate(document)
+    assert find_faults(rendered) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_schemas_find_the_faults_that_are_theirs(fault):
+    text = plant(fault)
+    for name, value in VALUES.items():
+        text = text.replace(f"${{{name}}}", value)
+    document = yaml.safe_load(text)
+    if fault.is_of_schema:
+        with pytest.raises(jsonschema.ValidationError):
+            validate(document)
+    else:
+        validate(document)
+    assert (find_faults([document]) == []) == (fault.sentence is None)
+
+
+def test_both_packages_know_the_fields_that_matter():
+    job = job_schemas.make_schema("PyTorchJob")["properties"]["spec"]["properties"]
+    assert job["elasticPolicy"]["properties"]["rdzvPort"] == {"type": "integer"}
+    replica = job["pytorchReplicaSpecs"]["additionalProperties"]["properties"]
+    assert replica["replicas"] == {"type": "integer"}
+    container = replica["template"]["properties"]["spec"]["properties"]["containers"]["items"]
+    assert container["properties"]["args"] == {"type": "array", "items": {"type": "string"}}
+    assert container["required"] == ["name"]
+    limits = container["properties"]["resources"]["properties"]["limits"]
+    assert limits["additionalProperties"] == job_schemas.TEXT_OR_NUMBER
+    trainer = job_schemas.make_schema("TrainJob")["properties"]["spec"]["properties"]["trainer"]
+    assert trainer["properties"]["numProcPerNode"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_pod_has_no_more_rights_than_it_needs(kind):
+    spec = only_pod_spec(kind)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 1000
+    assert spec["automountServiceAccountToken"] is False
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not any("hostPath" in volume for volume in spec["volumes"])
+    assert "hostNetwork" not in spec
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_pod_has_its_devices_its_shared_memory_and_the_volume_of_the_results(kind):
+    spec = only_pod_spec(kind)
+    (container,) = spec["containers"]
+    devices = {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}
+    assert container["resources"] == {"requests": devices, "limits": devices}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    claim = volumes[mounts["/results"]]["persistentVolumeClaim"]
+    assert claim == {"claimName": "stable-diffusion-results"}
+    for pod in list_pods(documents(kind)):
+        assert "--results_dir=/results" in pod.command
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_secrets_are_named_and_never_there(kind):
+    for pod in list_pods(documents(kind)):
+        assert pod.secrets == {"WANDB_API_KEY": "key api_key of the secret wandb"}
+        assert "WANDB_API_KEY" not in pod.environment
+    (container,) = only_pod_spec(kind)["containers"]
+    (key,) = (entry for entry in container["env"] if entry["name"] == "WANDB_API_KEY")
+    assert key["valueFrom"]["secretKeyRef"]["optional"] is True
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_pod_that_is_stopped_has_time_to_write_its_record(kind):
+    script = (FOLDER / "start-ranks.sh").read_text()
+    guard = (FOLDER.parent / "sdbench/launch/guard.py").read_text()
+    grace_s = int(re.search(r"^GRACE_S=(\d+)$", script, flags=re.MULTILINE)[1])
+    killed_s = float(re.search(r"^KILLED_WITHIN_S = (.*)$", guard, flags=re.MULTILINE)[1])
+    assert only_pod_spec(kind)["terminationGracePeriodSeconds"] > grace_s + killed_s
+
+
+def test_the_three_jobs_run_the_same_pod_but_for_how_it_finds_the_others():
+    specs = [only_pod_spec(kind) for kind in JOBS]
+    for spec in specs:
+        (container,) = spec["containers"]
+        for name in ("name", "args", "ports"):
+            container.pop(name, None)
+        container["env"] = [
+            entry
+            for entry in container["env"]
+            if not entry["name"].startswith("NUM_") and entry["name"] != "LAUNCHER"
+        ]
+        spec.pop("restartPolicy", None)  # which the operator of v1 sets itself
+    assert specs[1:] == specs[:1] * 2
+    arguments = {list_pods(documents(kind))[0].command for kind in JOBS}
+    assert len(arguments) == 1
+
+
+def test_pods_that_have_ended_stay_and_a_fixed_job_is_not_started_again():
+    (fixed,) = documents("eks")
+    (elastic,) = documents("eks-elastic")
+    (runtime, _) = documents("trainjob")
+    assert fixed["spec"]["runPolicy"] == elastic["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
+    replicas = fixed["spec"]["pytorchReplicaSpecs"]
+    assert {replica["restartPolicy"] for replica in replicas.values()} == {"Never"}
+    assert elastic["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["spec"]["backoffLimit"] == 0
+
+
+def test_the_etcd_speaks_version_2_where_elastic_jobs_look_for_it():
+    (service, deployment) = documents("etcd")
+    (elastic,) = documents("eks-elastic")
+    policy = elastic["spec"]["elasticPolicy"]
+    assert service["metadata"]["name"] == policy["rdzvHost"]
+    assert [port["port"] for port in service["spec"]["ports"]] == [policy["rdzvPort"]]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--enable-v2" in container["command"]
+    assert re.fullmatch(r".*:v3\.5\.\d+", container["image"])
+    assert "livenessProbe" in container
+    assert "readinessProbe" in container
+    assert container["resources"].keys() == {"requests", "limits"}
+
+
+def test_every_node_gets_a_number_of_its_own():
+    fixed = list_pods(documents("eks"))
+    assert [(pod.name, pod.from_operator["RANK"]) for pod in fixed] == [
+        ("stable-diffusion-master-0", "0"),
+        ("stable-diffusion-worker-0", "1"),
+        ("stable-diffusion-worker-1", "2"),
+    ]
+    trainjob = list_pods(documents("trainjob"))
+    assert [pod.from_operator["PET_NODE_RANK"] for pod in trainjob] == ["0", "1", "2"]
+    elastic = list_pods(documents("eks-elastic"))
+    assert [pod.name for pod in elastic] == [f"stable-diffusion-worker-{n}" for n in range(3)]
+    assert not any("RANK" in pod.from_operator for pod in elastic)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_the_container_refuses_a_number_of_ranks_that_does_not_fit(kind):
+    pod = list_pods(documents(kind))[0]
+    completed = check_variables(pod, NUM_RANKS="64")
+    assert completed.returncode == 2
+    assert completed.stderr == (
+        "error: the number of ranks does not fit 3 nodes with 8 ranks each: got '64'; allowed: "
+        "24; change it with NUM_RANKS, NUM_NODES or NUM_GPUS_PER_NODE.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "sentence"),
+    [
+        ("eks", "MASTER_PORT", "80", "the port on node 0 is not one: got '80'; "),
+        ("trainjob", "PET_MASTER_PORT", "80", "the port on node 0 is not one: got '80'; "),
+        ("eks-elastic", "PET_RDZV_ENDPOINT", "etcd:80", "the port of the rendezvous is not one: "),
+        ("eks", "NUM_GPUS_PER_NODE", "{8}", "the number of ranks per node is not one: got '{8}'; "),
+        ("eks", "NUM_NODES", "three", "the number of nodes is not one: got 'three'; "),
+        ("eks-elastic", "PET_NNODES", "1:x", "the number of nodes is not one: got 'x'; "),
+        ("eks-elastic", "LAUNCHER", "mpirun", "the launcher is unknown: got 'mpirun'; "),
+    ],
+)
+def test_the_container_refuses_variables_that_make_no_sense(kind, name, value, sentence):
+    completed = check_variables(list_pods(documents(kind))[0], **{name: value})
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(f"error: {sentence}")

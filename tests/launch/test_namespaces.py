@@ -1,0 +1,318 @@
+"""Do the pods of a rendered manifest find each other, train as one run, and end as they should?
+
+Each pod runs on a node of its own: a network namespace with its own address and, in it, a process
+namespace with its own host name, shared memory and first process. Command and environment are those
+of the manifest with what the operator adds; files of the container stand where `MOUNTS` says. What
+stays untested is the cluster: the operator itself, NCCL, and the image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sdbench.launch.render.pods import Pod, list_pods
+from sdbench.measure.record import load_record
+from tests.debian import find_program
+from tests.launch.rendering import documents
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+USER_OF_POD = 1000
+# Without root's rights, but for reading: an image is readable, and a checkout of root's may not be.
+AS_USER = (
+    f"--reuid={USER_OF_POD} --regid={USER_OF_POD} --clear-groups "
+    "--inh-caps=+dac_read_search --ambient-caps=+dac_read_search"
+)
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ENDS_WITHIN_S = 150
+TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "1", "NUM_WORKERS": "1", "WORLD_SIZE": "2"}
+TWO_RANKS = {"world_size": 2, "num_nodes": 2, "ranks_per_node": 1}
+LONG = "--measure_batches=1000000"
+RATE_MBIT = 50
+DIST_TIMEOUT_S = 8
+# From the time-out to the end of the last process of a pod.
+NOTICED_WITHIN_S = 60
+TINY = ("--model_name=tiny", "--use_synth_data", "--engine=torch", "--num_workers=0")
+SHORT = ("--warmup_batches=1", "--max_warmup_batches=1", "--profile_batches=0", "--no_measure_peak")
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare", "setpriv"))),
+    reason="only root makes network namespaces, with the programs of iproute2 and util-linux",
+)
+
+
+@dataclasses.dataclass
+class Cluster:
+    """Two nodes with a link between them, and a folder that both see.
+
+    Attributes:
+        namespaces: Names of the network namespaces, of node 0 first.
+        shared: The folder: the volume of the results, logs and the names of the hosts.
+        running: What was started and has not been waited for.
+    """
+
+    namespaces: tuple[str, ...]
+    shared: Path
+    running: list[subprocess.Popen]
+
+    @property
+    def results(self) -> Path:
+        """The volume that the pods write their records to."""
+        return self.shared / "results"
+
+    def start(self, pod: Pod, *, node: int, **changes: str) -> subprocess.Popen:
+        """Start a pod on a node; its output goes to a log of its name."""
+        command = [self._in_container(word) for word in pod.command]
+        inside = 'hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs shm /dev/shm; shift 2'
+        process = subprocess.Popen(
+            [
+                *("nsenter", f"--net=/run/netns/{self.namespaces[node]}"),
+                *("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child"),
+                *("--mount-proc", "bash", "-ec", f'{inside}; exec setpriv {AS_USER} "$@"', "bash"),
+                *(pod.name, str(self.shared / "hosts"), *command),
+            ],
+            env={
+                **pod.environment,
+                **pod.from_operator,
+                "PATH": f"{BIN}:{os.environ['PATH']}",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                **changes,
+            },
+            stdout=self.log_of(pod).open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        self.running.append(process)
+        return process
+
+    def log_of(self, pod: Pod) -> Path:
+        """Where the output of a pod goes."""
+        return self.shared / f"{pod.name}.log"
+
+    def _in_container(self, word: str) -> str:
+        mounts = {"/workspace/stable-diffusion": ROOT, "/results": self.results}
+        for place, real in {**mounts, "/data": self.shared / "data"}.items():
+            word = word.replace(place, str(real))
+        return word
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    names = tuple(f"sdb{os.getpid()}{letter}" for letter in "ab")
+    shared = Path(tempfile.mkdtemp(prefix="sdbench-nodes-"))  # pytest's own is for root alone
+    two = Cluster(names, shared, [])
+    for folder in (shared, two.results, shared / "data"):
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, USER_OF_POD, USER_OF_POD)
+    try:
+        _link(names)
+        yield two
+    finally:
+        for process in two.running:
+            process.kill()  # --kill-child ends the pod's first process, and that all others
+            process.wait()
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        shutil.rmtree(shared)
+
+
+def _link(names: tuple[str, ...]) -> None:
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True)
+
+    for name in names:
+        ip(f"netns add {name}")
+    ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
+    for name, address in zip(names, ADDRESSES, strict=True):
+        ip(f"-n {name} address add {address}/24 dev eth0")
+        ip(f"-n {name} link set lo up")
+        ip(f"-n {name} link set eth0 up")
+
+
+def pods_of(kind: str, cluster: Cluster, *arguments: str, **changes: str) -> list[Pod]:
+    """The two pods of a job, known to each other by name."""
+    pods = list_pods(documents(kind, "--", *TINY, *SHORT, *arguments, **TWO_NODES, **changes))
+    assert len(pods) == 2
+    lines = ["127.0.0.1 localhost"]
+    lines += [
+        f"{address} {pod.name} {pod.name}.stable-diffusion"
+        for address, pod in zip(ADDRESSES, pods, strict=True)
+    ]
+    lines.append(f"{ADDRESSES[0]} etcd")
+    (cluster.shared / "hosts").write_text("\n".join(lines) + "\n")
+    return pods
+
+
+def wait_for(is_so: Callable[[], object], *, what: str, within_s: float = ENDS_WITHIN_S) -> None:
+    end_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"{what} did not happen within {within_s:g} s"
+        time.sleep(0.05)
+
+
+def ranks_in(process: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks of a pod: those that run benchmark.py and know their own number."""
+    ranks = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "benchmark.py" in child.cmdline() and "LOCAL_RANK" in child.environ():
+                ranks[child] = child.ppid()
+        except psutil.Error:
+            continue
+    # What a rank starts looks like it until it has become another program.
+    pids = [rank.pid for rank in ranks]
+    return [rank for rank, parent in ranks.items() if parent not in pids]
+
+
+def records_of(cluster: Cluster) -> list[dict]:
+    return [load_record(path) for path in sorted(cluster.results.glob("*/record.json"))]
+
+
+def logs_of(cluster: Cluster) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in cluster.shared.glob("*.log"))
+
+
+@pytest.mark.parametrize("kind", ["eks", "trainjob"])
+def test_a_fixed_job_is_one_run_on_both_nodes(kind, cluster):
+    pods = pods_of(kind, cluster, "--measure_batches=2")
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
+    assert exit_codes == [0, 0], logs_of(cluster)
+    (record,) = records_of(cluster)
+    assert record["status"] == "ok"
+    assert record["ranks"].items() >= TWO_RANKS.items()
+    assert [cluster.log_of(pod).read_text().splitlines()[0].split(",")[0] for pod in pods] == [
+        "start-ranks.sh: node 0 of 2",
+        "start-ranks.sh: node 1 of 2",
+    ]
+
+
+def test_a_slow_link_slows_the_step_by_the_time_that_the_gradients_take(cluster):
+    free = run_fixed_job(cluster)
+    for namespace in cluster.namespaces:
+        words = f"-n {namespace} qdisc add dev eth0 root tbf rate {RATE_MBIT}mbit burst 128kb"
+        subprocess.run(["tc", *words.split(), "latency", "100ms"], check=True)
+    slow = run_fixed_job(cluster)
+    # As the scaling model has it: of two nodes each sends (2 - 1) / 2 of twice the gradients.
+    gradients_bit = 32 * free["workload"]["num_trainable_parameters"]
+    predicted_s = gradients_bit / (RATE_MBIT * 1e6)
+    added_s = slow["summary"]["step_time_p50_s"] - free["summary"]["step_time_p50_s"]
+    assert predicted_s > 2 * free["summary"]["step_time_p50_s"]  # or a busy machine would decide
+    assert added_s == pytest.approx(predicted_s, rel=0.3)
+
+
+def run_fixed_job(cluster: Cluster) -> dict:
+    """A short run of the fixed job on both nodes, and its record."""
+    known = {path.name for path in cluster.results.iterdir()}
+    pods = pods_of("eks", cluster, "--measure_batches=6")
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    assert [process.wait(ENDS_WITHIN_S) for process in processes] == [0, 0], logs_of(cluster)
+    (path,) = (
+        path for path in cluster.results.glob("*/record.json") if path.parent.name not in known
+    )
+    return load_record(path)
+
+
+def test_a_fixed_job_fails_on_both_nodes_when_a_rank_dies(cluster):
+    pods = pods_of("eks", cluster, LONG)
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    wait_for(lambda: records_of(cluster), what="the beginning of the run")
+    (rank,) = ranks_in(processes[1])
+    rank.kill()
+    exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
+    assert 0 not in exit_codes
+    (record,) = records_of(cluster)
+    assert record["status"] != "ok"
+
+
+def test_a_pod_that_is_stopped_leaves_a_record_that_says_so(cluster):
+    pods = pods_of("eks", cluster, LONG)
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    wait_for(lambda: records_of(cluster), what="the beginning of the run")
+    # As the kubelet does: the first process of the container, which a signal without a handler
+    # would not even reach.
+    (first,) = psutil.Process(processes[0].pid).children()
+    first.send_signal(signal.SIGTERM)
+    assert processes[0].wait(ENDS_WITHIN_S) != 0
+    (record,) = records_of(cluster)
+    assert record["status"] == "interrupted"
+
+
+def test_a_node_without_its_link_is_named_and_the_run_ends_on_both_sides(cluster):
+    pods = pods_of("eks", cluster, LONG, f"--dist_timeout={DIST_TIMEOUT_S}")
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    wait_for(lambda: "step 1/" in cluster.log_of(pods[0]).read_text(), what="the first step")
+    link = ["ip", "-n", cluster.namespaces[1], "link", "set", "eth0", "down"]
+    subprocess.run(link, check=True)
+    # No packet says that the other side is gone: only the time-out does.
+    exit_codes = [process.wait(DIST_TIMEOUT_S + NOTICED_WITHIN_S) for process in processes]
+    assert 0 not in exit_codes
+    (record,) = records_of(cluster)
+    assert record["status"] == "timeout"
+    assert "rank 1 on node 1 has been silent" in record["reason"]
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
+    settings = {"RDZV_BACKEND": backend}
+    if backend == "c10d":
+        settings |= {"RDZV_HOST": "stable-diffusion-worker-0", "RDZV_PORT": "29500"}
+    pods = pods_of("eks-elastic", cluster, "--measure_batches=40", **settings)
+    if backend == "etcd":
+        start_etcd(cluster)
+    processes = [cluster.start(pod, node=node) for node, pod in enumerate(pods)]
+    wait_for(lambda: records_of(cluster), what="the beginning of the run")
+    (rank,) = ranks_in(processes[1])
+    assert rank.environ()["TORCHELASTIC_RESTART_COUNT"] == "0"
+    rank.kill()
+    wait_for(lambda: restarts_in(processes[1]) == ["1"], what="the restart")
+    exit_codes = [process.wait(ENDS_WITHIN_S) for process in processes]
+    assert exit_codes == [0, 0], logs_of(cluster)
+    before, after = records_of(cluster)
+    assert before["status"] in ("failed", "interrupted")
+    assert after["status"] == "ok"
+    assert after["ranks"].items() >= TWO_RANKS.items()
+
+
+def restarts_in(process: subprocess.Popen) -> list[str]:
+    """What torchrun has told the ranks of a pod that are there."""
+    restarts = []
+    for rank in ranks_in(process):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            restarts.append(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
+    return restarts
+
+
+def start_etcd(cluster: Cluster) -> None:
+    """Start the etcd of 4.etcd.yaml on node 0."""
+    program = find_program("etcd", package="etcd-server", folder=cluster.shared / "debian")
+    (pod,) = list_pods(documents("etcd"))
+    assert pod.command[0] == "etcd"
+    pod = dataclasses.replace(pod, command=(program, *pod.command[1:]))
+    process = cluster.start(pod, node=0)
+    wait_for(lambda: is_answering(cluster), what="an answer of the etcd", within_s=30)
+    assert process.poll() is None
+
+
+def is_answering(cluster: Cluster) -> bool:
+    """Whether something listens at the etcd's port, asked on its own node."""
+    program = f"import socket; socket.create_connection(({ADDRESSES[0]!r}, 2379), 1)"
+    asked = subprocess.run(
+        ["ip", "netns", "exec", cluster.namespaces[0], sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+    )
+    return asked.returncode == 0
