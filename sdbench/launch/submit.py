@@ -135,7 +135,9 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
                 make_cell(len(runs)),
                 Cell(format_rates([run["summary"] for run in runs]), per_rank),
                 make_cell(100 * per_rank / base),
-                make_cell(", ".join(sorted({f for run in runs for f in run["summary"]["flags"]}))),
+                make_cell(
+                    ", ".join(sorted({f for run in runs for f in run["summary"].get("flags", [])}))
+                ),
             ]
         )
     columns = [

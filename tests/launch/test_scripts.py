@@ -60,10 +60,10 @@ def test_a_dockerfile_uses_what_it_asks_for_and_copies_what_is_there(dockerfile)
 
 
 def test_both_images_set_the_suite_up_in_the_same_way():
-    one, other = (path.read_text().split("ARG MOSAICML_VERSION")[1] for path in DOCKERFILES)
-    assert one.replace("/opt/venv/bin:$PATH", "") == other.replace(
-        "/opt/venv/bin:/opt/amazon/efa/bin:$PATH \\\n   ", ""
-    )
+    many, one = (path.read_text().split("ARG MOSAICML_VERSION")[1] for path in DOCKERFILES)
+    # EFA's tools and a line break are all that the image for many machines has more.
+    without_efa = many.replace(":/opt/amazon/efa/bin", "").replace("$PATH \\\n    LD", "$PATH LD")
+    assert one == without_efa
 
 
 def test_composers_version_is_that_of_the_requirements():
@@ -168,7 +168,7 @@ def test_ranks_are_started_as_the_scheduler_says(start_ranks, variables, launche
         ({"NODE_RANK": "2"}, "got '2'; allowed: a whole number from 0 to 1; change it with NODE_R"),
         ({"NODE_RANK": ""}, "the number of this node is not one: got ''"),
         ({"NUM_NODES": "two"}, "the number of nodes is not one: got 'two'"),
-        ({"NUM_GPUS_PER_NODE": "{8}"}, "the number of ranks per node is not one: got '{8}'"),
+        ({"NUM_GPUS_PER_NODE": "{8}"}, "the number of ranks per node is not one: got '\\{8\\}'"),
         ({"WORLD_SIZE": "12"}, "the world size does not fit 2 nodes .*: got '12'; allowed: 16;"),
         ({"LAUNCHER": "mpirun"}, "got 'mpirun'; allowed: composer or torchrun"),
     ],
