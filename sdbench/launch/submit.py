@@ -51,7 +51,7 @@ examples:
       the global batch stays 2048 on any number of nodes: strong scaling
   python -m sdbench submit --nodes 1,2,4 --scaling weak -- --batch_size 2048
       2048 images on 1 node, 4096 on 2, 8192 on 4: weak scaling
-  python -m sdbench submit --nodes 2,4 --sbatch_options '--partition=p5 --time=30' -- --preset seed
+  python -m sdbench submit --nodes 2,4 --sbatch_options='--partition=p5 --time=30' -- --preset seed
   python -m sdbench submit --folder runs/submit_20261121T050000Z
       go on waiting for the jobs of that folder, and show their table
 

@@ -54,8 +54,8 @@ def folder(tmp_path) -> Path:
 
 
 def log_of(folder: Path) -> str:
-    (log,) = folder.glob("stable-diffusion_*.log")
-    return log.read_text()
+    # Slurm makes it some moments after the job has begun.
+    return "".join(log.read_text() for log in folder.glob("stable-diffusion_*.log"))
 
 
 def only_record(folder: Path) -> dict:
@@ -162,7 +162,7 @@ def test_one_command_submits_and_collects_several_numbers_of_nodes(
     monkeypatch.setattr(submit, "POLL_S", 0.2)
     command = (
         *("submit", "--nodes", "1,2", "--repeats", "1", "--scaling", "weak"),
-        *("--folder", str(tmp_path / "jobs"), "--sbatch_options", "--gpus-per-node=1", "--"),
+        *("--folder", str(tmp_path / "jobs"), "--sbatch_options=--gpus-per-node=1", "--"),
         *(*TINY, *SHORT, "--batch_size", "2"),
     )
     assert main(command) == 0
