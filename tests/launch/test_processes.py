@@ -67,7 +67,8 @@ def test_two_ranks_of_composer_train_as_one_run(spied):
 
 
 def check_one_run(record, *, num_steps):
-    assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2}
+    ranks = {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
+    assert record["ranks"] == ranks
     # No GPU: one micro-batch of 2 images per rank and step.
     assert record["config"]["batch_size"] == 4
     assert record["workload"]["num_images"] == num_steps * 4
@@ -202,8 +203,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_record_says_why(tmp_path, la
     record = only_record(tmp_path)
     assert record["status"] == "failed"
     assert f"rank {rank} on node 0 has been silent" in record["reason"]
-    # Some steps had ended before the rank was killed.
-    assert re.search(r"last heard of after [1-9]\d* steps", record["reason"])
+    # As of its last beat, half a second before.
+    assert re.search(r"last heard of after \d+ steps", record["reason"])
     assert record["summary"] is None
 
 
