@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.precompute:main",
         "encode images and captions once, to train without the encoders",
     ),
+    "doctor": (
+        "sdbench.doctor.command:main",
+        "look at each node before an expensive job: versions, GPUs, network, memory, disks, data",
+    ),
     "profile": (
         "sdbench.profile.command:main",
         "which operators a step spends its time in, and how far each is from its ceiling",
@@ -66,6 +70,7 @@ examples:
   python -m sdbench convert my-images/ my-mds/
   python -m sdbench verify-data my-mds/ --deep
   torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
+  srun python -m sdbench doctor
   python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench render eks --help

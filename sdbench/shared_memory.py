@@ -37,19 +37,30 @@ def remove_stale_shared_memory() -> int:
     Returns:
         How many pieces.
     """
+    stale = find_stale()
+    for path in stale:
+        path.unlink(missing_ok=True)
+        prefix = path.name.partition("_")[0]
+        for name in LOCK_NAMES:
+            Path(tempfile.gettempdir(), f"{prefix}_{name}").unlink(missing_ok=True)
+    return len(stale)
+
+
+def find_stale() -> list[Path]:
+    """What killed runs of this user left behind."""
     if not FOLDER.is_dir():
-        return 0
+        return []
     pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")
     in_use = mapped_prefixes()
-    num_removed = 0
-    for path in FOLDER.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match and match[1] not in in_use and path.stat().st_uid == os.getuid():
-            path.unlink(missing_ok=True)
-            num_removed += 1
-            for name in LOCK_NAMES:
-                Path(tempfile.gettempdir(), f"{match[1]}_{name}").unlink(missing_ok=True)
-    return num_removed
+    matches = ((path, pattern.fullmatch(path.name)) for path in FOLDER.iterdir())
+    return [path for path, match in matches if match and match[1] not in in_use and _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # its run has ended meanwhile
+        return False
 
 
 def mapped_prefixes() -> set[str]:

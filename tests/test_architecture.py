@@ -134,6 +134,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "sdbench.report.terminal",
         "sdbench.report.text_table",
     ),
+    # Looks at what all the others need.
+    "sdbench.doctor": (
+        "sdbench.errors",
+        "sdbench.config",
+        "sdbench.resolve",
+        "sdbench.distributed",
+        "sdbench.nccl_log",
+        "sdbench.shared_memory",
+        "sdbench.models",
+        "sdbench.sources",
+        "sdbench.measure",
+        "sdbench.report.escape",
+    ),
     # A command that runs from flags to record, as benchmark.py does.
     "sdbench.precompute": ("sdbench",),
     "sdbench.cli": ("sdbench",),

@@ -1,0 +1,1 @@
+"""Is this machine, or are these nodes, fit for an expensive job?"""

@@ -1,0 +1,46 @@
+"""How does a test break a machine for one process, and for no other?"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.debian import find_program
+
+
+def enter(*kinds: str, programs: tuple[str, ...] = ()) -> list[str]:
+    """The beginning of a command that runs in namespaces of its own.
+
+    The test is skipped where they cannot be made.
+
+    Args:
+        kinds: Options of unshare, e.g. ``--mount``.
+        programs: What else the command needs.
+    """
+    missing = [name for name in ("unshare", *programs) if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
+    # Another user becomes root of a namespace of users, where the system allows it.
+    options = kinds if os.getuid() == 0 else ("--user", "--map-root-user", *kinds)
+    command = ["unshare", *options]
+    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip(f"namespaces cannot be made here: {shlex.join(command)} fails")
+    return command
+
+
+def find_faketime(folder: Path) -> Path:
+    """The library that shifts the clock of the process that it is loaded into.
+
+    Args:
+        folder: Where its package is unpacked if it is not installed.
+    """
+    find_program("faketime", package="libfaketime", folder=folder)
+    for place in (folder / "usr/lib", Path("/usr/lib"), Path("/usr/lib64")):
+        for path in (*place.glob("*/faketime/libfaketime.so.1"), *place.glob("faketime/*.so.1")):
+            return path
+    pytest.skip("libfaketime.so.1 is not where its packages have it")

@@ -1,0 +1,215 @@
+"""Several ranks: under torchrun, under srun, on two nodes that differ, and with one missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.namespaces import enter, find_faketime
+from tests.doctor.test_machine import install
+from tests.doctor.test_report import NAMES, count_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = ["-m", "sdbench", "doctor", "--json", "--model_name", "tiny"]
+TIMEOUT_S = 120
+# Gloo asks for the address of the host's name, which need not be one of this machine.
+QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **QUIET, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_node(number: int, *flags: str, port: int, **environment: str) -> subprocess.Popen:
+    """The doctor on one of two nodes, as an operator or a person starts it."""
+    place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return start([sys.executable, *DOCTOR, *flags], **place, **environment)
+
+
+def read(output: str) -> dict[str, list[dict]]:
+    """The findings of the one document on standard output, by name."""
+    findings: dict[str, list[dict]] = {}
+    for finding in json.loads(output)["findings"]:
+        findings.setdefault(finding["name"], []).append(finding)
+    return findings
+
+
+def read_reduce(found: str) -> tuple[float, float]:
+    """Seconds and GB/s of an all-reduce."""
+    matched = re.search(r" in ([\d.]+) (s|ms): bus bandwidth ([\d.e-]+) GB/s", found)
+    assert matched is not None, found
+    return float(matched[1]) / {"s": 1, "ms": 1e3}[matched[2]], float(matched[3])
+
+
+def test_two_ranks_of_one_node_under_torchrun(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--master_port", str(free_port())]
+    doctor = start([*launcher, *DOCTOR, "--results_dir", str(tmp_path)])
+    output, errors = doctor.communicate(timeout=TIMEOUT_S)
+    assert doctor.returncode == 0, errors
+    report = json.loads(output)
+    assert (report["status"], report["num_nodes"], report["num_ranks"]) == ("ok", 1, 2)
+    findings = read(output)
+    assert list(findings) == NAMES
+    assert findings["ranks"][0]["found"] == "all 2 are here"
+    assert findings["clocks"][0]["level"] == "skipped"
+
+    num_values, _ = count_tiny()
+    [reduced] = findings["all-reduce"]
+    assert reduced["level"] == "ok"
+    assert reduced["found"].startswith(
+        f"{num_values:,} values in fp32, {num_values * 4 / 1e9:.3g} GB, over 2 ranks on 1 node in "
+    )
+    assert reduced["found"].endswith(", nominal n/a (no link of known speed)")
+    seconds, gb_per_s = read_reduce(reduced["found"])
+    # 2 (n - 1) / n is 1 for two ranks; the time is told to a hundredth of a millisecond.
+    assert gb_per_s == pytest.approx(num_values * 4 / seconds / 1e9, rel=0.02)
+
+
+SLOW_LINK = """
+set -e
+ip link set lo up
+tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 100ms
+{first} &
+{second} > {log} 2>&1
+wait $!
+"""
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory) -> dict[str, list[dict]]:
+    """Node 1 has a clock 5 s ahead and an older package; the link carries a tenth of 1 Gbit/s."""
+    own_network = enter("--net", programs=("ip", "tc"))
+    here = tmp_path_factory.mktemp("nodes")
+    faketime = find_faketime(here / "faketime")
+    install(here / "site", "webdataset", "0.1")
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": "lo"}
+    clock = {"LD_PRELOAD": str(faketime), "FAKETIME": "+5s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    doctor = [sys.executable, *DOCTOR, "--link_gbps", "1", "--results_dir", str(here)]
+
+    def on_node(**variables: str) -> str:
+        settings = [f"{name}={value}" for name, value in (place | variables).items()]
+        return shlex.join(["env", *settings, *doctor])
+
+    script = SLOW_LINK.format(
+        first=on_node(RANK="0"),
+        second=on_node(RANK="1", PYTHONPATH=str(here / "site"), **clock),
+        log=here / "second.log",
+    )
+    done = subprocess.run(
+        [*own_network, "sh", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr + (here / "second.log").read_text()
+    assert done.returncode == 1, done.stderr
+    assert '"findings"' not in (here / "second.log").read_text()  # the first rank has them
+    return read(done.stdout)
+
+
+def test_a_clock_that_is_ahead_is_a_warning(two_nodes):
+    [clocks] = two_nodes["clocks"]
+    assert clocks["level"] == "warning"
+    matched = re.match(
+        r"node 1 is ([\d.]+) s ahead of node 0, to within ([\d.]+) ms", clocks["found"]
+    )
+    assert matched is not None, clocks
+    assert float(matched[1]) == pytest.approx(5.0, abs=0.011 + float(matched[2]) / 1e3)
+    assert "chronyd" in clocks["advice"]
+
+
+def test_a_slow_link_is_an_error(two_nodes):
+    [reduced] = two_nodes["all-reduce"]
+    assert reduced["level"] == "error"
+    assert "nominal 0.125 GB/s (--link_gbps 1), " in reduced["found"]
+    _, gb_per_s = read_reduce(reduced["found"])
+    # Both directions share the one link, which carries 0.0125 GB/s.
+    assert 0.002 < gb_per_s < 0.0125
+
+
+def test_nodes_with_other_versions_are_told_apart(two_nodes):
+    lines = {tuple(line["nodes"]): line for line in two_nodes["software"]}
+    assert set(lines) == {(0,), (1,)}
+    assert lines[(1,)]["found"].startswith("webdataset 0.1 where 1.0.2 is pinned; ")
+    [alike] = two_nodes["nodes alike"]
+    assert (alike["level"], alike["found"]) == ("warning", "they differ in software")
+
+
+def test_what_both_nodes_have_is_one_line(two_nodes):
+    assert [line["nodes"] for line in two_nodes["model"]] == [[0, 1]]
+    assert two_nodes["network cards"][0]["level"] == "warning"
+    assert "gradients travel over TCP" in two_nodes["network cards"][0]["found"]
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
+    started_s = time.monotonic()
+    first = start_node(0, "--timeout_s", "4", "--results_dir", str(tmp_path), port=free_port())
+    output, errors = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 1, errors
+    assert time.monotonic() - started_s < 60
+    findings = read(output)
+    assert findings["ranks"][0]["level"] == "error"
+    assert findings["ranks"][0]["found"] == "1 of 2 came within 4 s, absent: rank 1 on node 1"
+    assert findings["software"][0]["level"] == "ok"
+    assert findings["all-reduce"][0]["found"] == "ranks are missing"
+
+
+def test_a_rank_that_cannot_reach_the_first_one_says_so_itself(tmp_path):
+    port = free_port()
+    second = start_node(1, "--timeout_s", "4", "--results_dir", str(tmp_path), port=port)
+    output, errors = second.communicate(timeout=TIMEOUT_S)
+    assert second.returncode == 1
+    assert output == ""
+    assert f"nothing answered within 4 s (--timeout_s) at 127.0.0.1:{port}, " in errors
+
+
+def test_srun_in_a_container_without_slurm_asks_for_an_address(tmp_path):
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"SLURM_STEP_NODELIST": "one", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    doctor = start([sys.executable, *DOCTOR], **step, SLURM_NODEID="0", PATH=str(tmp_path))
+    output, errors = doctor.communicate(timeout=TIMEOUT_S)
+    assert (doctor.returncode, output) == (2, "")
+    assert "nothing says where the first one is: got 'nodes one, and no scontrol" in errors
+    assert "MASTER_ADDR" in errors
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        flags = ["--remote", place, "--timeout_s", "5", "--results_dir", str(tmp_path)]
+        doctor = start([sys.executable, *DOCTOR, *flags])
+        output, errors = doctor.communicate(timeout=60)
+    assert doctor.returncode == 1, errors
+    [data] = read(output)["data"]
+    assert (data["level"], data["found"]) == ("error", "no answer within 5 s")
+    assert "--timeout_s" in data["advice"]

@@ -1,0 +1,65 @@
+"""srun as the launcher, on a real Slurm of two nodes that believe to have GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = (sys.executable, "-m", "sdbench", "doctor", "--json", "--model_name", "tiny")
+SRUN = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = SlurmCluster(stub_source=ROOT / "tests" / "launch" / "pyxis_stub.c")
+    yield cluster
+    cluster.stop()
+
+
+def test_srun_is_launcher_enough(cluster, tmp_path):
+    done = subprocess.run(
+        [*SRUN, *DOCTOR, "--results_dir", str(tmp_path)],
+        cwd=ROOT,
+        # Gloo asks for the address of the host's name, which need not be one of this machine.
+        env={**cluster.environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    # There is no driver for the GPUs that Slurm gives, which is the one error.
+    assert done.returncode == 1, done.stderr + cluster.logs()
+    report = json.loads(done.stdout)
+    assert (report["num_nodes"], report["num_ranks"]) == (2, 2)
+    errors = [finding for finding in report["findings"] if finding["level"] == "error"]
+    assert [(one["name"], one["nodes"]) for one in errors] == [("GPUs", [0, 1])]
+    assert errors[0]["found"].endswith(" gives the job 2 GPUs, and 0 can be seen")
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    assert findings["ranks"]["found"] == "all 2 are here"
+    assert findings["clocks"]["level"] == "ok"
+    assert "over 2 ranks on 2 nodes in " in findings["all-reduce"]["found"]
+
+
+def test_a_shell_in_an_allocation_is_alone(cluster, tmp_path):
+    done = subprocess.run(
+        ["salloc", "--quiet", "--nodes=2", *DOCTOR, "--results_dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**cluster.environment, "OMP_NUM_THREADS": str(os.cpu_count())},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + cluster.logs()
+    assert json.loads(done.stdout)["num_ranks"] == 1
