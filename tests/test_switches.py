@@ -103,6 +103,7 @@ def test_every_speed_up_is_tested():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # compiling the miniature alone takes minutes on two cores
 @pytest.mark.parametrize("switch", ["group_norm=fused", "compile=unet", "compile=encoders"])
 def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
     losses = losses_of(tmp_path, "--preset", "seed", f"--{switch}")
