@@ -154,7 +154,9 @@ def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks, command:
         )
     except RunError as absence:
         if plan is not None and ranks.rank == 0:
-            described = describe.for_record(plan, request)
+            described = describe.for_record(
+                plan, request, num_restarts=distributed.num_restarts()
+            )
             record = RunRecord(_make_folder(plan), command=command, described=described)
             record.end_badly(explain(absence, rank=0))
         raise
@@ -183,7 +185,9 @@ def _run_in_folder(
     from sdbench.report.row import append_row
     from sdbench.report.terminal import format_summary
 
-    record = RunRecord(folder, command=command, described=describe.for_record(plan, request))
+    num_restarts = max(distributed.gather(distributed.num_restarts(), plan.ranks))
+    described = describe.for_record(plan, request, num_restarts=num_restarts)
+    record = RunRecord(folder, command=command, described=described)
     is_first_rank = plan.ranks.rank == 0
     if is_first_rank:
         record.write_unfinished()

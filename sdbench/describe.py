@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from sdbench.config import Request
-from sdbench.distributed import num_restarts
 from sdbench.measure import hardware
 from sdbench.resolve import Plan
 
@@ -53,8 +52,14 @@ def as_yaml(plan: Plan, request: Request) -> str:
     return "\n".join(lines)
 
 
-def for_record(plan: Plan, request: Request) -> dict[str, Any]:
-    """The part of a record that is known before the run."""
+def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, Any]:
+    """The part of a record that is known before the run.
+
+    Args:
+        plan: Of the run.
+        request: What it was made from.
+        num_restarts: How often the run has been started again.
+    """
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
     return {
         "config": dataclasses.asdict(plan.config),
@@ -71,7 +76,7 @@ def for_record(plan: Plan, request: Request) -> dict[str, Any]:
             "world_size": plan.ranks.world_size,
             "num_nodes": plan.ranks.num_nodes,
             "ranks_per_node": plan.ranks.local_world_size,
-            "restarts": num_restarts(),
+            "restarts": num_restarts,
         },
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),

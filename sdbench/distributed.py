@@ -44,7 +44,11 @@ class Ranks:
 
 
 def num_restarts() -> int:
-    """How often a scheduler or torchrun has started this run again."""
+    """How often a scheduler or torchrun has started this process again.
+
+    Each node's torchrun counts the times that a rank of its own was the cause: of a run it is the
+    largest of all ranks' numbers.
+    """
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return sum(int(os.environ.get(name, "0")) for name in names)
 

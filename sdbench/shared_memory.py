@@ -5,7 +5,7 @@ folder that such a registration names, even when the run that registered it is d
 `clean_stale_shared_memory` removes those of living runs as well; here a registration is stale only
 when no process on this machine has it mapped. Linux only: elsewhere shared memory is not visible as
 files, and nothing is removed. Processes of other containers that share /dev/shm cannot be seen:
-give each container its own.
+give each container its own. What a container with its own has mapped there is not in use here.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ def _is_own(path: Path) -> bool:
 def mapped_prefixes() -> set[str]:
     """The six-digit prefixes of Streaming's shared memory that living processes have mapped."""
     prefixes = set()
+    device = FOLDER.stat().st_dev
+    # proc_pid_maps(5): address, permissions, offset, major:minor in hexadecimal, inode, path.
+    here = f"{os.major(device):02x}:{os.minor(device):02x}"
+    pattern = re.compile(rf"{here} \d+ +{FOLDER}/(\d{{6}})_")
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text(errors="replace")
         except OSError:
             # The process has ended meanwhile, or is another user's, whose files we leave alone.
             continue
-        prefixes.update(re.findall(rf"{FOLDER}/(\d{{6}})_", text))
+        prefixes.update(pattern.findall(text))
     return prefixes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+# linux/sched.h, linux/mount.h
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: two where they can be kept apart, else the tests run in one process."""
+    return 2 if os.geteuid() == 0 and hasattr(ctypes.CDLL(None), "unshare") else 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        _take_shared_memory_of_its_own()
+
+
+def _take_shared_memory_of_its_own() -> None:
+    """Keep this process and those that it starts out of the other worker's way.
+
+    Streaming names its shared memory, and locks in the folder for temporary files, the same in each
+    run on a machine.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder = tempfile.mkdtemp(prefix="t-")
+    is_done = (
+        libc.unshare(CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None) == 0
+    )
+    assert is_done, os.strerror(ctypes.get_errno())
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def _run_in_folder(
         "started_utc": started_utc,
         "duration_s": time.perf_counter() - started_s,
         "command": ["python", "-m", "sdbench", "profile", *command],
-        **describe.for_record(plan, request),
+        **describe.for_record(plan, request, num_restarts=0),
         "versions": provenance.package_versions(),
         "git": provenance.git_state(),
         "environment": provenance.speed_environment(),
