@@ -154,9 +154,7 @@ def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks, command:
         )
     except RunError as absence:
         if plan is not None and ranks.rank == 0:
-            described = describe.for_record(
-                plan, request, num_restarts=distributed.num_restarts()
-            )
+            described = describe.for_record(plan, request, num_restarts=distributed.num_restarts())
             record = RunRecord(_make_folder(plan), command=command, described=described)
             record.end_badly(explain(absence, rank=0))
         raise

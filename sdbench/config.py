@@ -225,7 +225,7 @@ class BenchmarkConfig:
         MODEL,
         TEXT,
         "sd2-base",
-        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, tiny), "
+        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, tiny), "
         "a local diffusers folder, or a hub id",
     )
     model_revision: str | None = _field(

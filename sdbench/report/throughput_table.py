@@ -35,6 +35,7 @@ COLUMNS = (
     Column("EMA"),
     Column("global batch", is_number=True),
     Column("micro-batch", is_number=True),
+    Column("scaling"),
     Column("other settings"),
     Column("step p50, s", is_number=True),
     Column("peak memory, GiB", is_number=True),
@@ -62,9 +63,12 @@ def make_tables(
         One table per resolution and place of the encoders; those with measured rows come first.
     """
     rows: dict[tuple[Any, Any], list[list[Cell]]] = {}
-    for runs in group_runs(records):
+    groups = group_runs(records)
+    scalings = describe_scalings([runs[0] for runs in groups])
+    for runs, scaling in zip(groups, scalings, strict=True):
         config = runs[0]["config"]
-        rows.setdefault((config["image_size"], config["latents"]), []).append(_measured_row(runs))
+        cells = _measured_row(runs, scaling=scaling)
+        rows.setdefault((config["image_size"], config["latents"]), []).append(cells)
     for figure in figures:
         if figure.get("images_per_second") is not None:
             key = (figure.get("image_size"), figure.get("latents"))
@@ -95,6 +99,31 @@ def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return list(groups.values())
 
 
+def describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
+    """What a configuration shows together with those that differ from it in the number of devices.
+
+    Args:
+        records: One of each configuration.
+
+    Returns:
+        For each: ``strong`` if the others share the same global batch, ``weak`` if each of their
+        devices has as many images in a step, both in a grid, and None if it stands alone.
+    """
+    sized = ("num_devices", "num_nodes", "batch_size")
+    series: dict[tuple[Any, ...], set[int]] = {}
+    keys = []
+    for record in records:
+        settings = settings_of(record)
+        alike = tuple(sorted((key, settings[key]) for key in settings.keys() - set(sized)))
+        num_devices, global_batch = settings["num_devices"], settings["batch_size"]
+        strong = ("strong", global_batch, *alike)
+        weak = ("weak", global_batch / num_devices, *alike)
+        keys.append((strong, weak))
+        for key in (strong, weak):
+            series.setdefault(key, set()).add(num_devices)
+    return [", ".join(key[0] for key in pair if len(series[key]) > 1) or None for pair in keys]
+
+
 def describe_notes(records: Sequence[dict[str, Any]]) -> str | None:
     """What a reader must know before trusting these runs, in words."""
     flags = [flag for record in records for flag in record["summary"].get("flags", ())]
@@ -118,7 +147,6 @@ def _shown_settings(record: dict[str, Any]) -> tuple[Any, ...]:
         config["use_ema"],
         config["batch_size"],
         config["device_train_microbatch_size"],
-        _other_settings(record),
     )
 
 
@@ -139,7 +167,7 @@ def _other_settings(record: dict[str, Any]) -> str | None:
     return ", ".join(filter(None, shown))
 
 
-def _measured_row(records: Sequence[dict[str, Any]]) -> list[Cell]:
+def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> list[Cell]:
     summaries = [record["summary"] for record in records]
     rates = [summary["images_per_second"] for summary in summaries]
     peak_memory_gib = max(summary["peak_memory_gib"] for summary in summaries)
@@ -151,7 +179,7 @@ def _measured_row(records: Sequence[dict[str, Any]]) -> list[Cell]:
         make_cell(len(records)),
         Cell(format_rates(summaries), statistics.median(rates)),
         median_cell(summary["images_per_second_per_device"] for summary in summaries),
-        *(make_cell(value, unknown="") for value in work),
+        *(make_cell(value, unknown="") for value in (*work, scaling, _other_settings(records[0]))),
         median_cell(summary["step_time_p50_s"] for summary in summaries),
         Cell(f"{peak_memory_gib:.1f}", peak_memory_gib),
         median_cell((summary["mfu_percent"] for summary in summaries), num_digits=3),
@@ -191,6 +219,7 @@ def _figure_row(figure: dict[str, Any]) -> list[Cell]:
         make_cell(figure.get("ema")),
         make_cell(figure.get("global_batch")),
         make_cell(figure.get("micro_batch")),
+        make_cell(None, unknown=""),
         make_cell(None if num_workers is None else f"num_workers {num_workers}", unknown=""),
         make_cell(figure.get("step_time_p50_s")),
         make_cell(figure.get("peak_memory_gib")),

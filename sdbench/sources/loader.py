@@ -7,7 +7,9 @@ suite delivers through `CheckedLoader`.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from sdbench.errors import RunError
+from sdbench.errors import ConfigError, RunError
 from sdbench.sources.batches import PHASES, Batch, Batches, BatchReport
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.order import EpochOrder, Keys
@@ -75,6 +77,23 @@ class LoaderStats:
         self.__init__(num_dropped_samples=self.num_dropped_samples)
 
 
+def _check_folder_of_sockets() -> None:
+    """Refuse a folder in which a worker's batches would be lost, and waited for in vain.
+
+    Workers hand tensors over through a socket, whose path multiprocessing makes of the folder for
+    temporary files. Of 108 bytes (unix(7)) the last is a zero.
+    """
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > longest:
+        raise ConfigError(
+            "the path of the folder for temporary files is too long for sockets of loader workers",
+            value=folder,
+            allowed=f"at most {longest} bytes, or --num_workers 0",
+            flag="TMPDIR",
+        )
+
+
 class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
@@ -99,6 +118,8 @@ class CheckedLoader(DataLoader):
             order: Knows which samples come; for a map-style data set it is the sampler.
             config: Batch size, workers and the like.
         """
+        if config.num_workers:
+            _check_folder_of_sockets()
         super().__init__(
             dataset,
             sampler=None if isinstance(dataset, IterableDataset) else order,

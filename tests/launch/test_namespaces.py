@@ -27,6 +27,7 @@ from sdbench.launch.render.pods import Pod, list_pods
 from sdbench.measure.record import load_record
 from tests.debian import find_program
 from tests.launch.rendering import documents
+from tests.nodes import address_of, limit_links, make_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -36,7 +37,7 @@ AS_USER = (
     f"--reuid={USER_OF_POD} --regid={USER_OF_POD} --clear-groups "
     "--inh-caps=+dac_read_search --ambient-caps=+dac_read_search"
 )
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = (address_of(0), address_of(1))
 ENDS_WITHIN_S = 150
 TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "1", "NUM_WORKERS": "1", "WORLD_SIZE": "2"}
 TWO_RANKS = {"world_size": 2, "num_nodes": 2, "ranks_per_node": 1}
@@ -64,7 +65,7 @@ class Cluster:
         running: What was started and has not been waited for.
     """
 
-    namespaces: tuple[str, ...]
+    namespaces: list[str]
     shared: Path
     running: list[subprocess.Popen]
 
@@ -111,35 +112,19 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    names = tuple(f"sdb{os.getpid()}{letter}" for letter in "ab")
     shared = Path(tempfile.mkdtemp(prefix="sdbench-nodes-"))  # pytest's own is for root alone
-    two = Cluster(names, shared, [])
-    for folder in (shared, two.results, shared / "data"):
-        folder.mkdir(exist_ok=True)
-        os.chown(folder, USER_OF_POD, USER_OF_POD)
-    try:
-        _link(names)
-        yield two
-    finally:
-        for process in two.running:
-            process.kill()  # --kill-child ends the pod's first process, and that all others
-            process.wait()
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        shutil.rmtree(shared)
-
-
-def _link(names: tuple[str, ...]) -> None:
-    def ip(words: str) -> None:
-        subprocess.run(["ip", *words.split()], check=True)
-
-    for name in names:
-        ip(f"netns add {name}")
-    ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
-    for name, address in zip(names, ADDRESSES, strict=True):
-        ip(f"-n {name} address add {address}/24 dev eth0")
-        ip(f"-n {name} link set lo up")
-        ip(f"-n {name} link set eth0 up")
+    with make_nodes(2) as names:
+        two = Cluster(names, shared, [])
+        for folder in (shared, two.results, shared / "data"):
+            folder.mkdir(exist_ok=True)
+            os.chown(folder, USER_OF_POD, USER_OF_POD)
+        try:
+            yield two
+        finally:
+            for process in two.running:
+                process.kill()  # --kill-child ends the pod's first process, and that all others
+                process.wait()
+            shutil.rmtree(shared)
 
 
 def pods_of(kind: str, cluster: Cluster, *arguments: str, **changes: str) -> list[Pod]:
@@ -202,9 +187,7 @@ def test_a_fixed_job_is_one_run_on_both_nodes(kind, cluster):
 
 def test_a_slow_link_slows_the_step_by_the_time_that_the_gradients_take(cluster):
     free = run_fixed_job(cluster)
-    for namespace in cluster.namespaces:
-        words = f"-n {namespace} qdisc add dev eth0 root tbf rate {RATE_MBIT}mbit burst 128kb"
-        subprocess.run(["tc", *words.split(), "latency", "100ms"], check=True)
+    limit_links(cluster.namespaces, RATE_MBIT)
     slow = run_fixed_job(cluster)
     # As the scaling model has it: of two nodes each sends (2 - 1) / 2 of twice the gradients.
     gradients_bit = 32 * free["workload"]["num_trainable_parameters"]

@@ -46,7 +46,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_built_ins() -> None:
-    assert built_in_names() == ["sd1-base", "sd2-768-v", "sd2-base", "tiny"]
+    assert built_in_names() == ["sd1-base", "sd2-768-v", "sd2-base", "small", "tiny"]
     facts = {}
     for name in built_in_names():
         architecture, note = resolve_architecture(name)
@@ -62,6 +62,7 @@ def test_built_ins() -> None:
         "sd1-base": (512, 64, 49407, "epsilon"),
         "sd2-768-v": (768, 64, 0, "v_prediction"),
         "sd2-base": (512, 64, 0, "epsilon"),
+        "small": (128, 64, 0, "epsilon"),
         "tiny": (64, 64, 0, "epsilon"),
     }
 

@@ -86,6 +86,20 @@ def test_what_the_user_chose_beyond_the_columns_is_told():
     assert cells(table)["other settings"] == "attention math, num_workers 0, data_format mds"
 
 
+def test_strong_and_weak_scaling_are_told_apart():
+    def run(num_devices, batch_size, **changes):
+        changes |= {"ranks__world_size": num_devices, "ranks__num_nodes": num_devices}
+        return make_record(config__batch_size=batch_size, **changes)
+
+    runs = [run(1, 8), run(2, 8), run(2, 16), run(4, 32), run(4, 4), run(8, 64, config__lr=0.5)]
+    (table,) = make_tables(runs)
+    scalings = [cells(table, row=row).get("scaling") for row in range(len(runs))]
+    # 8 images on 1 and 2 devices; 8 a device on 1, 2 and 4. The last two stand alone.
+    assert scalings == ["strong, weak", "strong", "weak", "weak", "", ""]
+    (alone,) = make_tables(runs[-1:])
+    assert "scaling" not in cells(alone)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"config__latents": "precomputed"}, {"config__image_size": 512}],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,14 @@ def png():
 @pytest.fixture
 def encoded():
     return encode
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch):
+    """A folder for temporary files of the test alone, with a name short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 @pytest.fixture

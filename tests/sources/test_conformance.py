@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -244,3 +245,15 @@ def test_a_short_epoch_is_an_error(make_config, monkeypatch):
     with pytest.raises(RunError, match="has 52 images, and 48 were delivered") as caught:
         list(loader)
     assert caught.value.status == "invalid"
+
+
+def test_a_folder_that_workers_cannot_open_sockets_in_is_refused(
+    tmp_path, monkeypatch, make_config
+):
+    # 107 bytes less /pymp-12345678/listener-12345678.
+    longest = "/tmp/" + 70 * "x"
+    for folder, num_workers in ((longest, 2), (longest + "x", 0)):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        sources.build(make_config("synthetic", num_workers=num_workers))
+    with pytest.raises(ConfigError, match="too long for sockets .*at most 75 bytes.*TMPDIR"):
+        sources.build(make_config("synthetic", num_workers=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,7 @@ from tests.sources import datasets
 from tests.sources.datasets import indices
 from tests.sources.s3_server import BUCKET, S3Server, running_s3, s3  # noqa: F401
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder")]
 
 
 @pytest.fixture(autouse=True)

@@ -31,11 +31,8 @@ Members = list[tuple[str, bytes]]
 
 
 @pytest.fixture(autouse=True)
-def index_folder(tmp_path, monkeypatch) -> Path:
+def index_folder(temporary_folder) -> Path:
     """The folder that indexes come to, of this test alone."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     return remote.cache_root() / "tar-indexes"
 
 

@@ -1,0 +1,180 @@
+"""Does a slower network slow a step by what the scaling law says?
+
+    python tests/reference/compare_links.py --repeats 3 --output comparison.json
+
+Weak scaling over nodes of one rank each: network namespaces of this machine with an address each,
+joined by a bridge, whose links are left free or are held to a rate in both directions. Root only.
+The nodes share this machine's cores, so that more of them compute more slowly; what is compared is
+the time that a link adds to the step on the same number of nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+
+from sdbench.measure import hardware, provenance  # noqa: E402
+from sdbench.measure.record import load_record  # noqa: E402
+from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown  # noqa: E402
+from tests.nodes import address_of, limit_links, make_nodes  # noqa: E402
+
+# Of each model what a rank does in a step, and how many steps are measured.
+WORK = {
+    "tiny": {"image_size": 64, "device_batch": 4, "num_steps": 20},
+    "small": {"image_size": 128, "device_batch": 2, "num_steps": 4},
+}
+NUMS_NODES = (1, 2, 4)
+# Megabit a second; None is a link without a limit.
+LINKS_MBIT = (None, 1000, 100)
+PORT = 29500
+TIMEOUT_S = 900
+
+
+def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
+    """The record of a run with a rank on each node."""
+    work = WORK[model]
+    results = folder / f"run-{len(list(folder.iterdir()))}"
+    arguments = (
+        f"--model_name {model} --image_size {work['image_size']} --use_synth_data "
+        f"--batch_size {work['device_batch'] * len(names)} --engine torch --num_workers 0 "
+        "--num_threads 1 --no_measure_peak --profile_batches 0 --warmup_batches 1 "
+        f"--max_warmup_batches 1 --measure_batches {work['num_steps']} --results_dir {results}"
+    )
+    command = [str(ROOT / "multi-node" / "start-ranks.sh"), *arguments.split()]
+    processes = []
+    for index, name in enumerate(names):
+        environment = {
+            **os.environ,
+            "NUM_NODES": str(len(names)),
+            "NODE_RANK": str(index),
+            "NUM_GPUS_PER_NODE": "1",
+            "MASTER_ADDR": address_of(0),
+            "MASTER_PORT": str(PORT),
+            "LAUNCHER": "torchrun",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env=environment,
+                stdout=(folder / f"{name}.log").open("wb"),
+                stderr=subprocess.STDOUT,
+            )
+        )
+    exit_codes = [process.wait(TIMEOUT_S) for process in processes]
+    if any(exit_codes):
+        raise RuntimeError(f"{exit_codes}: see {folder}")
+    (path,) = results.glob("*/record.json")
+    return load_record(path)
+
+
+def predict_added_s(num_bytes: int, *, num_nodes: int, rate_mbit: int) -> float:
+    """What a link adds to a step by the law, when nothing hides behind the backward pass.
+
+    The law has (nodes - 1) / nodes x communication_s, and a ring all-reduce moves the gradients
+    twice (a reduce-scatter, an all-gather): communication_s = 2 x 8 x bytes / rate.
+    """
+    return (num_nodes - 1) / num_nodes * 2 * 8 * num_bytes / (rate_mbit * 1e6)
+
+
+def summarize(steps_s: dict[str, dict[str, list[float]]], gradient_bytes: dict[str, int]) -> Table:
+    """A row for each model, number of nodes and link.
+
+    Args:
+        steps_s: Median step of each run, by model and by ``<nodes> <Mbit or free>``.
+        gradient_bytes: What is exchanged in a step, by model.
+    """
+    rows = []
+    for model, cells in steps_s.items():
+        for cell, times_s in cells.items():
+            num_nodes, link = cell.split()
+            step_s = statistics.median(times_s)
+            free_s = statistics.median(cells[f"{num_nodes} free"])
+            images = WORK[model]["device_batch"] * int(num_nodes)
+            added_s, predicted_s = None, None
+            if link != "free":
+                added_s = step_s - free_s
+                predicted_s = predict_added_s(
+                    gradient_bytes[model], num_nodes=int(num_nodes), rate_mbit=int(link)
+                )
+            ratio = None if predicted_s is None else added_s / predicted_s
+            rows.append(
+                [
+                    make_cell(model),
+                    make_cell(int(num_nodes)),
+                    make_cell("no limit" if link == "free" else f"{link} Mbit/s"),
+                    Cell(f"{step_s:.3g} ({min(times_s):.3g} to {max(times_s):.3g})", step_s),
+                    make_cell(images / step_s, num_digits=3),
+                    make_cell(added_s, num_digits=3, unknown=""),
+                    make_cell(predicted_s, num_digits=3, unknown=""),
+                    make_cell(ratio, num_digits=2, unknown=""),
+                ]
+            )
+    headings = (
+        "model",
+        "nodes",
+        "link",
+        "step, s (lowest to highest run)",
+        "images/s",
+        "added by the link, s",
+        "predicted, s",
+        "measured / predicted",
+    )
+    columns = [Column(name, is_number=name not in ("model", "link")) for name in headings]
+    return Table("links", "Steps over limited links", columns, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--nodes", nargs="+", type=int, default=NUMS_NODES, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--output", type=Path, help="JSON file for the result")
+    flags = parser.parse_args(argv)
+    steps_s: dict[str, dict[str, list[float]]] = {model: {} for model in flags.models}
+    gradient_bytes = {}
+    folder = Path(tempfile.mkdtemp(prefix="links-"))
+    print(f"logs: {folder}", file=sys.stderr)
+    with make_nodes(max(flags.nodes)) as names:
+        for repeat in range(flags.repeats):
+            for model in flags.models:
+                for num_nodes in flags.nodes:
+                    for link in LINKS_MBIT if num_nodes > 1 else (None,):
+                        limit_links(names, link)
+                        record = run(names[:num_nodes], model, folder)
+                        # Gradients in fp32, of the trainable weights alone.
+                        gradient_bytes[model] = 4 * record["workload"]["num_trainable_parameters"]
+                        step_s = record["summary"]["step_time_p50_s"]
+                        cell = f"{num_nodes} {link or 'free'}"
+                        steps_s[model].setdefault(cell, []).append(step_s)
+                        print(f"{repeat + 1}: {model} {cell}: {step_s:.4f} s", file=sys.stderr)
+    print(to_markdown(summarize(steps_s, gradient_bytes)))
+    result = {
+        "what": "median seconds of a step, by model and by nodes and Mbit/s of their links",
+        "work": WORK,
+        "gradient_bytes": gradient_bytes,
+        "step_time_p50_s": steps_s,
+        "machine": hardware.as_dict(hardware.inspect_machine(local_rank=0)),
+        "versions": provenance.package_versions(),
+        "git": provenance.git_state(),
+    }
+    if flags.output is not None:
+        flags.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
