@@ -35,9 +35,10 @@ def make_nodes(number: int) -> Iterator[list[str]]:
             _ip(f"-n {name} link set eth0 up")
         yield names
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "delete", ours], check=False, capture_output=True)
+        # With a namespace its interfaces go too, but at some later time.
+        links = [f"link delete {ours}v{index}" for index in range(number)]
+        for words in (*links, *(f"netns delete {name}" for name in names), f"link delete {ours}"):
+            subprocess.run(["ip", *words.split()], check=False, capture_output=True)
 
 
 def address_of(index: int) -> str:

@@ -90,12 +90,16 @@ class SlurmCluster:
         self._run("slurmctld")
         for node in NODES:
             self.start_node(node)
+        self.wait_until_idle()
 
     def start_node(self, node: str) -> None:
-        """Start a node's daemon, and wait until the node can take jobs."""
+        """Start a node's daemon."""
         self._run("slurmd", "-N", node)
+
+    def wait_until_idle(self) -> None:
+        """Wait until every node can take a job, and is done with those that it had."""
         deadline_s = time.monotonic() + START_WITHIN_S
-        while node not in self.run("sinfo", "-h", "-N", "-t", "idle,allocated", "-o", "%N").split():
+        while self.run("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * len(NODES):
             assert time.monotonic() < deadline_s, self.logs()
             time.sleep(0.1)
 

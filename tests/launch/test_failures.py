@@ -20,7 +20,12 @@ from sdbench.measure.record import load_record
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0")
+# Each node would take all cores of this machine for its own, and the ranks wait for their threads.
+ONE_THREAD = ("--num_threads", "1")
+TINY = (
+    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
+    *ONE_THREAD,
+)
 LONG = ("--warmup_batches", "1", "--measure_batches", "1000000")
 DIST_TIMEOUT_S = 8
 # The promise: the time-out, and what the others need to notice and to write.
@@ -34,15 +39,27 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+# torchrun is there in a third of the time that composer takes, and waits for its nodes by itself.
+LAUNCHERS = {
+    "composer": ("composer", "--nproc", "1", "--world_size", "2"),
+    "torchrun": ("torchrun", "--nproc_per_node", "1", "--nnodes", "2"),
+}
+
+
 def start_node(
-    node: int, port: int, results: Path, program: str = "benchmark.py"
+    node: int,
+    port: int,
+    results: Path,
+    *,
+    program: str = "benchmark.py",
+    launcher: str = "torchrun",
 ) -> subprocess.Popen:
     """One of two nodes with a rank each."""
-    launcher = (str(BIN / "composer"), "--nproc", "1", "--world_size", "2")
+    name, *ranks = LAUNCHERS[launcher]
     place = ("--node_rank", f"{node}", "--master_addr", "127.0.0.1", "--master_port", f"{port}")
     flags = (*TINY, *LONG, "--dist_timeout", str(DIST_TIMEOUT_S), "--results_dir", str(results))
     return subprocess.Popen(
-        [*launcher, *place, program, *flags],
+        [str(BIN / name), *ranks, *place, program, *flags],
         cwd=ROOT,
         stdout=(results / f"node{node}.log").open("w"),
         stderr=subprocess.STDOUT,
@@ -76,7 +93,7 @@ def nodes():
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path, nodes):
-    nodes.append(start_node(0, free_port(), tmp_path))
+    nodes.append(start_node(0, free_port(), tmp_path, launcher="composer"))
     assert nodes[0].wait(timeout=START_WITHIN_S) == 1
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
@@ -100,7 +117,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, nodes):
 def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, nodes):
     port = free_port()
     program = str(Path(__file__).with_name("fail_on_rank_1.py"))
-    nodes += [start_node(node, port, tmp_path, program) for node in (0, 1)]
+    nodes += [start_node(node, port, tmp_path, program=program) for node in (0, 1)]
     assert nodes[0].wait(timeout=START_WITHIN_S) == 1
     assert nodes[1].wait(timeout=START_WITHIN_S) == 1
     record = only_record(tmp_path)
