@@ -105,9 +105,8 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
 
 
 def test_micro_batches_do_not_change_how_many_images_are_seen(tmp_path):
-    record, _ = run(
-        tmp_path, *TINY, *SHORT, "--batch_size", "8", "--device_train_microbatch_size", "3"
-    )
+    uneven = ("--batch_size", "8", "--device_train_microbatch_size", "3", "--allow_uneven_batch")
+    record, _ = run(tmp_path, *TINY, *SHORT, *uneven)
     assert record["workload"]["num_images"] == 3 * 8
     assert any("holds 2 of 3 images" in note for note in record["notes"])
 

@@ -35,7 +35,7 @@ def package_versions() -> dict[str, str | None]:
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, KeyError):  # KeyError: its installation was cut off
             versions[package] = None
     return versions
 

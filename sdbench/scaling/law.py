@@ -254,6 +254,15 @@ def _make_rows(points: Sequence[Point], terms: Sequence[str], *, gpus_per_node: 
     )
 
 
+def communication_share(num_nodes: int) -> float:
+    """How much of the communication constant is in a step.
+
+    Of what a ring all-reduce exchanges, each of n nodes sends (n - 1) / n twice: once to add it up,
+    once to hand the sums on. The constant is the time for all of it twice.
+    """
+    return (num_nodes - 1) / num_nodes
+
+
 def _make_row(setup: Setup, terms: Sequence[str], *, gpus_per_node: int) -> np.ndarray:
     """How often each term's constant is in a step."""
     num_nodes = math.ceil(setup.num_gpus / gpus_per_node)
@@ -261,6 +270,6 @@ def _make_row(setup: Setup, terms: Sequence[str], *, gpus_per_node: int) -> np.n
         MICRO_BATCH: setup.num_micro_batches,
         IMAGE: setup.device_batch,
         OVERHEAD: 1,
-        COMMUNICATION: (num_nodes - 1) / num_nodes,
+        COMMUNICATION: communication_share(num_nodes),
     }
     return np.array([counts[term] for term in terms], dtype=float)

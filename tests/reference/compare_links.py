@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repos
 from sdbench.measure import hardware, provenance  # noqa: E402
 from sdbench.measure.record import load_record  # noqa: E402
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown  # noqa: E402
+from sdbench.scaling.law import communication_share  # noqa: E402
 from tests.nodes import address_of, limit_links, make_nodes  # noqa: E402
 
 # Of each model what a rank does in a step, and how many steps are measured.
@@ -83,31 +84,32 @@ def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
 def predict_added_s(num_bytes: int, *, num_nodes: int, rate_mbit: int) -> float:
     """What a link adds to a step by the law, when nothing hides behind the backward pass.
 
-    The law has (nodes - 1) / nodes x communication_s, and a ring all-reduce moves the gradients
-    twice (a reduce-scatter, an all-gather): communication_s = 2 x 8 x bytes / rate.
+    Args:
+        num_bytes: Of the gradients, each of which has 8 bit and crosses a link twice.
+        num_nodes: That exchange them.
+        rate_mbit: Of each link, in both directions.
     """
-    return (num_nodes - 1) / num_nodes * 2 * 8 * num_bytes / (rate_mbit * 1e6)
+    return communication_share(num_nodes) * 2 * 8 * num_bytes / (rate_mbit * 1e6)
 
 
-def summarize(steps_s: dict[str, dict[str, list[float]]], gradient_bytes: dict[str, int]) -> Table:
+def summarize(result: dict[str, Any]) -> Table:
     """A row for each model, number of nodes and link.
 
     Args:
-        steps_s: Median step of each run, by model and by ``<nodes> <Mbit or free>``.
-        gradient_bytes: What is exchanged in a step, by model.
+        result: What `main` writes.
     """
     rows = []
-    for model, cells in steps_s.items():
+    for model, cells in result["step_time_p50_s"].items():
         for cell, times_s in cells.items():
             num_nodes, link = cell.split()
             step_s = statistics.median(times_s)
             free_s = statistics.median(cells[f"{num_nodes} free"])
-            images = WORK[model]["device_batch"] * int(num_nodes)
+            images = result["work"][model]["device_batch"] * int(num_nodes)
             added_s, predicted_s = None, None
             if link != "free":
                 added_s = step_s - free_s
                 predicted_s = predict_added_s(
-                    gradient_bytes[model], num_nodes=int(num_nodes), rate_mbit=int(link)
+                    result["gradient_bytes"][model], num_nodes=int(num_nodes), rate_mbit=int(link)
                 )
             ratio = None if predicted_s is None else added_s / predicted_s
             rows.append(
@@ -161,7 +163,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                         cell = f"{num_nodes} {link or 'free'}"
                         steps_s[model].setdefault(cell, []).append(step_s)
                         print(f"{repeat + 1}: {model} {cell}: {step_s:.4f} s", file=sys.stderr)
-    print(to_markdown(summarize(steps_s, gradient_bytes)))
     result = {
         "what": "median seconds of a step, by model and by nodes and Mbit/s of their links",
         "work": WORK,
@@ -171,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": provenance.package_versions(),
         "git": provenance.git_state(),
     }
+    print(to_markdown(summarize(result)))
     if flags.output is not None:
         flags.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
