@@ -33,7 +33,7 @@ from tests.nodes import address_of, limit_links, make_nodes  # noqa: E402
 # Of each model what a rank does in a step, and how many steps are measured.
 WORK = {
     "tiny": {"image_size": 64, "device_batch": 4, "num_steps": 20},
-    "small": {"image_size": 128, "device_batch": 2, "num_steps": 4},
+    "small": {"image_size": 128, "device_batch": 2, "num_steps": 3},
 }
 NUMS_NODES = (1, 2, 4)
 # Megabit a second; None is a link without a limit.
