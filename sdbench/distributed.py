@@ -71,9 +71,7 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
 
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    # torchrun has the store, which serves all its attempts to run; without it the first rank does.
-    has_store = ranks.rank == 0 and not _is_store_of_torchrun()
-    store = open_store("ranks", is_host=has_store, timeout_s=timeout_s)
+    store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
     _wait_for_all(store, ranks, timeout_s=timeout_s)
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -82,6 +80,14 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
         world_size=ranks.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def hosts_store(ranks: Ranks) -> bool:
+    """Whether the store is in this process: that of the first rank, unless torchrun has one.
+
+    torchrun's serves all its attempts to run.
+    """
+    return ranks.rank == 0 and not _is_store_of_torchrun()
 
 
 def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sdbench.distributed import Ranks, open_store
+from sdbench.distributed import Ranks, hosts_store, open_store
 from sdbench.errors import ConfigError, RunError
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
@@ -139,9 +139,7 @@ def _open_store(ranks: Ranks, *, timeout_s: float) -> Any:
 
     if ranks.world_size == 1:
         return torch.distributed.HashStore()
-    # torchrun has a store of its own, which it lets the ranks use.
-    is_host = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return open_store("doctor", is_host=is_host, timeout_s=timeout_s)
+        return open_store("doctor", is_host=hosts_store(ranks), timeout_s=timeout_s)
     except RunError as problem:  # the bound has another name here
         raise RunError(str(problem).replace("--dist_timeout", "--timeout_s")) from None

@@ -3,6 +3,8 @@
 The training step is replayed without memory or arithmetic, on torch's fake tensors, and every
 allocation is counted. One replay gives the peak for any micro-batch: at each moment there is a
 constant (gradients, weight copies) plus a slope times the number of images (activations).
+
+A replay takes seconds and is kept on disk: a machine replays the same step of the same code once.
 """
 
 from __future__ import annotations
@@ -10,17 +12,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import os
+import sys
 import weakref
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import diffusers
+import numpy as np
 import torch
+import transformers
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sdbench.cache import cache_root
 from sdbench.models.architecture import Architecture
 from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
@@ -100,6 +111,11 @@ class MemoryEstimate:
         ]
 
 
+# Fields of a replayed step, as they are kept on disk.
+TIMELINES = ("constant", "slope", "gradients")
+NUMBERS = ("unet_start", "unet_weights", "encoder_weights", "gathered_weights")
+
+
 @dataclass(frozen=True)
 class _StepProfile:
     """Bytes beyond the weights after each operation of a step: constant + slope x images.
@@ -122,6 +138,29 @@ class _StepProfile:
     unet_weights: int
     encoder_weights: int
     gathered_weights: int
+
+    @classmethod
+    def load(cls, path: Path) -> _StepProfile:
+        """Read what `save` has written.
+
+        Raises:
+            OSError: There is no such file.
+            KeyError: It holds something else.
+            ValueError: So it does.
+            zipfile.BadZipFile: It was cut off.
+        """
+        with np.load(path) as arrays:
+            timelines = dict(zip(TIMELINES, torch.from_numpy(arrays["timelines"]), strict=True))
+            return cls(**timelines, **{name: int(arrays[name]) for name in NUMBERS})
+
+    def save(self, path: Path) -> None:
+        """Write it, so that a reader finds all of it or nothing."""
+        timelines = torch.stack([getattr(self, name) for name in TIMELINES]).numpy()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{os.getpid()}-{path.name}")
+        with temporary.open("wb") as file:
+            np.savez(file, timelines=timelines, **{name: getattr(self, name) for name in NUMBERS})
+        temporary.replace(path)
 
 
 class _AllocationLog(TorchDispatchMode):
@@ -320,7 +359,30 @@ def _moment(profile: _StepProfile, index: int, *, num_images: torch.Tensor) -> _
 
 
 @functools.cache
-def _profile_step(
+def _profile_step(architecture: Architecture, **options: Any) -> _StepProfile:
+    """The replay of a step, which an earlier process may have made."""
+    path = cache_root() / "replayed-steps" / f"{_fingerprint(architecture, options)}.npz"
+    try:
+        return _StepProfile.load(path)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        profile = _replay_step(architecture, **options)
+    with contextlib.suppress(OSError):  # a full or read-only disk: the next process replays again
+        profile.save(path)
+    return profile
+
+
+def _fingerprint(architecture: Architecture, options: dict[str, Any]) -> str:
+    """Tells replays apart by all they depend on: the step, this code, and the libraries."""
+    parts = (architecture.unet, architecture.vae, architecture.text_encoder, architecture.scheduler)
+    modules = (torch, diffusers, transformers)
+    versions = [sys.version, *(module.__version__ for module in modules)]
+    digest = hashlib.sha256(repr((parts, architecture.tokenizer, options, versions)).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _replay_step(
     architecture: Architecture,
     *,
     image_size: int,

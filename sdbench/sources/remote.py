@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sdbench.cache import cache_root
 from sdbench.errors import ConfigError, RunError
 
 PIPE = "pipe:"
@@ -49,11 +50,6 @@ def cache_folder(place: str, local: str | None) -> Path:
     if local is not None:
         return Path(local)
     return cache_root() / hashlib.sha256(place.encode()).hexdigest()[:12]
-
-
-def cache_root() -> Path:
-    """This user's folder for whatever can be made or copied again."""
-    return Path(tempfile.gettempdir(), f"sdbench-cache-{os.getuid()}")
 
 
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:

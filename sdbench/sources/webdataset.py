@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sdbench.cache import cache_root
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.checks import (
     PLACE_FLAGS,
@@ -31,7 +32,7 @@ from sdbench.sources.checks import (
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.filters import Term, accepts, parse_filters
 from sdbench.sources.records import BadSampleError, ImageRecord
-from sdbench.sources.remote import cache_folder, cache_root, fetch_all, is_url, list_urls
+from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Members that a caption may come from, the first one that is there.

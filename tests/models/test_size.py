@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from sdbench.models import memory
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
 from sdbench.models.memory import estimate_peak_memory
@@ -162,6 +164,25 @@ def test_memory_knows_what_each_option_costs() -> None:
     options = {"precision": "amp_bf16", "num_microbatches": 2, "micro_batch": 64}
     on_gpu = estimate(device_type="cuda", **options)
     assert on_gpu.activations > 1.2 * estimate(**options).activations
+
+
+def test_a_step_is_replayed_once_on_a_machine(monkeypatch, tmp_path) -> None:
+    def estimate_anew():
+        memory._profile_step.cache_clear()
+        return estimate()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = estimate_anew()
+    (kept,) = tmp_path.glob("*/replayed-steps/*")
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_replay", None)
+        assert estimate_anew() == first
+        with pytest.raises(TypeError):  # another step
+            estimate(image_size=128)
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert estimate_anew() == first
+    assert kept.stat().st_size > 1000
+    assert list(tmp_path.glob("*/replayed-steps/*")) == [kept]
 
 
 def test_estimating_leaves_no_trace() -> None:

@@ -121,7 +121,7 @@ def summarize(result: dict[str, Any]) -> Table:
                     make_cell(images / step_s, num_digits=3),
                     make_cell(added_s, num_digits=3, unknown=""),
                     make_cell(predicted_s, num_digits=3, unknown=""),
-                    make_cell(ratio, num_digits=2, unknown=""),
+                    make_cell(ratio, num_digits=3, unknown=""),
                 ]
             )
     headings = (

@@ -19,8 +19,8 @@ import webdataset
 from PIL import Image
 
 from sdbench import sources
+from sdbench.cache import cache_root
 from sdbench.errors import ConfigError, RunError
-from sdbench.sources import remote
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.tokenizer import CaptionTokenizer
 from tests.sources import datasets
@@ -33,7 +33,7 @@ Members = list[tuple[str, bytes]]
 @pytest.fixture(autouse=True)
 def index_folder(temporary_folder) -> Path:
     """The folder that indexes come to, of this test alone."""
-    return remote.cache_root() / "tar-indexes"
+    return cache_root() / "tar-indexes"
 
 
 def write_tar(path: Path, members: Members) -> Path:
