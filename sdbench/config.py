@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -613,6 +613,39 @@ def parse_value(name: str, value: Any, *, kind: Kind) -> Any:
             allowed=kind.allowed,
             flag=f"--{name}",
         ) from None
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Give another command flags of benchmark.py, with the same meaning and default.
+
+    Args:
+        parser: Of the command.
+        names: Of fields that are no switches.
+    """
+    for name in names:
+        field = FIELDS[name]
+        kind: Kind = field.metadata["kind"]
+        choices = f"; {kind.allowed}" if " | " in kind.allowed else ""
+        default = "" if field.default is None else f" (default: {field.default})"
+        parser.add_argument(
+            f"--{name}",
+            type=reader(kind),
+            default=field.default,
+            metavar="X",
+            help=f"{field.metadata['help']}{choices}{default}".replace("%", "%%"),
+        )
+
+
+def reader(kind: Kind) -> Callable[[str], Any]:
+    """A kind as the type of a flag of argparse."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except (TypeError, ValueError):
+            raise argparse.ArgumentTypeError(f"got {text!r}; allowed: {kind.allowed}") from None
+
+    return read
 
 
 def _parse_field(name: str, value: Any) -> Any:

@@ -13,12 +13,12 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench import distributed, sources
-from sdbench.config import FIELDS, POSITIVE, Kind
+from sdbench.config import POSITIVE, add_flags, reader
 from sdbench.distributed import Ranks
 from sdbench.errors import ConfigError, RunError
 from sdbench.host_memory import can_keep_freed_memory, keep_freed_memory
@@ -145,21 +145,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch_size",
-        type=_reads(POSITIVE),
+        type=reader(POSITIVE),
         metavar="N",
         help=f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
         f"{CPU_BATCH_SIZE} on a CPU)",
     )
     parser.add_argument(
         "--samples_per_shard",
-        type=_reads(POSITIVE),
+        type=reader(POSITIVE),
         metavar="N",
         help="samples of the source that make a file of OUT; what a kill costs (default: for "
         "about 16 files, 32 to 512, whole batches)",
     )
     parser.add_argument(
         "--max_samples",
-        type=_reads(POSITIVE),
+        type=reader(POSITIVE),
         metavar="N",
         help="take only the first N (default: all)",
     )
@@ -172,33 +172,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="error",
         help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
     )
-    for name in SHARED_FLAGS:
-        field = FIELDS[name]
-        kind: Kind = field.metadata["kind"]
-        choices = f"; {kind.allowed}" if " | " in kind.allowed else ""
-        default = "" if field.default is None else f" (default: {field.default})"
-        parser.add_argument(
-            f"--{name}",
-            type=_reads(kind),
-            default=field.default,
-            metavar="X",
-            help=f"{field.metadata['help']}{choices}{default}".replace("%", "%%"),
-        )
+    add_flags(parser, SHARED_FLAGS)
     return parser.parse_args(argv)
 
 
-def _reads(kind: Kind) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return kind.parse(text)
-        except (TypeError, ValueError):
-            raise argparse.ArgumentTypeError(f"got {text!r}; allowed: {kind.allowed}") from None
-
-    return read
-
-
 def _read_sizes(text: str) -> list[int]:
-    return sorted({_reads(POSITIVE)(size) for size in text.split(",")})
+    return sorted({reader(POSITIVE)(size) for size in text.split(",")})
 
 
 # --- The plan ------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from sdbench.config import FIELDS, SECONDS, Kind
+from sdbench.config import SECONDS, Kind, add_flags, reader
 from sdbench.sources import resolve_format
 
 DESCRIPTION = """\
@@ -69,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--timeout_s",
-        type=_reads(SECONDS),
+        type=reader(SECONDS),
         default=30.0,
         metavar="X",
         help="how long a check may take, and how long ranks wait for each other (default: 30)",
@@ -82,13 +81,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--link_gbps",
-        type=_reads(LINK_SPEED),
+        type=reader(LINK_SPEED),
         metavar="X",
         help="nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce "
         "with (default: of NVLink, or the sum of the network cards of a node, where known)",
     )
-    for name in SHARED_FLAGS:
-        _add_shared_flag(parser, name)
+    add_flags(parser, SHARED_FLAGS)
     flags = parser.parse_args(argv)
     if flags.data_format != "auto":  # else it is told from the place, which may not answer
         resolve_format(
@@ -98,27 +96,3 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             local=flags.local,
         )
     return flags
-
-
-def _add_shared_flag(parser: argparse.ArgumentParser, name: str) -> None:
-    field = FIELDS[name]
-    kind: Kind = field.metadata["kind"]
-    choices = f"; {kind.allowed}" if " | " in kind.allowed else ""
-    default = "" if field.default is None else f" (default: {field.default})"
-    parser.add_argument(
-        f"--{name}",
-        type=_reads(kind),
-        default=field.default,
-        metavar="X",
-        help=f"{field.metadata['help']}{choices}{default}".replace("%", "%%"),
-    )
-
-
-def _reads(kind: Kind) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return kind.parse(text)
-        except (TypeError, ValueError):
-            raise argparse.ArgumentTypeError(f"got {text!r}; allowed: {kind.allowed}") from None
-
-    return read
