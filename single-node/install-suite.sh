@@ -36,7 +36,7 @@ if [[ -n ${PYTORCH_INDEX_URL:-} ]]; then
 fi
 "${pip[@]}" -r "$wanted"
 if [[ -n ${TORCH_VERSION:-} ]]; then
-  # pip warns that Composer asks for another torch, and installs this one. It works under 2.11.
+  # pip warns that Composer asks for another torch, and installs this one. Tried: 2.11.0, on a CPU.
   "${pip[@]}" ${PYTORCH_INDEX_URL:+--extra-index-url "$PYTORCH_INDEX_URL"} \
     "torch==$TORCH_VERSION" "torchvision==$TORCHVISION_VERSION"
 fi

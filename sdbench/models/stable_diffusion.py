@@ -283,7 +283,10 @@ def build_stable_diffusion(
         memory_format=layout,
         phase=phase,
     )
-    return model.to(device)
+    # The sub-models are there already.
+    for name, buffer in model.named_buffers(recurse=False):
+        setattr(model, name, buffer.to(device))
+    return model
 
 
 def build_encoders(

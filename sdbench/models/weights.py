@@ -35,6 +35,21 @@ class Weights:
         # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
         nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
 
+    def hold_places(self, module: nn.Module) -> None:
+        """Give a module tensors of this device and type without values, in place.
+
+        Of fake tensors torch 2.11 changes none in a module: `to` and `to_empty` raise.
+        """
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:  # a layer without a bias
+                        continue
+                    dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                    place = torch.empty_like(tensor, device=self.device, dtype=dtype)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    tensors[name] = nn.Parameter(place) if is_weight else place
+
 
 def draw_weights(
     model: nn.Module,
@@ -56,9 +71,11 @@ def draw_weights(
     device = torch.device(weights.device)
     with _drawing_by(weights.seed, device), torch.no_grad():
         for part in _parts(model):
+            if weights.seed is None:
+                weights.hold_places(part)
+                continue
             part.to_empty(device=device)
-            if weights.seed is not None:
-                part.apply(initialize or _reset)
+            part.apply(initialize or _reset)
             weights.place(part)
     _fill_buffers(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
