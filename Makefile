@@ -36,7 +36,7 @@ benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHE
 	    "PYTHON=python3.12 or WHEELS=dir." >&2; exit 2; }
 	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu.yaml --folder $(OUT) $(ARGS)
 
-# Four processes as root, one otherwise (tests/conftest.py); a file's tests stay together and in order.
+# Three processes as root, one otherwise (tests/conftest.py); a file's tests stay together and in order.
 test: $(STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -25,11 +25,11 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: four where they can be kept apart, else the tests run in one process.
+    """For `-n auto`: three where they can be kept apart, else the tests run in one process.
 
-    Four keep two cores busy: some tests wait for time-outs.
+    Three keep two cores busy: some tests wait for time-outs.
     """
-    return 4 if os.geteuid() == 0 and hasattr(ctypes.CDLL(None), "unshare") else 0
+    return 3 if os.geteuid() == 0 and hasattr(ctypes.CDLL(None), "unshare") else 0
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -77,8 +77,11 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     assert explained_ms + unmatched_ms + step["outside_operators_ms"] == pytest.approx(
         step["profiled_step_ms"]
     )
-    # All that the counted step did ran in the profiled ones, and as often.
-    assert content["warnings"] == []
+    # All that the counted step did ran in the profiled ones, and as often. Beyond it there is what
+    # does no arithmetic, which takes a busy machine long enough for a warning.
+    for warning in content["warnings"]:
+        _, found, names = warning.partition("so that their work is not known: ")
+        assert found and set(names.split(", ")) <= {"aten::reshape", "aten::dropout", "aten::to"}
     assert all(row["time_ms"] for row in operators if float(row["gb"] or 0) > 0)
 
     floors_ms = sum(float(row["floor_ms"] or 0) for row in operators)
