@@ -10,7 +10,7 @@ import csv
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second
 COUNT_COLUMNS = ("num_gpus", "image_size", "global_batch", "images_per_step")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+MEASURED = "measured"
+COPY = "copy of a run that is counted"
 # Names that an error message offers.
 MAX_NAMES = 8
 
@@ -131,6 +133,38 @@ def _parse_number(cell: str, *, column: str, zero_allowed: bool) -> int | float 
     ):
         raise ValueError(f"{cell!r} as {column}")
     return value
+
+
+def run_of(row: Mapping[str, Any]) -> str | None:
+    """The id of the run that a row is; None if it is no run of this suite."""
+    return row.get("source") if row.get("kind") == MEASURED and row.get("started_utc") else None
+
+
+def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let each run count once: every further row of it gets the status `COPY`.
+
+    Args:
+        rows: Rows of tables or records.
+
+    Raises:
+        ConfigError: If two rows of one run differ in a column that both have.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    marked = []
+    for row in rows:
+        run = run_of(row)
+        original = row if run is None else first.setdefault(run, row)
+        differing = [name for name in row if row[name] != original.get(name, row[name])]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"two rows or records with one run id differ in {name}, so they are not one run",
+                value=f"{run}: {as_text(original[name])} and {as_text(row[name])}",
+                allowed="a run as it was recorded, any number of times",
+                flag="the path given",
+            )
+        marked.append(row if original is row else {**row, "status": COPY})
+    return marked
 
 
 def _no_table(path: Path, what: str) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ def estimate_durations(pending: Sequence[Run], *, done: Sequence[Run]) -> list[f
 
 
 def _load(path: Path) -> dict[str, Any] | None:
-    """A record that can tell a duration; one of another version of the suite cannot."""
+    """A record that can tell a duration; one that cannot be read is named, and tells none."""
     try:
         record = load_record(path)
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
+        print(f"no duration from a record that cannot be read: {error}", file=sys.stderr)
         return None
     return record if kind_of(record) == BENCHMARK and record["status"] == OK else None
 

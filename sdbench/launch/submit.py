@@ -240,7 +240,10 @@ def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
     for job in jobs:
         # A job that was started again has one for each start.
         paths = sorted(job.folder.glob(f"*/{RECORD_NAME}"))
-        last = load_record(paths[-1]) if paths else {"status": FAILED, "reason": "no record"}
+        try:
+            last = load_record(paths[-1]) if paths else {"status": FAILED, "reason": "no record"}
+        except (OSError, ValueError) as error:
+            last = {"status": FAILED, "reason": f"its record cannot be read ({error})"}
         if last["status"] == OK:
             ended_well.append(last)
         else:

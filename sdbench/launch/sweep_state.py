@@ -18,7 +18,7 @@ from sdbench.errors import ConfigError
 from sdbench.launch.child import Outcome, make_folder
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.measure.provenance import git_state, package_versions
-from sdbench.measure.record import RECORD_NAME, load_record, replace_file
+from sdbench.measure.record import OK, RECORD_NAME, load_record, replace_file
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
@@ -44,14 +44,25 @@ class Run:
         return outcome if is_whole else None
 
     def record(self) -> dict[str, Any] | None:
-        """The record that it left; None if it left none, or one that cannot be read."""
+        """The record that it left; None if it left none, or one that could not be read.
+
+        Raises:
+            ConfigError: If it could be read when the run ended, and cannot any more.
+        """
         outcome = self.outcome()
         if outcome is None or outcome["run"] is None:
             return None
         try:
             return load_record(self.folder / outcome["run"])
-        except ValueError:
-            return None  # cell.json gives this as the reason
+        except ValueError as error:
+            if outcome["status"] != OK:
+                return None  # cell.json gives the reason
+            raise ConfigError(
+                f"the record of a run that ended well cannot be read ({error})",
+                value=str(self.folder / outcome["run"]),
+                allowed="the record as it was written; without cell.json the run is made again",
+                flag="--folder",
+            ) from None
 
     def end(self, outcome: Outcome) -> None:
         """Write how it ended."""

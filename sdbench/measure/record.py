@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import functools
 import io
 import json
 import os
+import reprlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -145,21 +147,26 @@ def load_record(path: Path) -> dict[str, Any]:
         path: record.json, or the run folder that holds it.
 
     Raises:
-        ValueError: If it was written by a version of the suite with another schema, or is of a
-            kind that this one does not know.
+        ValueError: If it was written by a version of the suite with another schema, is of a kind
+            that this one does not know, or does not satisfy its schema.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     record = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} holds no JSON object")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"{file} has schema_version {record.get('schema_version')!r}; "
             f"this version of the suite reads {SCHEMA_VERSION}"
         )
-    if kind_of(record) not in SCHEMA_FILES:
+    if kind_of(record) not in list(SCHEMA_FILES):  # a list cannot be looked up in a dictionary
         raise ValueError(
             f"{file} is a record of kind {kind_of(record)!r}; "
             f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
         )
+    fault = next(_find_faults(record), None)
+    if fault is not None:
+        raise ValueError(f"{file}: {fault}")
     if kind_of(record) == BENCHMARK:
         record["config"] = {**CAME_LATER, **record["config"]}
     return record
@@ -168,6 +175,45 @@ def load_record(path: Path) -> dict[str, Any]:
 def kind_of(record: Mapping[str, Any]) -> str:
     """What a record is about: a key of `SCHEMA_FILES`."""
     return record.get("kind", BENCHMARK)
+
+
+@functools.cache
+def make_validator(kind: str) -> Any:
+    """A ``jsonschema`` validator; the schemas of all kinds refer to that of a benchmark run.
+
+    Args:
+        kind: A key of `SCHEMA_FILES`.
+    """
+    import jsonschema  # 70 ms, which not every command needs
+    from referencing import Registry, Resource
+
+    common = Resource.from_contents(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+    return jsonschema.Draft202012Validator(
+        json.loads(SCHEMA_FILES[kind].read_text(encoding="utf-8")),
+        registry=Registry().with_resource(SCHEMA_FILE.name, common),
+    )
+
+
+def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a record, with the JSON path of each."""
+    for path, value in _find_non_finite(record, "$"):
+        yield f"{path}: {value} is no finite number"
+    for fault in make_validator(kind_of(record)).iter_errors(record):
+        # The message quotes the value, which may be a whole summary.
+        value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
+        yield f"{fault.json_path}: {fault.message.replace(value, shortened)}"
+
+
+def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """NaN and infinity, which Python reads and JSON does not know, and integers beyond a double."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _find_non_finite(part, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _find_non_finite(part, f"{path}[{index}]")
+    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        yield path, value
 
 
 class OutputLog:

@@ -10,13 +10,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.errors import ConfigError
+from sdbench.errors import ConfigError, RunError
 from sdbench.figures import parse_conditions, select_rows
 from sdbench.measure.record import replace_file
 from sdbench.report.compare_match import GUARDED, Match, match
 from sdbench.report.compare_output import FORMATS, describe_settings
-from sdbench.report.compare_sides import Side, load_rows, make_side, split
-from sdbench.statistics import Comparison
+from sdbench.report.compare_sides import (
+    NothingToCompareError,
+    Side,
+    check_distinct,
+    load_rows,
+    make_side,
+    split,
+)
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
@@ -36,6 +42,8 @@ brackets 0.5:
   wrongly said to differ          1.0 % (0.6)   0.8 % (0.2)     0 % (0.05)
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
 A change of 5 % is found with 5 runs on each side in more than 99 %.
+
+A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
 
 EPILOG = """\
@@ -57,19 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Tables or folders, and flags.
 
     Returns:
-        The exit code: 1 if --fail_if_slower finds what it looks for.
+        The exit code: 1 if --fail_if_slower finds what it looks for, or cannot tell.
 
     Raises:
         ConfigError: For sides that cannot be compared.
     """
     arguments = _parse(argv)
-    baseline, candidate = _make_sides(arguments)
-    found = match(
-        baseline,
-        candidate,
-        between=[] if len(arguments.sides) == 1 else arguments.between,
-        allow=arguments.allow,
-    )
+    try:
+        found = _match_sides(arguments)
+    except NothingToCompareError as error:
+        if arguments.fail_if_slower is None:
+            raise
+        raise RunError(f"--fail_if_slower has nothing to judge: {error}") from None
     text = FORMATS[arguments.format](found)
     if arguments.out is None:
         sys.stdout.write(text)
@@ -79,16 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     failures = find_failures(found, threshold=arguments.fail_if_slower)
     for failure in failures:
-        print(f"slower than allowed: {failure}", file=sys.stderr)
+        print(f"--fail_if_slower: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def find_failures(match: Match, *, threshold: float) -> list[str]:
     """What does not hold in "the candidate is no more than so much slower".
 
-    A tested row fails if its whole interval lies below the bound, an untested one if its ratio
-    does: otherwise, a gate with one run a side could never fail. A configuration that the candidate
-    has no figure for fails too: it may have crashed.
+    A tested row fails if its whole interval lies below the bound. One that cannot be tested fails
+    whatever its ratio: a gate without a verdict is shut. A configuration that the candidate has no
+    figure for fails too: it may have crashed.
 
     Args:
         match: The comparison.
@@ -97,16 +104,22 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     Returns:
         A line for each failure.
     """
-    bound = 1 - threshold
     rows = [
         (describe_settings(pair.baseline[0], match.columns), pair.comparison)
         for pair in match.pairs
     ]
     rows.append((f"geometric mean of {len(match.pairs)}", match.mean))
     failures = [
-        f"{_describe(comparison)}: {name}"
+        f"slower than allowed: {comparison.ratio:.3f}x "
+        f"({comparison.interval.low:.3f} to {comparison.interval.high:.3f}): {name}"
         for name, comparison in rows
-        if (comparison.interval.high if comparison.interval else comparison.ratio) < bound
+        if comparison.interval is not None and comparison.interval.high < 1 - threshold
+    ]
+    failures += [
+        f"not tested: too few runs (n={len(pair.baseline)} and n={len(pair.candidate)}; 2 or more "
+        f"on each side are needed): {describe_settings(pair.baseline[0], match.columns)}"
+        for pair in match.pairs
+        if pair.comparison.interval is None
     ]
     failures += [
         f"no figure of the candidate: {describe_settings(runs[0], match.columns)}"
@@ -115,11 +128,15 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     return failures
 
 
-def _describe(comparison: Comparison) -> str:
-    interval = comparison.interval
-    if interval is None:
-        return f"{comparison.ratio:.3f}x (not tested: too few runs)"
-    return f"{comparison.ratio:.3f}x ({interval.low:.3f} to {interval.high:.3f})"
+def _match_sides(arguments: argparse.Namespace) -> Match:
+    baseline, candidate = _make_sides(arguments)
+    check_distinct(baseline, candidate)
+    return match(
+        baseline,
+        candidate,
+        between=[] if len(arguments.sides) == 1 else arguments.between,
+        allow=arguments.allow,
+    )
 
 
 def _make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
@@ -188,9 +205,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--fail_if_slower",
         metavar="SHARE",
-        help="exit with 1 if a row, or the geometric mean, is slower by more than, e.g., 5%%: a "
-        "tested one if its whole interval says so, one with n=1 if its ratio does; a row that B "
-        "has no figure for fails as well",
+        help="exit with 1 if the whole interval of a row, or of the geometric mean, is slower by "
+        "more than, e.g., 5%%. What has no verdict fails as well: fewer than 2 runs on a side, a "
+        "row that B has no figure for, no row on both sides",
     )
     add("--format", choices=FORMATS, default="terminal", help="(default: terminal)")
     add("--out", type=Path, metavar="FILE", help="write to a file instead of the terminal")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdbench.errors import ConfigError
-from sdbench.figures import as_text
-from sdbench.report.compare_sides import VERSION_PREFIX, Row, Side
+from sdbench.figures import MEASURED, as_text
+from sdbench.report.compare_sides import VERSION_PREFIX, NothingToCompareError, Row, Side
 from sdbench.report.row import COLUMNS
 from sdbench.statistics import Comparison, compare, correct_verdicts, geometric_mean
 
@@ -50,7 +50,6 @@ NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from"}
 GUARDED = ("latents", "image_size", "precision", "model")
 # No settings, but worth a word where they are one value here and another there.
 ORIGINS = ("kind", "source", "git_commit")
-MEASURED = "measured"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +237,7 @@ def _check_both_tell(
 
 def _nothing_matches(
     values: dict[str, tuple[list[Any], list[Any]]], *, allow: Sequence[str]
-) -> ConfigError:
+) -> NothingToCompareError:
     apart = {
         column: (_in_words(ours), _in_words(theirs))
         for column, (ours, theirs) in values.items()
@@ -248,7 +247,7 @@ def _nothing_matches(
     described = "; ".join(
         f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()
     )
-    return ConfigError(
+    return NothingToCompareError(
         "no configuration is on both sides",
         value=described or "no single setting that explains it",
         allowed="at least one row whose settings are the same on both sides",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.errors import ConfigError
-from sdbench.figures import as_text, find_name, nearest, read_figures
+from sdbench.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
 from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
 from sdbench.report.row import make_row
 from sdbench.report.settings import IN_COLUMNS, settings_of
@@ -21,6 +21,10 @@ from sdbench.report.settings import IN_COLUMNS, settings_of
 Row = dict[str, Any]
 
 VERSION_PREFIX = "version of "
+
+
+class NothingToCompareError(ConfigError):
+    """No figure of one side has one of the other to be set against."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +48,14 @@ def load_rows(path: Path) -> list[Row]:
     Args:
         path: A CSV file or a folder.
 
+    Returns:
+        The rows; a further copy of a run has the status `COPY`.
+
     Raises:
-        ConfigError: If it is neither, or a record in it cannot be read.
+        ConfigError: If it is neither, a record in it cannot be read, or two runs have one id.
     """
     if not path.is_dir():
-        return read_figures(path, required=("images_per_second",))
+        return mark_copies(read_figures(path, required=("images_per_second",)))
     files = sorted(path.rglob(RECORD_NAME))
     if not files:
         raise ConfigError(
@@ -57,7 +64,7 @@ def load_rows(path: Path) -> list[Row]:
             allowed=f"a folder with a {RECORD_NAME} in it or below, or a table in CSV",
             flag="the path given",
         )
-    return [_load_run(file) for file in files]
+    return mark_copies(map(_load_run, files))
 
 
 def make_side(name: str, rows: Iterable[Row]) -> Side:
@@ -68,7 +75,7 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
         rows: Rows of any status.
 
     Raises:
-        ConfigError: If no row has a figure.
+        NothingToCompareError: If no row has a figure.
     """
     kept, left_out = [], Counter()
     for row in rows:
@@ -80,13 +87,31 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
             kept.append(row)
     if not kept:
         reasons = ", ".join(f"{number} x {reason}" for reason, number in left_out.items())
-        raise ConfigError(
+        raise NothingToCompareError(
             f"no row on this side has a figure ({reasons or 'it has no rows'})",
             value=name,
             allowed="at least one row with images_per_second and the status ok",
             flag="the path given, --where, --baseline or --candidate",
         )
     return Side(name, kept, left_out)
+
+
+def check_distinct(baseline: Side, candidate: Side) -> None:
+    """See that nothing is compared with itself.
+
+    Raises:
+        ConfigError: If a run, or the whole table, is on both sides.
+    """
+    runs = [dict.fromkeys(map(run_of, side.rows)) for side in (baseline, candidate)]
+    both = [run for run in runs[0] if run is not None and run in runs[1]]
+    if both or baseline.rows == candidate.rows:
+        raise ConfigError(
+            f"{len(both) or 'all'} of the {'runs' if both else 'figures'} are on both sides, and "
+            "what is compared with itself shows nothing",
+            value=both[0] if both else f"{baseline.name} and {candidate.name}",
+            allowed="two sides that share none",
+            flag="A B or --where",
+        )
 
 
 def split(

@@ -204,7 +204,7 @@ def load_losses(results: Path) -> list[loss_band.LossRun]:
 
 def _load_record(path: Path) -> dict[str, Any]:
     try:
-        return load_record(path)
+        record = load_record(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"a published record cannot be read ({error})",
@@ -212,6 +212,14 @@ def _load_record(path: Path) -> dict[str, Any]:
             allowed="a record.json that `publish` copied and nobody edited",
             flag="--results",
         ) from None
+    if record["run_id"] != path.parent.name:  # a copy would count as one more run
+        raise ConfigError(
+            "a published record is in the folder of another run",
+            value=str(path),
+            allowed=f"the folder {record['run_id']}",
+            flag="--results",
+        )
+    return record
 
 
 def _read_text(path: Path) -> str:

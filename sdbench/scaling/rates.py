@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sdbench.errors import ConfigError
-from sdbench.figures import as_text, parse_conditions
+from sdbench.figures import MEASURED, as_text, parse_conditions
 from sdbench.scaling.cost import Recipe, Value
-from sdbench.scaling.table import IMAGE_SIZE, MEASURED, Row, check_one_kind, known_values
+from sdbench.scaling.table import IMAGE_SIZE, Row, check_one_kind, known_values
 from sdbench.statistics import between_runs_interval
 
 # Images/s of all GPUs together, by number of GPUs and by resolution.

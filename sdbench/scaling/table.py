@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.errors import ConfigError
-from sdbench.figures import as_text, parse_conditions, read_figures, select_rows
+from sdbench.figures import as_text, mark_copies, parse_conditions, read_figures, select_rows
 from sdbench.scaling.law import Point, Setup
 
 Row = dict[str, Any]
@@ -15,12 +15,11 @@ Row = dict[str, Any]
 # Figures that differ in one of these follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
-MEASURED = "measured"
 MODELLED = "modelled"
 
 
 def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence[str]) -> list[Row]:
-    """Rows with a figure that meet the conditions.
+    """Rows with a figure that meet the conditions, each run once.
 
     Args:
         paths: Tables in CSV.
@@ -30,7 +29,7 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
     Raises:
         ConfigError: If a file is no such table, or no row is left.
     """
-    rows = [row for path in paths for row in read_figures(path, required=required)]
+    rows = mark_copies(row for path in paths for row in read_figures(path, required=required))
     rows = select_rows(rows, parse_conditions(where, flag="--where"), flag="--where")
     rows = [
         row

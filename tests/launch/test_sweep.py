@@ -269,6 +269,17 @@ def test_a_record_of_another_version_is_a_failed_row(tmp_path):
     assert "its record cannot be read" in row["reason"]
 
 
+def test_a_record_that_was_broken_after_its_run_is_refused(tmp_path, capsys):
+    sweep(tmp_path, list=[{"seed": 1}])
+    (file,) = (tmp_path / "sweep").glob("*/*/record.json")
+    file.write_text(
+        re.sub(r'"images_per_second": [0-9.]+', '"images_per_second": NaN', file.read_text())
+    )
+    capsys.readouterr()
+    assert sweep(tmp_path, list=[{"seed": 1}])[0] == 2
+    assert "$.summary.images_per_second: nan is no finite number" in capsys.readouterr().err
+
+
 def test_a_run_whose_folder_is_gone_is_made_again(tmp_path, starts):
     sweep(tmp_path, list=[{"seed": 1}])
     (record,) = (tmp_path / "sweep").glob("*/*/record.json")

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
+from sdbench.measure.record import load_record  # noqa: E402
 from sdbench.statistics import Comparison, compare  # noqa: E402
 
 BATCH_SIZE = 2
@@ -46,8 +47,7 @@ def run_preset(name: str, flags: Sequence[str], *, results_dir: Path) -> dict[st
     before = set(results_dir.glob("*/record.json"))
     _launch([*PROGRAMS[name], *flags, "--results_dir", str(results_dir)])
     (path,) = set(results_dir.glob("*/record.json")) - before
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return {"run": path.parent.name, **record["summary"]}
+    return {"run": path.parent.name, **load_record(path)["summary"]}
 
 
 def _launch(arguments: Sequence[str]) -> str:

@@ -44,8 +44,12 @@ def micro_batch_run(micro_batch, rate, **changes):
     )
 
 
+def make_failed_record(status, reason):
+    return make_record(status=status, reason=reason, summary=None)
+
+
 def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(tmp_path, capsys):
-    results = make_results(tmp_path, make_record(), make_record(status="oom", reason="no memory"))
+    results = make_results(tmp_path, make_record(), make_failed_record("oom", "no memory"))
     (results / "modelled").mkdir()
     (results / "modelled" / "p5.csv").write_text(
         "source,gpu,num_gpus,image_size,latents,images_per_second,images_per_second_low,"
@@ -169,12 +173,11 @@ def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
         "config__preset": HOSTILE,
         "origin__attention": "flag",
         "config__attention": HOSTILE,
-        "summary__flags": [HOSTILE],
         "summary__breakdown": BREAKDOWN,
     }
     runs = [micro_batch_run(size, 100.0 * size, **names) for size in (4, 8)]
     runs += [micro_batch_run(4, 600.0, ranks__world_size=16, **names)]
-    results = make_results(tmp_path, *runs, make_record(status="failed", reason=HOSTILE))
+    results = make_results(tmp_path, *runs, make_failed_record("failed", HOSTILE))
     with (results / "quoted" / "hostile.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["source", "gpu", "num_gpus", "image_size", "latents", "images_per_second"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from sdbench.cli import main
 from sdbench.errors import ConfigError
 from sdbench.report.report import rebuild
-from tests.report.results_folder import RESULTS, make_readme
+from tests.report.results_folder import RESULTS, make_readme, make_record
 
 COMMITTED = ("README.md", "ladder.md", "throughput.csv", "data.csv", "index.html")
 COMMITTED += ("plots/*.svg", "pages/*.md")
@@ -66,6 +68,13 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
     [
         ("runs/a/record.json", "{", "a published record cannot be read .*runs/a/record.json"),
         ("runs/a/record.json", '{"schema_version": 9}', "has schema_version 9"),
+        ("runs/a/record.json", "[1]", "a published record cannot be read .* no JSON object"),
+        ("runs/copy/record.json", json.dumps(make_record()), "in the folder of another run"),
+        (
+            "runs/a/record.json",
+            json.dumps(make_record(summary__images_per_second=math.inf)),
+            r"runs/a/record.json: \$.summary.images_per_second: inf is no finite number",
+        ),
         ("quoted/a.csv", "gpu,gpu\n1,2\n", "header with empty or repeated names"),
         ("pages/a.md", "# A page\n", "a.md does not say which runs it is about"),
         (

@@ -49,6 +49,18 @@ def refusal(capsys, *arguments) -> str:
     return capsys.readouterr().err
 
 
+def test_a_run_in_two_tables_counts_once(tmp_path, capsys):
+    begin = "source,kind,started_utc,gpu,num_gpus,micro_batch,global_batch,images_per_second\n"
+    row = "run-{0},measured,2026-11-21T05:48:24+00:00,H100,{0},4,64,{1}\n"
+    runs = [row.format(num_gpus, 10 * num_gpus) for num_gpus in (1, 2, 4)]
+    one, two, other = (tmp_path / f"{name}.csv" for name in ("one", "two", "other"))
+    one.write_text(begin + "".join(runs))
+    two.write_text(begin + "".join(runs[1:]) + row.format(8, 80))
+    assert len(fit_table(one, two).points) == 4
+    other.write_text(begin + row.format(2, 21))
+    assert "run-2: 20 and 21" in refusal(capsys, "fit", one, other)
+
+
 # Tables of others.
 
 
