@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import sys
 import weakref
 import zipfile
