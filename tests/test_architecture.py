@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "sdbench.workloads": (
         "sdbench.errors",
+        "sdbench.cache",
         "sdbench.parts",
         "sdbench.resolve",
         "sdbench.host_memory",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import data
+from sdbench.cli import main
 from tests.sources import datasets
 
 STRANGER = 12345
@@ -175,3 +176,23 @@ def test_copies_and_indexes_are_for_this_user_alone(pipe, home, tmp_path):
     assert modes_below(tmp_path / "given") == {False: {0o600}, True: {0o755}}
     # A copy, the indexes of all three, and a lock for each of these.
     assert len([path for path in home.rglob("*") if path.is_file()]) == 8
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_no_data_set_is_prepared_in_a_folder_of_others(is_link, home, tars, tmp_path, capsys):
+    if not is_link and os.geteuid() != 0:
+        pytest.skip("only root can make folders of another user's")
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    for folder in (shared, elsewhere):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    if is_link:
+        (shared / "out.partial").symlink_to(elsewhere)
+    else:
+        (shared / "out.partial").mkdir()
+        os.chown(shared / "out.partial", STRANGER, STRANGER)
+    argv = ["convert", str(tars), str(shared / "out"), "--num_workers", "0"]
+    assert main(argv) == 2
+    assert "change it with OUT" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir()) and not list((shared / "out.partial").iterdir())
+    assert main([*argv[:2], str(shared / "other"), *argv[3:]]) == 0
