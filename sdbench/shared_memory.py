@@ -41,8 +41,9 @@ def remove_stale_shared_memory() -> int:
     for path in stale:
         path.unlink(missing_ok=True)
         prefix = path.name.partition("_")[0]
-        for name in LOCK_NAMES:
-            Path(tempfile.gettempdir(), f"{prefix}_{name}").unlink(missing_ok=True)
+        for lock in (Path(tempfile.gettempdir(), f"{prefix}_{name}") for name in LOCK_NAMES):
+            if _is_own(lock):
+                lock.unlink(missing_ok=True)
     return len(stale)
 
 
@@ -58,7 +59,7 @@ def find_stale() -> list[Path]:
 
 def _is_own(path: Path) -> bool:
     try:
-        return path.stat().st_uid == os.getuid()
+        return path.lstat().st_uid == os.geteuid()
     except FileNotFoundError:  # its run has ended meanwhile
         return False
 

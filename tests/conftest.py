@@ -1,9 +1,10 @@
-"""What every test can rely on: no network, one thread, and the repository's folder."""
+"""What every test can rely on: no network, one thread, a cache and a working folder of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+# No cache of the user's is read or written. The workers of pytest-xdist share that of the session.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sdbench-tests-")
 
 # linux/sched.h, linux/mount.h
 CLONE_NEWNS = 0x20000
@@ -35,6 +39,9 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         _take_shared_memory_of_its_own()
+    else:
+        cache = os.environ["XDG_CACHE_HOME"]
+        config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
 
 
 def _take_shared_memory_of_its_own() -> None:
@@ -52,6 +59,12 @@ def _take_shared_memory_of_its_own() -> None:
     )
     assert is_done, os.strerror(ctypes.get_errno())
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go where no runs/ and no results/ are, as there may be in the repository's folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

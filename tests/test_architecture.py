@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sdbench.statistics": ("sdbench.errors",),
     "sdbench.figures": ("sdbench.errors",),
     "sdbench.config": ("sdbench.errors", "sdbench.presets"),
-    "sdbench.cache": (),
+    "sdbench.cache": ("sdbench.errors",),
     "sdbench.models": ("sdbench.errors", "sdbench.cache"),
     "sdbench.sources": ("sdbench.errors", "sdbench.cache", "sdbench.shared_memory"),
     "sdbench.measure": ("sdbench.errors", "sdbench.statistics"),
@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "sdbench.workloads": (
         "sdbench.errors",
+        "sdbench.cache",
         "sdbench.parts",
         "sdbench.resolve",
         "sdbench.host_memory",
@@ -138,6 +139,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Looks at what all the others need.
     "sdbench.doctor": (
         "sdbench.errors",
+        "sdbench.cache",
         "sdbench.config",
         "sdbench.resolve",
         "sdbench.distributed",

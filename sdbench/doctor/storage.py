@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from sdbench.cache import private_folder
 from sdbench.doctor.finding import (
     BYTES_PER_GIB,
     BYTES_PER_MIB,
@@ -32,6 +33,11 @@ NCCL_BYTES = 1 * BYTES_PER_GIB
 MIN_FREE_BYTES = 16 * BYTES_PER_MIB
 # Enough for records, logs and traces; copies of a data set take what it takes.
 LOW_FREE_BYTES = 1 * BYTES_PER_GIB
+FLAGS = {
+    "temporary folder": "TMPDIR",
+    "cache folder": "XDG_CACHE_HOME",
+    "results folder": "--results_dir",
+}
 
 
 def check_shared_memory(job: Job) -> Finding:
@@ -79,8 +85,15 @@ def check_stale_shared_memory(job: Job) -> Finding:
 
 
 def check_disk(job: Job) -> Finding:
-    """Whether records and temporary files can be written."""
-    folders = {"temporary folder": Path(os.environ.get("TMPDIR") or tempfile.gettempdir())}
+    """Whether records, caches and temporary files can be written.
+
+    Raises:
+        ConfigError: As `private_folder`.
+    """
+    folders = {
+        "temporary folder": Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
+        "cache folder": private_folder(),
+    }
     if job.ranks.rank == 0:  # which writes the record
         folders["results folder"] = Path(job.results_dir)
     if job.remote and job.local:
@@ -91,7 +104,7 @@ def check_disk(job: Job) -> Finding:
 def _check_folder(name: str, folder: Path) -> Finding:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     found = f"{name} {folder}: {show_bytes(shutil.disk_usage(there).free)} free"
-    flag = {"temporary folder": "TMPDIR", "results folder": "--results_dir"}.get(name, "--local")
+    flag = FLAGS.get(name, "--local")
     advice = f"free some space, or name another folder with {flag}"
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".sdbench-doctor-") as file:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import sys
 import weakref
 import zipfile
@@ -31,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sdbench.cache import cache_root
+from sdbench.cache import new_file, private_folder
 from sdbench.models.architecture import Architecture
 from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
@@ -156,11 +155,9 @@ class _StepProfile:
     def save(self, path: Path) -> None:
         """Write it, so that a reader finds all of it or nothing."""
         timelines = torch.stack([getattr(self, name) for name in TIMELINES]).numpy()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f".{os.getpid()}-{path.name}")
-        with temporary.open("wb") as file:
-            np.savez(file, timelines=timelines, **{name: getattr(self, name) for name in NUMBERS})
-        temporary.replace(path)
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        with new_file(path) as new:
+            np.savez(new, timelines=timelines, **numbers)
 
 
 class _AllocationLog(TorchDispatchMode):
@@ -361,7 +358,7 @@ def _moment(profile: _StepProfile, index: int, *, num_images: torch.Tensor) -> _
 @functools.cache
 def _profile_step(architecture: Architecture, **options: Any) -> _StepProfile:
     """The replay of a step, which an earlier process may have made."""
-    path = cache_root() / "replayed-steps" / f"{_fingerprint(architecture, options)}.npz"
+    path = private_folder("replayed-steps") / f"{_fingerprint(architecture, options)}.npz"
     try:
         return _StepProfile.load(path)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile):

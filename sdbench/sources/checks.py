@@ -85,12 +85,13 @@ def locate_mds(config: SourceConfig) -> list[Place]:
     """Decide where shards are read from and where they are kept.
 
     A folder on disk is read in place: nothing is copied unless both flags are given. For a URL
-    without ``--local`` the cache is a folder of the system's temporary directory named after the
-    URL and its index, because two data sets, or two versions of one, must not share a cache (the
+    without ``--local`` it is copied to a folder of the user's cache that is named after the URL and
+    its index, because two data sets, or two versions of one, must not share a cache (the
     reference has a single fixed default, /tmp/mds-cache/mds-laion-2/).
 
     Raises:
-        ConfigError: A place has no index, or the cache given is another data set's.
+        ConfigError: A place has no index, the cache given is another data set's, or as
+            `private_folder`.
     """
     if config.streams is None:
         return [_locate(config.remote, config.local, proportion=None)]

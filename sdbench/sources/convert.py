@@ -361,6 +361,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--local",
         metavar="CACHE",
-        help="folder for copies of what a URL names (default: temporary)",
+        help="folder for copies of what a URL names (default: one of the user's cache)",
     )
     return parser.parse_args(argv)

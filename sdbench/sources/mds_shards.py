@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 import sys
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 from streaming.base.world import World
 
+from sdbench.cache import new_file, private_folder
 from sdbench.errors import RunError
 from sdbench.sources.checks import INDEX_NAME, locate_mds
 from sdbench.sources.config import SourceConfig
@@ -152,9 +152,10 @@ class MdsRecords:
 
     def _download(self, shard_id: int) -> None:
         # Streaming's copy goes through a temporary file of one name for all processes.
-        digest = hashlib.sha256(str(self.path_of(shard_id).absolute()).encode()).hexdigest()
-        lock = Path(tempfile.gettempdir(), f"sdbench-{digest[:12]}.lock")
-        with FileLock(lock):
+        # Of several machines with one home each may have a disk of its own at this path.
+        place = f"{os.uname().nodename}\n{self.path_of(shard_id).absolute()}"
+        digest = hashlib.sha256(place.encode()).hexdigest()
+        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
             self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
 
 
@@ -275,10 +276,9 @@ def make_streams(config: SourceConfig) -> list[Stream]:
     for place in locate_mds(config):
         index = Path(place.local, INDEX_NAME)
         if not index.is_file():
-            index.parent.mkdir(parents=True, exist_ok=True)
-            partial = index.with_name(f".{INDEX_NAME}.{os.getpid()}")
-            partial.write_bytes(place.index)
-            partial.replace(index)
+            index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with new_file(index) as new:
+                new.write_bytes(place.index)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
         streams.append(
             Stream(

@@ -358,7 +358,7 @@ def find_files(place: str, *, local: str | None) -> list[Path]:
 
     Args:
         place: A file, a folder, either in braces or behind a URL.
-        local: Folder for the copies, or None for one of the system's temporary directory.
+        local: Folder for the copies, or None for one of the user's cache.
 
     Raises:
         ConfigError: There is none, or one is missing.

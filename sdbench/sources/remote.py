@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sdbench.cache import cache_root
+from sdbench.cache import new_file, private_folder
 from sdbench.errors import ConfigError, RunError
 
 PIPE = "pipe:"
@@ -44,12 +44,14 @@ def cache_folder(place: str, local: str | None) -> Path:
 
     Args:
         place: As the user gave it.
-        local: Value of ``--local``, or None for a folder of the system's temporary directory, one
-            for each place.
+        local: Value of ``--local``, or None for a folder of the user's cache, one for each place.
+
+    Raises:
+        ConfigError: As `private_folder`.
     """
     if local is not None:
         return Path(local)
-    return cache_root() / hashlib.sha256(place.encode()).hexdigest()[:12]
+    return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
 
 
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
@@ -111,16 +113,11 @@ def fetch(url: str, *, cache: Path) -> Path:
         digest = hashlib.sha256(f"{url}\n{version}".encode()).hexdigest()[:12]
         name = "pipe" if url.startswith(PIPE) else url.rsplit("/", 1)[-1].split("?")[0]
         path = cache / f"{digest}-{name}"
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{path.name}.lock"):
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(cache / f".{path.name}.lock", mode=0o600):
             if not path.is_file():
-                partial = cache / f".{path.name}.partial"
-                partial.unlink(missing_ok=True)
-                try:
-                    _copy(url, partial)
-                    partial.replace(path)
-                finally:
-                    partial.unlink(missing_ok=True)
+                with new_file(path) as new:
+                    _copy(url, new)
         return path
     except RunError:
         raise

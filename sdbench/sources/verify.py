@@ -296,6 +296,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--local",
         metavar="CACHE",
-        help="folder for copies of what a URL names (default: a temporary one)",
+        help="folder for copies of what a URL names (default: one of the user's cache)",
     )
     return parser.parse_args(argv)

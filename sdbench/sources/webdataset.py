@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.cache import cache_root
+from sdbench.cache import new_file, private_folder
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.checks import (
     PLACE_FLAGS,
@@ -198,7 +198,7 @@ def _read_span(file: int, span: Span | None) -> bytes | None:
 def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
     """The index of a tar, made now or read from the one made before.
 
-    Indexes are kept in the system's temporary directory, named after the tar's path and state and
+    Indexes are kept in the user's cache folder, named after the tar's path and state and
     after what is wanted of it, so that no other tar's is ever taken.
 
     Args:
@@ -207,6 +207,7 @@ def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarI
         captions: Extensions that a caption may come from, the first one that is there.
 
     Raises:
+        ConfigError: As `private_folder`.
         RunError: The tar is damaged.
     """
     from filelock import FileLock
@@ -214,17 +215,14 @@ def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarI
     state = _state(tar.stat())
     identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    folder = cache_root() / "tar-indexes"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{digest}.json"
-    with FileLock(path.with_suffix(".lock")):
+    path = private_folder("tar-indexes") / f"{digest}.json"
+    with FileLock(path.with_suffix(".lock"), mode=0o600):
         if path.is_file():
             stored = json.loads(path.read_text(encoding="utf-8"))
         else:
             stored = _make_index(tar, terms=terms, captions=captions)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(stored), encoding="utf-8")
-            partial.replace(path)
+            with new_file(path) as new:
+                new.write_text(json.dumps(stored), encoding="utf-8")
     return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
 
 

@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,9 +248,10 @@ def open_output(
     }
     with output._errors_named():
         _check_absent(output)
+        output.partial.mkdir(parents=True, exist_ok=True)
         _check_ours(output.partial)
         for name in PARTIAL_FOLDERS:
-            (output.partial / name).mkdir(parents=True, exist_ok=True)
+            (output.partial / name).mkdir(exist_ok=True)
         path = output.partial / JOB_NAME
         if not path.is_file():
             note = output.partial / "tmp" / f"job.{os.getpid()}.json"
@@ -279,7 +281,15 @@ def _check_absent(output: Output) -> None:
 
 def _check_ours(partial: Path) -> None:
     """Never take, and in the end delete, a folder of somebody else."""
-    names = {path.name for path in partial.iterdir()} if partial.is_dir() else set()
+    is_own = partial.lstat().st_uid == os.geteuid()
+    if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
+        raise ConfigError(
+            "The folder that OUT is to be prepared in is a link, or another user has made it",
+            value=str(partial),
+            allowed="another OUT, or one in a folder that others cannot write to",
+            flag="OUT",
+        )
+    names = {path.name for path in partial.iterdir()}
     if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
         raise ConfigError(
             "The folder that OUT is to be prepared in holds other files",

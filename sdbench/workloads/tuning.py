@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
+from sdbench.cache import private_folder
 from sdbench.host_memory import keep_freed_memory
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
@@ -17,7 +19,14 @@ def set_up_process(config: Any) -> None:
 
     Args:
         config: The resolved config.
+
+    Raises:
+        ConfigError: As `private_folder`.
     """
+    # torch loads what it has compiled before, by default from a folder in /tmp that anybody can
+    # make. Each machine has its own: their processors may differ.
+    kernels = private_folder(f"kernels-{os.uname().nodename}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     torch.set_num_threads(config.num_threads)
     # Threads inherit it, so it comes before torch starts any for a first computation.
     torch.set_flush_denormal(config.flush_denormals)

@@ -93,11 +93,12 @@ def test_what_a_killed_run_has_left_is_a_warning(findings):
 def test_a_full_and_a_small_disk_are_told_apart(findings, tmp_path_factory):
     finding = findings["disk"]
     assert finding["level"] == "error"
-    full, small = finding["found"].split("; ")
+    full, small, cache = finding["found"].split("; ")
     assert full.startswith("results folder ")
     assert full.endswith(": 0 MiB free, and cannot be written (No space left on device)")
     assert small.startswith("temporary folder ")
     assert small.endswith("/small: 200 MiB free")
+    assert cache.startswith("cache folder ")
     assert "--results_dir" in finding["advice"] and "TMPDIR" in finding["advice"]
 
 

@@ -96,6 +96,7 @@ class Cluster:
                 "PATH": f"{BIN}:{os.environ['PATH']}",
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
+                "XDG_CACHE_HOME": str(self.shared),
                 **changes,
             },
             stdout=self.log_of(pod).open("wb"),

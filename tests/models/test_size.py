@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -171,7 +170,7 @@ def test_a_step_is_replayed_once_on_a_machine(monkeypatch, tmp_path) -> None:
         memory._profile_step.cache_clear()
         return estimate()
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = estimate_anew()
     (kept,) = tmp_path.glob("*/replayed-steps/*")
     with monkeypatch.context() as patch:

@@ -37,9 +37,10 @@ def encoded():
 
 @pytest.fixture
 def temporary_folder(monkeypatch):
-    """A folder for temporary files of the test alone, with a name short enough for sockets."""
+    """A folder for temporary files and caches of the test alone, short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
         yield Path(folder)
 
 

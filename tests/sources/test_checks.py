@@ -91,7 +91,7 @@ def test_other_mistakes(make_config, tmp_path):
         sources.check(make_config("synthetic", latents="precomputed", image_size=70))
 
 
-def test_checks_import_neither_torch_nor_streaming(mds_folder):
+def test_checks_import_neither_torch_nor_streaming(mds_folder, repository):
     script = (
         "import sys\n"
         "import data\n"
@@ -101,7 +101,7 @@ def test_checks_import_neither_torch_nor_streaming(mds_folder):
         f"seed=1, remote={str(mds_folder)!r}))\n"
         "assert not {'torch', 'streaming', 'transformers', 'PIL'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=repository, check=True)
 
 
 @pytest.mark.parametrize(

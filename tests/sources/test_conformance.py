@@ -180,7 +180,7 @@ def test_two_ranks_share_the_batches_of_one(kind, make_config):
         assert indices([batch]) == indices(shares)
 
 
-def test_two_ranks_of_streaming_get_different_samples(make_config, tmp_path):
+def test_two_ranks_of_streaming_get_different_samples(make_config, repository, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -194,6 +194,7 @@ def test_two_ranks_of_streaming_get_different_samples(make_config, tmp_path):
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", READ_AS_RANK, *files],
+                cwd=repository,
                 env=os.environ | {key: str(value) for key, value in place.items()},
             )
         )

@@ -163,7 +163,7 @@ def test_diffusion_benchmarks_data_set(folder):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is not a folder here")
-def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, tmp_path):
+def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, repository, tmp_path):
     cache = str(tmp_path / "cache")
     config = make_config(folder, local=cache)
     script = (
@@ -176,7 +176,8 @@ def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, tmp_path):
         "os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    killed = subprocess.run([sys.executable, "-c", script], cwd=repository, check=False)
+    assert killed.returncode == -9
     names = [path for path in Path("/dev/shm").glob("*_locals") if cache.encode() in _read(path)]
     assert len(names) == 1
     assert len(set(indices(list(sources.build(config))))) == 48

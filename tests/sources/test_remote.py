@@ -78,6 +78,18 @@ def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path)
     assert indices(list(sources.build(make_config("mds", place)))) == [50] * 8
 
 
+def test_copies_of_shards_lie_where_nobody_else_can_look(upload, temporary_folder, tmp_path):
+    place = upload("mds")
+    for options in ({}, {"local": str(tmp_path / "made")}):
+        loader = sources.build(make_config("mds", place, **options))
+        assert len(indices(list(loader))) == 48
+    (index,) = (temporary_folder / "sdbench").glob("*/index.json")
+    for folder in (temporary_folder / "sdbench", index.parent, tmp_path / "made"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    for file in (index, tmp_path / "made" / "index.json"):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
     url = f"{upload('webdataset')}/00001.tar"
     s3.num_busy = 2

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import struct
 import tarfile
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import webdataset
 from PIL import Image
 
 from sdbench import sources
-from sdbench.cache import cache_root
+from sdbench.cache import private_folder
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.tokenizer import CaptionTokenizer
@@ -33,7 +32,7 @@ Members = list[tuple[str, bytes]]
 @pytest.fixture(autouse=True)
 def index_folder(temporary_folder) -> Path:
     """The folder that indexes come to, of this test alone."""
-    return cache_root() / "tar-indexes"
+    return private_folder("tar-indexes")
 
 
 def write_tar(path: Path, members: Members) -> Path:
@@ -429,8 +428,7 @@ def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
         records.read(1)
 
 
-def index_and_report(place: str, temporary: str, queue: multiprocessing.Queue) -> None:
-    tempfile.tempdir = temporary
+def index_and_report(place: str, queue: multiprocessing.Queue) -> None:
     queue.put(len(sources.open_records(make_config(place))))
 
 
@@ -439,8 +437,7 @@ def test_indexes_are_shared_also_by_processes_that_begin_at_once(tmp_path, index
         write_tar(tmp_path / "tars" / f"{number}.tar", pairs(*range(10)))
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    temporary = str(index_folder.parent.parent)
-    arguments = (str(tmp_path / "tars"), temporary, queue)
+    arguments = (str(tmp_path / "tars"), queue)
     processes = [context.Process(target=index_and_report, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
@@ -451,4 +448,4 @@ def test_indexes_are_shared_also_by_processes_that_begin_at_once(tmp_path, index
     assert len(written) == 5
     assert sources.check(make_config(tmp_path / "tars")) == 50
     assert {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")} == written
-    assert list(index_folder.glob("*.partial")) == []
+    assert {path.suffix for path in index_folder.iterdir()} == {".json", ".lock"}

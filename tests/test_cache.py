@@ -1,0 +1,198 @@
+"""Can another user of the machine read, exchange or abuse what is cached?"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+import data
+from sdbench.cli import main
+from tests.sources import datasets
+
+STRANGER = 12345
+SMALL = ("--image_size", "16", "--batch_size", "4", "--num_workers", "0", "--num_batches", "2")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """What XDG_CACHE_HOME names, with nothing in it."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def tars(tmp_path) -> Path:
+    datasets.write_tars(tmp_path / "tars")
+    return tmp_path / "tars"
+
+
+@pytest.fixture
+def victim(tmp_path) -> Path:
+    """A file that nobody else may change."""
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    victim.chmod(0o640)
+    yield victim
+    assert victim.read_text() == "as it was"
+    assert mode_of(victim) == 0o640
+
+
+def feed(place: object, *argv: str) -> int:
+    return data.main(["--remote", str(place), *SMALL, *argv])
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def modes_below(folder: Path) -> dict[bool, set[int]]:
+    """The modes of all files (False) and folders (True)."""
+    modes: dict[bool, set[int]] = {False: set(), True: {mode_of(folder)}}
+    for path in folder.rglob("*"):
+        modes[path.is_dir()].add(mode_of(path))
+    return modes
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that feeds from a place, which has to be refused in one sentence."""
+
+    def check(place: object, *argv: str, what: str) -> None:
+        assert feed(place, *argv) == 2
+        message = capsys.readouterr().err
+        assert what in message and "change it with XDG_CACHE_HOME" in message
+        assert message.count("\n") == 1
+
+    return check
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user's")
+@pytest.mark.parametrize("foreign", ["sdbench", "sdbench/tar-indexes"])
+def test_links_in_a_folder_of_another_users_are_not_followed(
+    foreign, home, tars, victim, refused, monkeypatch, tmp_path
+):
+    assert feed(tars) == 0
+    # What another user can foresee.
+    names = [path.relative_to(home) for path in home.rglob("*") if path.is_file()]
+    trap = tmp_path / "trap"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(trap))
+    for name in names:
+        for link in (trap / name, (trap / name).with_suffix(".partial")):
+            link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(victim)
+    for folder in (trap / "sdbench", trap / "sdbench" / "tar-indexes"):
+        folder.chmod(0o700)
+    os.chown(trap / foreign, STRANGER, STRANGER)
+    refused(tars, what=f"belongs to user {STRANGER}")
+
+
+@pytest.mark.parametrize("name", ["sdbench", "sdbench/tar-indexes"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_in_place_of_the_folder_is_refused(name, is_there, home, tars, refused, tmp_path):
+    (home / name).parent.mkdir(mode=0o700, exist_ok=True)
+    elsewhere = tmp_path / "elsewhere"
+    if is_there:
+        elsewhere.mkdir(mode=0o700)
+    (home / name).symlink_to(elsewhere)
+    refused(tars, what="The cache folder ")
+    assert not elsewhere.exists() or not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["sdbench", "sdbench/tar-indexes"])
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o701])
+def test_a_folder_open_to_others_is_refused(name, mode, home, tars, refused):
+    (home / "sdbench").mkdir(mode=0o700)
+    (home / name).mkdir(exist_ok=True)
+    (home / name).chmod(mode)
+    refused(tars, what=f"(mode 0{mode:o})")
+
+
+def test_a_folder_that_others_could_exchange_is_refused(home, tars, refused):
+    home.chmod(0o777)
+    refused(tars, what="Others could exchange")
+    home.chmod(0o1777)
+    assert feed(tars) == 0
+
+
+@pytest.mark.parametrize("home", ["/dev/null", ""])
+def test_without_a_home_no_other_folder_is_taken(home, tars, refused, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    refused(tars, what="cannot be made")
+
+
+def test_a_relative_cache_folder_is_refused(tars, refused, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    refused(tars, what="is not an absolute path")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def pipe(tars) -> str:
+    """A tar that has to be copied."""
+    return f"pipe:cat {tars}/00000.tar"
+
+
+def test_a_link_at_a_temporary_name_that_could_be_foreseen_is_not_followed(
+    pipe, home, victim, tmp_path
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert feed(pipe, "--local", str(first)) == 0
+    (copy,) = first.glob("*-pipe")
+    second.mkdir()
+    for name in (f".{copy.name}.partial", f"{copy.name}.partial", f"{copy.name}.tmp"):
+        (second / name).symlink_to(victim)
+    assert feed(pipe, "--local", str(second)) == 0
+    assert (second / copy.name).read_bytes() == copy.read_bytes()
+
+
+def test_a_link_at_the_name_of_a_lock_is_not_followed(pipe, home, victim, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert feed(pipe, "--local", str(first)) == 0
+    (lock,) = first.glob(".*.lock")
+    second.mkdir()
+    (second / lock.name).symlink_to(victim)
+    assert feed(pipe, "--local", str(second)) == 1
+    assert lock.name in capsys.readouterr().err
+
+
+def test_copies_and_indexes_are_for_this_user_alone(pipe, home, tmp_path):
+    before = os.umask(0)
+    try:
+        assert feed(pipe) == 0
+        assert feed(pipe, "--local", str(tmp_path / "made")) == 0
+        (tmp_path / "given").mkdir(mode=0o755)
+        assert feed(pipe, "--local", str(tmp_path / "given")) == 0
+    finally:
+        os.umask(before)
+    assert modes_below(home / "sdbench") == {False: {0o600}, True: {0o700}}
+    assert modes_below(tmp_path / "made") == {False: {0o600}, True: {0o700}}
+    assert modes_below(tmp_path / "given") == {False: {0o600}, True: {0o755}}
+    # A copy, the indexes of all three, and a lock for each of these.
+    assert len([path for path in home.rglob("*") if path.is_file()]) == 8
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_no_data_set_is_prepared_in_a_folder_of_others(is_link, home, tars, tmp_path, capsys):
+    if not is_link and os.geteuid() != 0:
+        pytest.skip("only root can make folders of another user's")
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    for folder in (shared, elsewhere):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    if is_link:
+        (shared / "out.partial").symlink_to(elsewhere)
+    else:
+        (shared / "out.partial").mkdir()
+        os.chown(shared / "out.partial", STRANGER, STRANGER)
+    argv = ["convert", str(tars), str(shared / "out"), "--num_workers", "0"]
+    assert main(argv) == 2
+    assert "change it with OUT" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir()) and not list((shared / "out.partial").iterdir())
+    assert main([*argv[:2], str(shared / "other"), *argv[3:]]) == 0
