@@ -27,6 +27,7 @@ from sdbench.sources.config import SourceConfig
 from sdbench.sources.loader import CheckedLoader, build_from_records
 from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
 from sdbench.sources.order import Key
+from sdbench.sources.records import clean_caption
 from sdbench.sources.tokenizer import CaptionTokenizer
 from sdbench.sources.transforms import decode_image, to_rgb
 
@@ -201,7 +202,7 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         else:
             with Image.open(io.BytesIO(sample["jpg"])) as picture:
                 image = self._transform(to_rgb(picture))
-        input_ids = torch.from_numpy(self._tokenizer([sample["caption"]])[0])
+        input_ids = torch.from_numpy(self._tokenizer([clean_caption(sample["caption"]) or ""])[0])
         return {"image": image, "input_ids": input_ids}
 
 

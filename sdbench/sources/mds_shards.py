@@ -31,7 +31,7 @@ from sdbench.errors import RunError
 from sdbench.sources.checks import INDEX_NAME, locate_mds
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_latent_columns
-from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord
+from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord, clean_caption
 
 # Shards that a process keeps open, well below the usual limit of 1,024 files.
 MAX_OPEN_SHARDS = 128
@@ -103,7 +103,7 @@ class MdsRecords:
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         if self._holds_latents:
             return LatentRecord(name, values)
-        return ImageRecord(name, values["image"], values["caption"].strip() or None)
+        return ImageRecord(name, values["image"], clean_caption(values["caption"]))
 
     def path_of(self, shard_id: int) -> Path:
         """Where a shard lies, or will lie once it has been downloaded."""

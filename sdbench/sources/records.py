@@ -21,7 +21,7 @@ class ImageRecord(NamedTuple):
         name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
             ``shard.00002.mds, sample 17``.
         image: Bytes of an image file of any kind; None when there is a caption without an image.
-        caption: Text without surrounding white space; None when there is none.
+        caption: Text as `clean_caption` gives it; None when there is none.
     """
 
     name: str
@@ -80,6 +80,15 @@ class BadSampleError(ValueError):
 
     The message is one sentence that begins with the sample's name.
     """
+
+
+def clean_caption(text: str) -> str | None:
+    """A caption without a byte-order mark and white space around it, or None when nothing is left.
+
+    Some editors begin each text file with a mark, and copies of such texts keep it; to a tokenizer
+    it would be three tokens.
+    """
+    return text.strip().removeprefix("\ufeff").strip() or None
 
 
 def check_whole(record: ImageRecord) -> None:
