@@ -22,7 +22,7 @@ from streaming.base.world import World
 
 from sdbench.shared_memory import remove_stale_shared_memory
 from sdbench.sources.batches import make_batches
-from sdbench.sources.checks import check_enough_samples
+from sdbench.sources.checks import check_enough_samples, locate
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.loader import CheckedLoader, build_from_records
 from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
@@ -176,6 +176,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
             batch_size: Of the loader that reads it.
             image_size: Side in pixels, without a `transform`.
         """
+        if remote is None:
+            place = locate(None, str(Path(local, split or "")))
+            remote, local, split = place.remote, place.local, None
         super().__init__(
             remote=remote,
             local=local,

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 from streaming import Stream
+from streaming.base.format import FileInfo
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 from streaming.base.world import World
 
 from sdbench.errors import RunError
-from sdbench.sources.checks import INDEX_NAME, locate_mds
+from sdbench.sources.checks import INDEX_NAME, Place, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_latent_columns
 from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord, clean_caption
@@ -151,11 +152,7 @@ class MdsRecords:
         raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
-        # Streaming's copy goes through a temporary file of one name for all processes.
-        digest = hashlib.sha256(str(self.path_of(shard_id).absolute()).encode()).hexdigest()
-        lock = Path(tempfile.gettempdir(), f"sdbench-{digest[:12]}.lock")
-        with FileLock(lock):
-            self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
+        self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
 
 
 class _ShardFile:
@@ -265,6 +262,47 @@ def open_records(config: SourceConfig) -> MdsRecords:
     return MdsRecords(streams, shards, stream_of_shard=stream_of_shard, config=config)
 
 
+class CheckedStream(Stream):
+    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
+
+    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
+        """Set up.
+
+        Args:
+            wanted_hash: As `choose_hash` takes it.
+            options: Of Streaming's class.
+        """
+        super().__init__(**options)
+        self._wanted_hash = wanted_hash
+
+    def prepare_shard(self, shard: MDSReader) -> int:
+        """Make a shard present; returns the change of the cache's size in bytes."""
+        # Streaming's copy goes through a temporary file of one name for all processes.
+        path = Path(self.local, self.split, shard.raw_data.basename)
+        digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()
+        lock = Path(tempfile.gettempdir(), f"sdbench-{digest[:12]}.lock")
+        with FileLock(lock):
+            return super().prepare_shard(shard)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        try:
+            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
+            if algorithm in zip_info.hashes:
+                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
+                if digest != zip_info.hashes[algorithm]:
+                    raise ValueError(
+                        f"the {algorithm} of {zip_info.basename} is not the one in {INDEX_NAME}"
+                    )
+            super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
+        except Exception:
+            # Streaming would take what is left of it in the next run, whole or not.
+            if not self.safe_keep_zip:
+                Path(zip_filename).unlink(missing_ok=True)
+            raise
+
+
 def make_streams(config: SourceConfig) -> list[Stream]:
     """Streaming's description of each data set, with its index in the local folder.
 
@@ -279,15 +317,36 @@ def make_streams(config: SourceConfig) -> list[Stream]:
             partial = index.with_name(f".{INDEX_NAME}.{os.getpid()}")
             partial.write_bytes(place.index)
             partial.replace(index)
+        if config.rank == 0:
+            _tell_unpacking(place)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
         streams.append(
-            Stream(
+            CheckedStream(
+                wanted_hash=config.validate_hash,
                 remote=place.remote,
                 local=place.local,
                 # What is read in place cannot be downloaded again: trying would delay the error.
                 download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
                 download_timeout=DOWNLOAD_TIMEOUT_S,
+                # Of a compressed shard the copy; what lies in the user's folder is kept anyhow.
+                keep_zip=False,
                 **weight,
             )
         )
     return streams
+
+
+def _tell_unpacking(place: Place) -> None:
+    """Say what disk the shards take that are not unpacked yet."""
+    shards = parse_index(place.index, source=place.source)
+    num_bytes = sum(
+        shard["raw_data"]["bytes"]
+        for shard in shards
+        if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
+    )
+    if num_bytes:
+        print(
+            f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
+            f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
+            file=sys.stderr,
+        )

@@ -188,7 +188,7 @@ def read_columns(config: SourceConfig) -> set[str]:
     """
     if config.data_format == "mds":
         (place,) = locate_mds(config)
-        shards = parse_index(place.index, source=place.remote or place.local)
+        shards = parse_index(place.index, source=place.source)
         return set.intersection(*(set(shard["column_names"]) for shard in shards))
     if config.data_format == "parquet":
         assert config.remote is not None
