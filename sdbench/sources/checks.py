@@ -16,6 +16,7 @@ from pathlib import Path
 from sdbench.errors import ConfigError
 from sdbench.sources.config import NUM_SYNTHETIC_IMAGES, SourceConfig
 from sdbench.sources.latent_columns import array_shapes, find_latent_columns
+from sdbench.sources.missing_latents import count_samples
 from sdbench.sources.remote import cache_folder, fetch, is_url
 
 INDEX_NAME = "index.json"
@@ -82,7 +83,7 @@ def check_mds(config: SourceConfig) -> int:
             for shard in shards:
                 file = shard["raw_data"] if place.remote is None else copied_file(shard)
                 check_shard_file(Path(source), file)
-        num_samples += sum(shard["samples"] for shard in shards)
+        num_samples += count_samples(place, shards, config=config)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 

@@ -26,6 +26,7 @@ from sdbench.sources.checks import check_enough_samples, locate
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.loader import CheckedLoader, build_from_records
 from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
+from sdbench.sources.missing_latents import LEAVE_OUT
 from sdbench.sources.order import Key
 from sdbench.sources.records import clean_caption
 from sdbench.sources.tokenizer import CaptionTokenizer
@@ -214,9 +215,12 @@ def build(config: SourceConfig) -> CheckedLoader:
 
     One data set in its stored order is read by number: of an epoch that is no whole number of
     global batches Streaming would leave out any samples, not the last ones. A shard is then copied
-    when it is reached, not ahead.
+    when it is reached, not ahead. So is one of which samples are left out, in Streaming's order or
+    not: its epochs are of all samples. Shuffled, shards then come in random order, and samples in
+    random order within theirs.
     """
-    if not config.shuffle and config.streams is None:
+    is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
+    if is_read_by_number and config.streams is None:
         batches = make_batches(open_records(config), config=config)
         return build_from_records(batches, config=config)
     stream = KeyStream(config=config)

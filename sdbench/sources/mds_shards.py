@@ -31,8 +31,15 @@ from streaming.base.world import World
 from sdbench.errors import RunError
 from sdbench.sources.checks import INDEX_NAME, Place, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.latent_columns import find_latent_columns
-from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord, clean_caption
+from sdbench.sources.latent_columns import array_shapes, find_latent_columns
+from sdbench.sources.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
+from sdbench.sources.records import (
+    BadSampleError,
+    ImageRecord,
+    LatentRecord,
+    MissingLatentError,
+    clean_caption,
+)
 
 # Shards that a process keeps open, well below the usual limit of 1,024 files.
 MAX_OPEN_SHARDS = 128
@@ -48,8 +55,6 @@ HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md
 class MdsRecords:
     """The samples of one or several MDS data sets, by number over all of them."""
 
-    num_dropped = 0
-
     def __init__(
         self,
         streams: Sequence[Stream],
@@ -58,6 +63,7 @@ class MdsRecords:
         stream_of_shard: Sequence[int],
         config: SourceConfig,
         prepare: Callable[[int], None] | None = None,
+        present: Sequence[np.ndarray] | None = None,
     ) -> None:
         """Set up; no shard is opened yet.
 
@@ -68,8 +74,12 @@ class MdsRecords:
             config: Image size, kind of latents and which hash to check.
             prepare: Makes shard number i present in its data set's local folder; None for
                 Streaming's own download.
+            present: For each shard the positions of the samples that are not left out; None for
+                all of them.
         """
-        self.blocks = [len(shard) for shard in shards]
+        self.blocks = [len(each) for each in (shards if present is None else present)]
+        self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
+        self._present = present
         self._streams = streams
         self._shards = shards
         self._stream_of_shard = stream_of_shard
@@ -78,9 +88,12 @@ class MdsRecords:
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         self.columns = {"image": "jpg", "caption": "caption"}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._holds_latents = config.latents == "precomputed"
         if self._holds_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+            shapes = array_shapes(self.columns, config=config)
+            self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
     def __len__(self) -> int:
         return sum(self.blocks)
@@ -89,11 +102,14 @@ class MdsRecords:
         """Read one sample, downloading its shard if that is not here yet.
 
         Raises:
-            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes.
+            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes, or an
+                array is missing.
             RunError: The shard is missing or damaged.
         """
         shard_id = bisect.bisect_right(self._starts, index) - 1
         position = index - self._starts[shard_id]
+        if self._present is not None:
+            position = int(self._present[shard_id][position])
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
         name = f"{shard.path}, sample {position}"
         data = shard.read(position)
@@ -102,6 +118,10 @@ class MdsRecords:
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
+        for key, value in values.items():
+            if value is None:
+                kind = BadSampleError if key == "text_embedding" else MissingLatentError
+                raise kind(f"{name}, {self.columns[key]}: no value.")
         if self._holds_latents:
             return LatentRecord(name, values)
         return ImageRecord(name, values["image"], clean_caption(values["caption"]))
@@ -119,7 +139,7 @@ class MdsRecords:
             path.unlink()
         if not path.is_file():
             self._fetch(shard_id)
-        opened = _ShardFile(path, shard, algorithm=algorithm)
+        opened = _ShardFile(path, shard, algorithm=algorithm, shapes=self._shapes)
         self._open[shard_id] = opened
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
@@ -158,8 +178,21 @@ class MdsRecords:
 class _ShardFile:
     """One shard file, open for reading."""
 
-    def __init__(self, path: Path, shard: MDSReader, *, algorithm: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shard: MDSReader,
+        *,
+        algorithm: str | None,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
         """Open the file and check it against its index entry.
+
+        Args:
+            path: Of the file.
+            shard: Its index entry.
+            algorithm: Which hash to check, or None.
+            shapes: Of the arrays that columns hold.
 
         Raises:
             RunError: Its size or hash is not what index.json says.
@@ -184,7 +217,7 @@ class _ShardFile:
         offsets = os.pread(self._file.fileno(), 4 * (len(shard) + 1), 4)
         self._offsets = np.frombuffer(offsets, np.uint32).tolist()
         self._columns = {
-            name: (position, parse_encoding(encoding))
+            name: (position, parse_encoding(encoding, shape=shapes.get(name)))
             for position, (name, encoding) in enumerate(
                 zip(shard.column_names, shard.column_encodings, strict=True)
             )
@@ -219,12 +252,16 @@ class _ShardFile:
 Decoder = Callable[[np.ndarray], Any]
 
 
-def parse_encoding(encoding: str) -> Decoder:
+def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
     """How the bytes of a column become a value.
 
     Args:
         encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
+        shape: Of the array that the column holds. As ``bytes`` it is of float16 numbers, as
+            MosaicML diffusion stores them, or missing: None.
     """
+    if encoding == BYTES and shape is not None:
+        return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
     name, *rest = encoding.split(":")
     if name == "ndarray" and len(rest) == 2:
         dtype, shape = np.dtype(rest[0]), tuple(int(side) for side in rest[1].split(","))
@@ -259,7 +296,14 @@ def open_records(config: SourceConfig) -> MdsRecords:
         found = stream.get_shards(World.detect(), False)
         shards += found
         stream_of_shard += [number] * len(found)
-    return MdsRecords(streams, shards, stream_of_shard=stream_of_shard, config=config)
+    present = None
+    if config.missing_latents == LEAVE_OUT:
+        (place,) = locate_mds(config)
+        columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+        present = find_present(place.local, place.index, image_column(columns))
+    return MdsRecords(
+        streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
+    )
 
 
 class CheckedStream(Stream):

@@ -52,7 +52,7 @@ class Records(Protocol):
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
-        num_dropped: Samples that are stored but left out because a filter says so.
+        num_dropped: Samples that are stored but left out because a flag says so.
         columns: What a column holds (``image``, ``caption``, or a name of `LatentRecord.arrays`)
             to its name; empty where the format has no columns.
     """
@@ -80,6 +80,10 @@ class BadSampleError(ValueError):
 
     The message is one sentence that begins with the sample's name.
     """
+
+
+class MissingLatentError(BadSampleError):
+    """A sample has no encoded image of the size asked for: its picture was smaller."""
 
 
 def clean_caption(text: str) -> str | None:

@@ -15,8 +15,9 @@ from sdbench.sources import SOURCES
 from sdbench.sources.checks import INDEX_NAME, Place, copied_file, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_image_sizes
+from sdbench.sources.missing_latents import describe_missing
 from sdbench.sources.pool import Work, WorkReport, run_work, show_progress
-from sdbench.sources.records import BadSampleError
+from sdbench.sources.records import BadSampleError, MissingLatentError
 from sdbench.sources.remote import is_url
 from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
 
@@ -89,6 +90,9 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
     work = ShardWork(place=place, shards=shards, streams=streams)
     num_samples = sum(shard["samples"] for shard in shards)
     broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
+    if not broken:
+        for sentence in describe_missing(place, shards):
+            print(f"note: {sentence}")
     if broken or not deep:
         return _conclude(broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
     return verify_samples(config, deep=True, num_workers=num_workers)
@@ -221,6 +225,9 @@ class SampleWork:
         for index in indices:
             try:
                 self.rows.read(index)
+            except MissingLatentError:
+                # Not broken, and counted by `describe_missing`.
+                continue
             except (BadSampleError, RunError) as error:
                 bad.append(str(error))
         return WorkReport(len(indices), bad)
