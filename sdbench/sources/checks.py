@@ -62,7 +62,7 @@ class Place:
 
 
 def check_mds(config: SourceConfig) -> int:
-    """Check MDS data by index and, on disk, by the sizes of the shards.
+    """Check MDS data by index and, on disk, by the sizes of shards and of latents stored as bytes.
 
     Of a URL the index is downloaded, nothing else.
 

@@ -142,7 +142,8 @@ def _read_table(table: Path) -> tuple[list[Path], list[str]]:
             _raise_row(fault, table, line=line, value=",".join(cells))
         # Where a short row ends there is no such file, or no caption.
         row = dict(itertools.zip_longest(columns, cells, fillvalue=""))
-        _check_no_row_inside(row[caption_column], table, line=line)
+        for cell in cells:
+            _check_no_row_inside(cell, table, line=line)
         images.append(table.parent / (row[file_column] or f"(row {number}: no file)"))
         captions.append(row[caption_column])
     return images, captions
@@ -168,18 +169,18 @@ def _read_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
         _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
 
 
-def _check_no_row_inside(caption: str, table: Path, *, line: int) -> None:
-    """Check that a caption of several lines has not swallowed the rows behind it.
+def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
+    """Check that a cell of several lines has not swallowed the rows behind it.
 
     A quote that is not closed takes all up to the next quote, and may end where a cell may.
 
     Raises:
-        ConfigError: A line of the caption names a file that is there.
+        ConfigError: A line of the cell names a file that is there.
     """
-    for inside in caption.splitlines()[1:]:
-        cells = inside.split(",")
+    for inside in cell.splitlines()[1:]:
+        parts = inside.split(",")
         # A line without a comma is no row: a caption may be about a file.
-        if len(cells) > 1 and any(os.path.isfile(table.parent / cell.strip()) for cell in cells):
+        if len(parts) > 1 and any(os.path.isfile(table.parent / part.strip()) for part in parts):
             _raise_row("a quote of it is not closed", table, line=line, value=inside)
 
 

@@ -215,8 +215,8 @@ def build(config: SourceConfig) -> CheckedLoader:
 
     One data set in its stored order is read by number: of an epoch that is no whole number of
     global batches Streaming would leave out any samples, not the last ones. A shard is then copied
-    when it is reached, not ahead. So is one of which samples are left out, in Streaming's order or
-    not: its epochs are of all samples. Shuffled, shards then come in random order, and samples in
+    when it is reached, not ahead. One of which samples may be left out is read so too, as
+    Streaming's epochs have all of them; shuffled, its shards come in random order, and samples in
     random order within theirs.
     """
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT

@@ -78,6 +78,7 @@ LOSSES = {
     "no end of a quote": (4, 'a.PNG,one\n\nb.jpeg,"two\nsub/c.png,three\n'),
     "text behind a quote": (3, 'a.PNG,one\nb.jpeg,"two" and more\n'),
     "a quote that the next row closes": (2, 'a.PNG,"one\nb.jpeg,"two"\nsub/c.png,three\n'),
+    "another column": (2, 'a.PNG,"Al,one\nb.jpeg,Bo 5",two\nsub/c.png,Cy,three\n'),
     "an inch that closes a quote": (2, 'a.PNG,"one\nb.jpeg,two of 5"\nsub/c.png,three\n'),
 }
 
@@ -85,7 +86,8 @@ LOSSES = {
 @pytest.mark.parametrize("kind", LOSSES)
 def test_no_row_of_a_table_is_lost_without_a_word(kind, folder, tmp_path, capsys):
     line, rows = LOSSES[kind]
-    (folder / "captions.csv").write_text(f"file,caption\n{rows}")
+    header = "file,author,caption" if kind == "another column" else "file,caption"
+    (folder / "captions.csv").write_text(f"{header}\n{rows}")
     commands = {
         "data.py": lambda: data_main(["--remote", str(folder)]),
         "convert": lambda: sdbench_main(["convert", str(folder), str(tmp_path / "out")]),
