@@ -311,6 +311,13 @@ class BenchmarkConfig:
     max_bad_fraction: float = _field(
         DATA, FRACTION, 0.01, "share of bad samples in an epoch above which skipping gives up"
     )
+    missing_latents: str = _field(
+        DATA,
+        _one_of("error", "leave_out"),
+        "error",
+        "what MDS samples without a latent of this size do, as small pictures have none: stop the "
+        "run before it begins, or be left out and counted",
+    )
     data_timeout_s: float = _field(
         DATA,
         _number(zero_allowed=False),

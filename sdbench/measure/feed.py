@@ -21,7 +21,7 @@ class Stats(Protocol):
     Attributes:
         num_images_delivered: Images handed out.
         num_bad_samples: Samples that could not be used.
-        num_dropped_samples: Samples that a filter leaves out of the data set.
+        num_dropped_samples: Samples left out of the data set because a flag says so.
         bytes_read: Bytes of the stored samples.
         seconds: Phase of loading to the time it took, summed over all processes that load.
     """

@@ -96,8 +96,8 @@ def format_feed(record: dict[str, Any]) -> str:
         ),
         (
             "samples",
-            f"{summary['num_images']} delivered, {summary['num_bad_samples']} bad; filters leave "
-            f"out {summary['num_dropped_samples']} of the data set",
+            f"{summary['num_images']} delivered, {summary['num_bad_samples']} bad; "
+            f"{summary['num_dropped_samples']} of the data set are left out",
         ),
     ]
     if config["target_images_per_second"] is not None:

@@ -44,7 +44,7 @@ def format_summary(record: dict[str, Any]) -> str:
         ("loss first / last", f"{summary['loss_first']:.4f} / {summary['loss_last']:.4f}"),
     ]
     # Records made before samples were counted have neither.
-    for name, meaning in (("bad", "replaced by others"), ("dropped", "left out by the filters")):
+    for name, meaning in (("bad", "replaced by others"), ("dropped", "left out of the data set")):
         number = record["workload"].get(f"num_{name}_samples")
         if number:
             rows.append((f"{name} samples", f"{number}, {meaning}"))

@@ -166,6 +166,14 @@ def check(config: SourceConfig) -> int | None:
         ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
+    holds_mds_latents = config.data_format == "mds" and config.latents == "precomputed"
+    if config.missing_latents != "error" and not holds_mds_latents:
+        raise ConfigError(
+            "Samples without latents can be left out of MDS latents alone",
+            value=config.missing_latents,
+            allowed="error, or --data_format mds --latents precomputed",
+            flag="--missing_latents",
+        )
     return _load(SOURCES[config.data_format].check)(config)
 
 

@@ -91,7 +91,7 @@ class Batches:
 
         Args:
             blocks: Sizes of the runs of samples that are cheap to read together.
-            num_dropped: Samples that a filter left out.
+            num_dropped: Samples left out because a flag says so.
             config: What is to be made of the samples.
         """
         self.blocks = blocks

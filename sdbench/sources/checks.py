@@ -16,6 +16,7 @@ from pathlib import Path
 from sdbench.errors import ConfigError
 from sdbench.sources.config import NUM_SYNTHETIC_IMAGES, SourceConfig
 from sdbench.sources.latent_columns import array_shapes, find_latent_columns
+from sdbench.sources.missing_latents import count_samples
 from sdbench.sources.remote import cache_folder, fetch, is_url
 
 INDEX_NAME = "index.json"
@@ -54,9 +55,14 @@ class Place:
     proportion: float | None
     index: bytes
 
+    @property
+    def source(self) -> str:
+        """The user's own folder or URL."""
+        return self.remote or self.local
+
 
 def check_mds(config: SourceConfig) -> int:
-    """Check MDS data by index and, on disk, by the sizes of the shards.
+    """Check MDS data by index and, on disk, by the sizes of shards and of latents stored as bytes.
 
     Of a URL the index is downloaded, nothing else.
 
@@ -69,14 +75,15 @@ def check_mds(config: SourceConfig) -> int:
         check_no_captions_dropped(config)
     num_samples = 0
     for place in locate_mds(config):
-        source = place.remote or place.local
+        source = place.source
         shards = parse_index(place.index, source=source)
         check_columns(shards, source=source, config=config)
         check_hashes(shards, source=source, wanted=config.validate_hash)
         if not is_url(source):
             for shard in shards:
-                check_shard_file(Path(source), shard)
-        num_samples += sum(shard["samples"] for shard in shards)
+                file = shard["raw_data"] if place.remote is None else copied_file(shard)
+                check_shard_file(Path(source), file)
+        num_samples += count_samples(place, shards, config=config)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
@@ -84,9 +91,10 @@ def check_mds(config: SourceConfig) -> int:
 def locate_mds(config: SourceConfig) -> list[Place]:
     """Decide where shards are read from and where they are kept.
 
-    A folder on disk is read in place: nothing is copied unless both flags are given. For a URL
-    without ``--local`` it is copied to a folder of the user's cache that is named after the URL and
-    its index, because two data sets, or two versions of one, must not share a cache (the
+    A folder on disk is read in place: nothing is copied unless both flags are given, or shards
+    lie there in their compressed form alone, which are unpacked elsewhere. For those, and for a URL
+    without ``--local``, the copies go to a folder of the user's cache that is named after the place
+    and its index, because two data sets, or two versions of one, must not share a cache (the
     reference has a single fixed default, /tmp/mds-cache/mds-laion-2/).
 
     Raises:
@@ -94,9 +102,9 @@ def locate_mds(config: SourceConfig) -> list[Place]:
             `private_folder`.
     """
     if config.streams is None:
-        return [_locate(config.remote, config.local, proportion=None)]
+        return [locate(config.remote, config.local)]
     return [
-        _locate(source, None, proportion=proportion)
+        locate(source, None, proportion=proportion)
         for source, proportion in parse_streams(config.streams)
     ]
 
@@ -125,20 +133,47 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
     return streams
 
 
-def _locate(remote: str | None, local: str | None, *, proportion: float | None) -> Place:
-    if remote is None or remote == local:
+def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> Place:
+    """Decide of one data set as `locate_mds` does of all.
+
+    Raises:
+        ConfigError: As `locate_mds`.
+    """
+    if remote is None or (local is not None and _is_same_folder(remote, local)):
         assert local is not None, "resolve_format lets no MDS data set without a folder pass"
-        index = read_index(local)
-        return Place(remote=None, local=local, proportion=proportion, index=index)
+        remote, local = local, None
     index = read_index(remote)
     if local is not None:
         check_cache(Path(local), remote=remote, index=index)
         return Place(remote=remote, local=local, proportion=proportion, index=index)
     if not is_url(remote):
-        return Place(remote=None, local=remote, proportion=proportion, index=index)
+        if not _has_packed_shards(Path(remote), index):
+            return Place(remote=None, local=remote, proportion=proportion, index=index)
+        remote = str(Path(remote).absolute())
     digest = hashlib.sha256(index).hexdigest()
     cache = cache_folder(f"{remote}\n{digest}", None)
     return Place(remote=remote, local=str(cache), proportion=proportion, index=index)
+
+
+def _is_same_folder(remote: str, local: str) -> bool:
+    return not is_url(remote) and Path(remote).resolve() == Path(local).resolve()
+
+
+def _has_packed_shards(folder: Path, index: bytes) -> bool:
+    """Whether a shard lies there in its compressed form alone; an index that is damaged has none.
+
+    Args:
+        folder: Of the data set.
+        index: Content of its index.json.
+    """
+    try:
+        shards = parse_index(index, source=str(folder))
+    except ConfigError:
+        return False
+    return any(
+        shard["zip_data"] and not (folder / shard["raw_data"]["basename"]).is_file()
+        for shard in shards
+    )
 
 
 def check_cache(cache: Path, *, remote: str, index: bytes) -> None:
@@ -313,25 +348,32 @@ def check_no_captions_dropped(config: SourceConfig) -> None:
             )
 
 
-def check_shard_file(folder: Path, shard: dict) -> None:
-    """Check that a shard's file, raw or compressed, is there and as long as the index says.
+def copied_file(shard: dict) -> dict:
+    """The entry of the file that Streaming copies: the compressed form, where there is one."""
+    return shard["zip_data"] or shard["raw_data"]
+
+
+def check_shard_file(folder: Path, file: dict) -> None:
+    """Check that the file of a shard is there and as long as the index says.
+
+    Args:
+        folder: Of the data set.
+        file: Its entry in the index, raw or compressed.
 
     Raises:
         ConfigError: It is missing or has been cut.
     """
-    files = [shard["raw_data"]] + ([shard["zip_data"]] if shard["zip_data"] else [])
-    present = [file for file in files if (folder / file["basename"]).is_file()]
-    if not present:
+    path = folder / file["basename"]
+    if not path.is_file():
         raise ConfigError(
             f"A shard that index.json names is missing from {folder}",
-            value=files[-1]["basename"],
+            value=file["basename"],
             allowed="a complete data set: copy or convert it again",
             flag=PLACE_FLAGS,
         )
-    path = folder / present[0]["basename"]
-    if path.stat().st_size != present[0]["bytes"]:
+    if path.stat().st_size != file["bytes"]:
         raise ConfigError(
-            f"A shard is damaged: index.json says that {path} has {present[0]['bytes']} bytes",
+            f"A shard is damaged: index.json says that {path} has {file['bytes']} bytes",
             value=path.stat().st_size,
             allowed="a complete data set: copy or convert it again",
             flag=PLACE_FLAGS,

@@ -57,6 +57,8 @@ class SourceConfig:
         class_prompts: JSON file that maps a class number (WebDataset member ``cls``) to a caption.
         on_bad_sample: ``error``, or ``skip``: another sample of the batch takes the place.
         max_bad_fraction: Share of bad samples above which ``skip`` gives up.
+        missing_latents: ``error``, or ``leave_out``: an epoch has those MDS samples alone that have
+            a latent of `image_size`.
         data_timeout_s: Silence after which the loader is taken for stuck.
         validate_hash: ``auto`` (the strongest that an MDS index has), ``none``, or its name.
     """
@@ -87,6 +89,7 @@ class SourceConfig:
     class_prompts: str | None = None
     on_bad_sample: str = "error"
     max_bad_fraction: float = 0.01
+    missing_latents: str = "error"
     data_timeout_s: float = 300.0
     validate_hash: str = "auto"
 

@@ -6,9 +6,13 @@ What a person has on day one: pictures, each with a text file beside it, or a ta
 from __future__ import annotations
 
 import csv
+import io
+import itertools
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from sdbench.errors import ConfigError
 from sdbench.sources.checks import (
@@ -18,7 +22,7 @@ from sdbench.sources.checks import (
     check_tokenizer_folder,
 )
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.records import BadSampleError, ImageRecord
+from sdbench.sources.records import BadSampleError, ImageRecord, clean_caption
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Ours, and the name and columns that Hugging Face's image folders have.
@@ -61,7 +65,7 @@ class FolderRecords:
         if table is None:
             has_caption = any(path.with_suffix(".txt").is_file() for path in self._images)
         else:
-            has_caption = any(caption.strip() for caption in self._captions or ())
+            has_caption = any(map(clean_caption, self._captions or ()))
         if not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
         if not any(path.is_file() for path in self._images):
@@ -95,7 +99,7 @@ class FolderRecords:
                 raise BadSampleError(f"{path}: its caption is not UTF-8 ({error}).") from error
         else:
             text = self._captions[index]
-        return ImageRecord(str(path), _read_if_there(path), text.strip() or None)
+        return ImageRecord(str(path), _read_if_there(path), clean_caption(text))
 
 
 def _read_if_there(path: Path) -> bytes | None:
@@ -115,19 +119,13 @@ def _list_images(folder: Path) -> list[Path]:
 
 
 def _read_table(table: Path) -> tuple[list[Path], list[str]]:
-    """Images and captions of a table, in its order; paths are relative to its folder."""
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
-            columns = reader.fieldnames or []
-            rows = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"The table of captions cannot be read ({error})",
-            value=str(table),
-            allowed="CSV in UTF-8",
-            flag=PLACE_FLAGS,
-        ) from error
+    """Images and captions of a table, in its order; paths are relative to its folder.
+
+    Raises:
+        ConfigError: The table is damaged, lacks a column, or a row of it has lost a caption.
+    """
+    rows = list(_read_rows(table))
+    _, columns = rows.pop(0) if rows else (0, [])
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if file_column is None or caption_column is None:
@@ -137,12 +135,62 @@ def _read_table(table: Path) -> tuple[list[Path], list[str]]:
             allowed="a header line with the columns file and caption (or file_name and text)",
             flag=PLACE_FLAGS,
         )
-    # A short row has None where it ends: then there is no such file, or no caption.
-    pairs = [
-        (row[file_column] or f"(row {number}: no file)", row[caption_column] or "")
-        for number, row in enumerate(rows, start=1)
-    ]
-    return [table.parent / name for name, _ in pairs], [caption for _, caption in pairs]
+    images, captions = [], []
+    for number, (line, cells) in enumerate(rows, start=1):
+        if len(cells) > len(columns):
+            fault = f"it has {len(cells)} cells, and the header {len(columns)}"
+            _raise_row(fault, table, line=line, value=",".join(cells))
+        # Where a short row ends there is no such file, or no caption.
+        row = dict(itertools.zip_longest(columns, cells, fillvalue=""))
+        for cell in cells:
+            _check_no_row_inside(cell, table, line=line)
+        images.append(table.parent / (row[file_column] or f"(row {number}: no file)"))
+        captions.append(row[caption_column])
+    return images, captions
+
+
+def _read_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a table that are not empty, header and all, each with its first line's number.
+
+    Raises:
+        ConfigError: It is no CSV in UTF-8.
+    """
+    data = table.read_bytes()
+    line = 1
+    try:
+        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        for cells in reader:
+            if cells:
+                yield line, cells
+            line = reader.line_num + 1
+    except (UnicodeDecodeError, csv.Error) as error:
+        if isinstance(error, UnicodeDecodeError):
+            line += data.count(b"\n", 0, error.start)
+        _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
+
+
+def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
+    """Check that a cell of several lines has not swallowed the rows behind it.
+
+    A quote that is not closed takes all up to the next quote, and may end where a cell may.
+
+    Raises:
+        ConfigError: A line of the cell names a file that is there.
+    """
+    for inside in cell.splitlines()[1:]:
+        parts = inside.split(",")
+        # A line without a comma is no row: a caption may be about a file.
+        if len(parts) > 1 and any(os.path.isfile(table.parent / part.strip()) for part in parts):
+            _raise_row("a quote of it is not closed", table, line=line, value=inside)
+
+
+def _raise_row(fault: str, table: Path, *, line: int, value: str) -> NoReturn:
+    raise ConfigError(
+        f"The row at line {line} of {table} would lose text: {fault}",
+        value=value,
+        allowed='CSV in UTF-8, quotes around text with commas or line breaks, "" for a quote in it',
+        flag=PLACE_FLAGS,
+    )
 
 
 def check(config: SourceConfig) -> int:

@@ -72,15 +72,20 @@ def _raise_missing(present: set[str], *, image_size: int, lacks_text: bool) -> N
 
 def find_image_sizes(columns: Iterable[str]) -> list[int]:
     """The resolutions, in pixels, of which there are latents."""
-    sizes = set()
+    return sorted(set(find_image_columns(columns).values()))
+
+
+def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
+    """The columns that hold latents, each with their resolution in pixels."""
+    sizes = {}
     for column in columns:
         for name in ("moments", "latent"):
             for spelling in SPELLINGS[name]:
                 before, after = spelling.split("<px>")
                 size = column.removeprefix(before).removesuffix(after)
                 if size.isdecimal() and column == f"{before}{size}{after}":
-                    sizes.add(int(size))
-    return sorted(sizes)
+                    sizes[column] = int(size)
+    return sizes
 
 
 def array_shapes(names: Iterable[str], *, config: SourceConfig) -> dict[str, tuple[int, ...]]:

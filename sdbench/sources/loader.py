@@ -53,7 +53,8 @@ class LoaderStats:
     Attributes:
         num_images_delivered: Images handed out.
         num_bad_samples: Samples among them that could not be used and had a stand-in.
-        num_dropped_samples: Samples that a filter left out of the data set; not reset.
+        num_dropped_samples: Samples left out of the data set because a flag says so; not
+            reset.
         bytes_read: Bytes of the stored samples.
         seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
     """

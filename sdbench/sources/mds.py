@@ -22,11 +22,13 @@ from streaming.base.world import World
 
 from sdbench.shared_memory import remove_stale_shared_memory
 from sdbench.sources.batches import make_batches
-from sdbench.sources.checks import check_enough_samples
+from sdbench.sources.checks import check_enough_samples, locate
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.loader import CheckedLoader, build_from_records
 from sdbench.sources.mds_shards import MdsRecords, make_streams, open_records
+from sdbench.sources.missing_latents import LEAVE_OUT
 from sdbench.sources.order import Key
+from sdbench.sources.records import clean_caption
 from sdbench.sources.tokenizer import CaptionTokenizer
 from sdbench.sources.transforms import decode_image, to_rgb
 
@@ -175,6 +177,9 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
             batch_size: Of the loader that reads it.
             image_size: Side in pixels, without a `transform`.
         """
+        if remote is None:
+            place = locate(None, str(Path(local, split or "")))
+            remote, local, split = place.remote, place.local, None
         super().__init__(
             remote=remote,
             local=local,
@@ -201,7 +206,7 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
         else:
             with Image.open(io.BytesIO(sample["jpg"])) as picture:
                 image = self._transform(to_rgb(picture))
-        input_ids = torch.from_numpy(self._tokenizer([sample["caption"]])[0])
+        input_ids = torch.from_numpy(self._tokenizer([clean_caption(sample["caption"]) or ""])[0])
         return {"image": image, "input_ids": input_ids}
 
 
@@ -210,9 +215,12 @@ def build(config: SourceConfig) -> CheckedLoader:
 
     One data set in its stored order is read by number: of an epoch that is no whole number of
     global batches Streaming would leave out any samples, not the last ones. A shard is then copied
-    when it is reached, not ahead.
+    when it is reached, not ahead. One of which samples may be left out is read so too, as
+    Streaming's epochs have all of them; shuffled, its shards come in random order, and samples in
+    random order within theirs.
     """
-    if not config.shuffle and config.streams is None:
+    is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
+    if is_read_by_number and config.streams is None:
         batches = make_batches(open_records(config), config=config)
         return build_from_records(batches, config=config)
     stream = KeyStream(config=config)

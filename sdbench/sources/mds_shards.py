@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 from streaming import Stream
+from streaming.base.format import FileInfo
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
@@ -28,10 +29,17 @@ from streaming.base.world import World
 
 from sdbench.cache import new_file, private_folder
 from sdbench.errors import RunError
-from sdbench.sources.checks import INDEX_NAME, locate_mds
+from sdbench.sources.checks import INDEX_NAME, Place, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
-from sdbench.sources.latent_columns import find_latent_columns
-from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord
+from sdbench.sources.latent_columns import array_shapes, find_latent_columns
+from sdbench.sources.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
+from sdbench.sources.records import (
+    BadSampleError,
+    ImageRecord,
+    LatentRecord,
+    MissingLatentError,
+    clean_caption,
+)
 
 # Shards that a process keeps open, well below the usual limit of 1,024 files.
 MAX_OPEN_SHARDS = 128
@@ -47,8 +55,6 @@ HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md
 class MdsRecords:
     """The samples of one or several MDS data sets, by number over all of them."""
 
-    num_dropped = 0
-
     def __init__(
         self,
         streams: Sequence[Stream],
@@ -57,6 +63,7 @@ class MdsRecords:
         stream_of_shard: Sequence[int],
         config: SourceConfig,
         prepare: Callable[[int], None] | None = None,
+        present: Sequence[np.ndarray] | None = None,
     ) -> None:
         """Set up; no shard is opened yet.
 
@@ -67,8 +74,12 @@ class MdsRecords:
             config: Image size, kind of latents and which hash to check.
             prepare: Makes shard number i present in its data set's local folder; None for
                 Streaming's own download.
+            present: For each shard the positions of the samples that are not left out; None for
+                all of them.
         """
-        self.blocks = [len(shard) for shard in shards]
+        self.blocks = [len(each) for each in (shards if present is None else present)]
+        self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
+        self._present = present
         self._streams = streams
         self._shards = shards
         self._stream_of_shard = stream_of_shard
@@ -77,9 +88,12 @@ class MdsRecords:
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         self.columns = {"image": "jpg", "caption": "caption"}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._holds_latents = config.latents == "precomputed"
         if self._holds_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+            shapes = array_shapes(self.columns, config=config)
+            self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
     def __len__(self) -> int:
         return sum(self.blocks)
@@ -88,11 +102,14 @@ class MdsRecords:
         """Read one sample, downloading its shard if that is not here yet.
 
         Raises:
-            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes.
+            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes, or an
+                array is missing.
             RunError: The shard is missing or damaged.
         """
         shard_id = bisect.bisect_right(self._starts, index) - 1
         position = index - self._starts[shard_id]
+        if self._present is not None:
+            position = int(self._present[shard_id][position])
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
         name = f"{shard.path}, sample {position}"
         data = shard.read(position)
@@ -101,9 +118,13 @@ class MdsRecords:
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
+        for key, value in values.items():
+            if value is None:
+                kind = BadSampleError if key == "text_embedding" else MissingLatentError
+                raise kind(f"{name}, {self.columns[key]}: no value.")
         if self._holds_latents:
             return LatentRecord(name, values)
-        return ImageRecord(name, values["image"], values["caption"].strip() or None)
+        return ImageRecord(name, values["image"], clean_caption(values["caption"]))
 
     def path_of(self, shard_id: int) -> Path:
         """Where a shard lies, or will lie once it has been downloaded."""
@@ -118,7 +139,7 @@ class MdsRecords:
             path.unlink()
         if not path.is_file():
             self._fetch(shard_id)
-        opened = _ShardFile(path, shard, algorithm=algorithm)
+        opened = _ShardFile(path, shard, algorithm=algorithm, shapes=self._shapes)
         self._open[shard_id] = opened
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
@@ -151,19 +172,27 @@ class MdsRecords:
         raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
 
     def _download(self, shard_id: int) -> None:
-        # Streaming's copy goes through a temporary file of one name for all processes.
-        # Of several machines with one home each may have a disk of its own at this path.
-        place = f"{os.uname().nodename}\n{self.path_of(shard_id).absolute()}"
-        digest = hashlib.sha256(place.encode()).hexdigest()
-        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
-            self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
+        self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
 
 
 class _ShardFile:
     """One shard file, open for reading."""
 
-    def __init__(self, path: Path, shard: MDSReader, *, algorithm: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shard: MDSReader,
+        *,
+        algorithm: str | None,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
         """Open the file and check it against its index entry.
+
+        Args:
+            path: Of the file.
+            shard: Its index entry.
+            algorithm: Which hash to check, or None.
+            shapes: Of the arrays that columns hold.
 
         Raises:
             RunError: Its size or hash is not what index.json says.
@@ -188,7 +217,7 @@ class _ShardFile:
         offsets = os.pread(self._file.fileno(), 4 * (len(shard) + 1), 4)
         self._offsets = np.frombuffer(offsets, np.uint32).tolist()
         self._columns = {
-            name: (position, parse_encoding(encoding))
+            name: (position, parse_encoding(encoding, shape=shapes.get(name)))
             for position, (name, encoding) in enumerate(
                 zip(shard.column_names, shard.column_encodings, strict=True)
             )
@@ -223,12 +252,16 @@ class _ShardFile:
 Decoder = Callable[[np.ndarray], Any]
 
 
-def parse_encoding(encoding: str) -> Decoder:
+def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
     """How the bytes of a column become a value.
 
     Args:
         encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
+        shape: Of the array that the column holds. As ``bytes`` it is of float16 numbers, as
+            MosaicML diffusion stores them, or missing: None.
     """
+    if encoding == BYTES and shape is not None:
+        return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
     name, *rest = encoding.split(":")
     if name == "ndarray" and len(rest) == 2:
         dtype, shape = np.dtype(rest[0]), tuple(int(side) for side in rest[1].split(","))
@@ -263,7 +296,55 @@ def open_records(config: SourceConfig) -> MdsRecords:
         found = stream.get_shards(World.detect(), False)
         shards += found
         stream_of_shard += [number] * len(found)
-    return MdsRecords(streams, shards, stream_of_shard=stream_of_shard, config=config)
+    present = None
+    if config.missing_latents == LEAVE_OUT:
+        (place,) = locate_mds(config)
+        columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+        present = find_present(place.local, place.index, image_column(columns))
+    return MdsRecords(
+        streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
+    )
+
+
+class CheckedStream(Stream):
+    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
+
+    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
+        """Set up.
+
+        Args:
+            wanted_hash: As `choose_hash` takes it.
+            options: Of Streaming's class.
+        """
+        super().__init__(**options)
+        self._wanted_hash = wanted_hash
+
+    def prepare_shard(self, shard: MDSReader) -> int:
+        """Make a shard present; returns the change of the cache's size in bytes."""
+        # Streaming's copy goes through a temporary file of one name for all processes.
+        # Of several machines with one home each may have a disk of its own at this path.
+        path = Path(self.local, self.split, shard.raw_data.basename).absolute()
+        digest = hashlib.sha256(f"{os.uname().nodename}\n{path}".encode()).hexdigest()
+        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
+            return super().prepare_shard(shard)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        try:
+            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
+            if algorithm in zip_info.hashes:
+                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
+                if digest != zip_info.hashes[algorithm]:
+                    raise ValueError(
+                        f"the {algorithm} of {zip_info.basename} is not the one in {INDEX_NAME}"
+                    )
+            super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
+        except Exception:
+            # Streaming would take what is left of it in the next run, whole or not.
+            if not self.safe_keep_zip:
+                Path(zip_filename).unlink(missing_ok=True)
+            raise
 
 
 def make_streams(config: SourceConfig) -> list[Stream]:
@@ -279,15 +360,36 @@ def make_streams(config: SourceConfig) -> list[Stream]:
             index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_file(index) as new:
                 new.write_bytes(place.index)
+        if config.rank == 0:
+            _tell_unpacking(place)
         weight = {} if place.proportion is None else {"proportion": place.proportion}
         streams.append(
-            Stream(
+            CheckedStream(
+                wanted_hash=config.validate_hash,
                 remote=place.remote,
                 local=place.local,
                 # What is read in place cannot be downloaded again: trying would delay the error.
                 download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
                 download_timeout=DOWNLOAD_TIMEOUT_S,
+                # Of a compressed shard the copy; what lies in the user's folder is kept anyhow.
+                keep_zip=False,
                 **weight,
             )
         )
     return streams
+
+
+def _tell_unpacking(place: Place) -> None:
+    """Say what disk the shards take that are not unpacked yet."""
+    shards = parse_index(place.index, source=place.source)
+    num_bytes = sum(
+        shard["raw_data"]["bytes"]
+        for shard in shards
+        if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
+    )
+    if num_bytes:
+        print(
+            f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
+            f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
+            file=sys.stderr,
+        )

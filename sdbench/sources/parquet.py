@@ -26,7 +26,7 @@ from sdbench.sources.checks import (
 )
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import array_shapes, check_array, find_latent_columns
-from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord
+from sdbench.sources.records import BadSampleError, ImageRecord, LatentRecord, clean_caption
 from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
 
 # Spellings: ours and LAION's, Hugging Face's (a struct with the field bytes), others'.
@@ -107,7 +107,7 @@ class ParquetRecords:
         return ImageRecord(
             name,
             image.as_buffer().to_pybytes() if image.is_valid else None,
-            (caption.as_py() or "").strip() or None,
+            clean_caption(caption.as_py() or ""),
         )
 
     def _take_arrays(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ class ImageRecord(NamedTuple):
         name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
             ``shard.00002.mds, sample 17``.
         image: Bytes of an image file of any kind; None when there is a caption without an image.
-        caption: Text without surrounding white space; None when there is none.
+        caption: Text as `clean_caption` gives it; None when there is none.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Records(Protocol):
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
-        num_dropped: Samples that are stored but left out because a filter says so.
+        num_dropped: Samples that are stored but left out because a flag says so.
         columns: What a column holds (``image``, ``caption``, or a name of `LatentRecord.arrays`)
             to its name; empty where the format has no columns.
     """
@@ -80,6 +80,19 @@ class BadSampleError(ValueError):
 
     The message is one sentence that begins with the sample's name.
     """
+
+
+class MissingLatentError(BadSampleError):
+    """A sample has no encoded image of the size asked for: its picture was smaller."""
+
+
+def clean_caption(text: str) -> str | None:
+    """A caption without a byte-order mark and white space around it, or None when nothing is left.
+
+    Some editors begin each text file with a mark, and copies of such texts keep it; to a tokenizer
+    it would be three tokens.
+    """
+    return text.strip().removeprefix("\ufeff").strip() or None
 
 
 def check_whole(record: ImageRecord) -> None:

@@ -26,6 +26,7 @@ from sdbench.sources.parquet import find_files
 from sdbench.sources.records import (
     ImageRecord,
     LatentRecord,
+    MissingLatentError,
     Records,
     check_whole,
     undecodable,
@@ -113,12 +114,19 @@ class LatentRows:
 
         Raises:
             BadSampleError: An array has a wrong shape, no floating type, or a value that is not
-                finite in float16.
+                finite in float16. `MissingLatentError` if no more is wrong than that a resolution
+                is missing.
             RunError: The file that holds it is missing or damaged.
         """
         row = {}
+        missing = None
         for image_size, records in self._records.items():
-            record = records.read(index)
+            try:
+                record = records.read(index)
+            except MissingLatentError as error:
+                # The other resolutions are looked at all the same.
+                missing = error
+                continue
             assert isinstance(record, LatentRecord)
             for name, array in record.arrays.items():
                 column = name_column(name, image_size=image_size)
@@ -127,6 +135,8 @@ class LatentRows:
                 with np.errstate(over="ignore"):
                     row[column] = np.array(array, dtype=np.float16)
                 check_finite(place, row[column])
+        if missing is not None:
+            raise missing
         return row
 
 
@@ -147,6 +157,8 @@ def describe_source(place: str, *, data_format: str, **options: Any) -> SourceCo
         image_size=VAE_FACTOR,
         device_batch_size=1,
         seed=0,
+        # Whoever reads sample by sample decides about each.
+        on_bad_sample="skip",
         **options,
     )
 
@@ -188,7 +200,7 @@ def read_columns(config: SourceConfig) -> set[str]:
     """
     if config.data_format == "mds":
         (place,) = locate_mds(config)
-        shards = parse_index(place.index, source=place.remote or place.local)
+        shards = parse_index(place.index, source=place.source)
         return set.intersection(*(set(shard["column_names"]) for shard in shards))
     if config.data_format == "parquet":
         assert config.remote is not None

@@ -12,11 +12,13 @@ from typing import Any
 
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources import SOURCES
-from sdbench.sources.checks import INDEX_NAME, Place, locate_mds, parse_index
+from sdbench.sources.checks import INDEX_NAME, Place, copied_file, locate_mds, parse_index
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.latent_columns import find_image_sizes
+from sdbench.sources.missing_latents import describe_missing
 from sdbench.sources.pool import Work, WorkReport, run_work, show_progress
-from sdbench.sources.records import BadSampleError
+from sdbench.sources.records import BadSampleError, MissingLatentError
+from sdbench.sources.remote import is_url
 from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
 
 EPILOG = """\
@@ -74,9 +76,8 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
         ConfigError: There is no index.json.
     """
     (place,) = locate_mds(config)
-    source = place.remote or place.local
     try:
-        shards = parse_index(place.index, source=source)
+        shards = parse_index(place.index, source=place.source)
     except ConfigError as error:
         return _report([f"{error.value}: {error.what}."])
     for name in _find_orphans(place, shards):
@@ -84,9 +85,14 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
     # Here, because it brings torch, which --help has no use for.
     from sdbench.sources.mds_shards import make_streams
 
-    work = ShardWork(place=place, shards=shards, streams=make_streams(config))
+    # A compressed copy is gone once it is unpacked.
+    streams = make_streams(dataclasses.replace(config, validate_hash="auto"))
+    work = ShardWork(place=place, shards=shards, streams=streams)
     num_samples = sum(shard["samples"] for shard in shards)
     broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
+    if not broken:
+        for sentence in describe_missing(place, shards):
+            print(f"note: {sentence}")
     if broken or not deep:
         return _conclude(broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
     return verify_samples(config, deep=True, num_workers=num_workers)
@@ -143,21 +149,23 @@ class ShardWork:
         return WorkReport(self.shards[number]["samples"], list(self._check_files(number)))
 
     def _check_files(self, number: int) -> Iterator[str]:
-        shard, folder = self.shards[number], Path(self.place.local)
-        if self.place.remote is not None:
+        shard, place = self.shards[number], self.place
+        files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
+        sound = True
+        if not is_url(place.source):
+            faults = list(_check_present(Path(place.source), files))
+            yield from faults
+            sound = not faults
+        if place.remote is None:
+            if not any(Path(place.local, file["basename"]).is_file() for file in files):
+                yield f"{Path(place.local, files[-1]['basename'])}: missing."
+        elif sound:
             error = self._download(number)
             if error:
                 yield error
                 return
-        files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
-        present = [file for file in files if (folder / file["basename"]).is_file()]
-        if not present:
-            yield f"{folder / files[-1]['basename']}: missing."
-        origin = f" (a copy from {self.place.remote})" if self.place.remote else ""
-        for file in present:
-            path = folder / file["basename"]
-            for fault in _find_faults(path, file):
-                yield f"{path}{origin}: {fault}."
+            origin = f" (a copy from {place.remote})"
+            yield from _check_present(Path(place.local), files, origin=origin)
 
     def _download(self, number: int) -> str | None:
         from streaming.base.world import World
@@ -167,10 +175,21 @@ class ShardWork:
             stream.prepare_shard(stream.get_shards(World.detect(), False)[number])
         except Exception as error:
             # Each object store raises its own types; all mean that the shard cannot be had.
-            name = f"{self.place.remote}/{self.shards[number]['raw_data']['basename']}"
+            name = f"{self.place.remote}/{copied_file(self.shards[number])['basename']}"
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return f"{name}: cannot be had ({reason})."
         return None
+
+
+def _check_present(
+    folder: Path, files: Sequence[Mapping[str, Any]], *, origin: str = ""
+) -> Iterator[str]:
+    """A sentence for each fault of those files of a shard that are in a folder."""
+    for file in files:
+        path = folder / file["basename"]
+        if path.is_file():
+            for fault in _find_faults(path, file):
+                yield f"{path}{origin}: {fault}."
 
 
 def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
@@ -206,6 +225,9 @@ class SampleWork:
         for index in indices:
             try:
                 self.rows.read(index)
+            except MissingLatentError:
+                # Not broken, and counted by `describe_missing`.
+                continue
             except (BadSampleError, RunError) as error:
                 bad.append(str(error))
         return WorkReport(len(indices), bad)
@@ -213,9 +235,9 @@ class SampleWork:
 
 def _find_orphans(place: Place, shards: Sequence[dict]) -> list[str]:
     """Files in the folder that the index does not name; of a URL's cache it is none's business."""
-    if place.remote is not None:
+    if is_url(place.source):
         return []
-    folder = Path(place.local)
+    folder = Path(place.source)
     known = {INDEX_NAME} | {
         file["basename"]
         for shard in shards

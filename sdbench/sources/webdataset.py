@@ -31,7 +31,7 @@ from sdbench.sources.checks import (
 )
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.filters import Term, accepts, parse_filters
-from sdbench.sources.records import BadSampleError, ImageRecord
+from sdbench.sources.records import BadSampleError, ImageRecord, clean_caption
 from sdbench.sources.remote import cache_folder, fetch_all, is_url, list_urls
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -169,12 +169,12 @@ class WebDatasetRecords:
 
     def _take_caption(self, extension: str, data: bytes, *, name: str) -> str | None:
         try:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")
             if extension == "cls":
-                return self._class_prompts[int(text)]
+                text = self._class_prompts[int(text)]
             if extension == "json":
                 text = json.loads(text).get("caption") or ""
-            return text.strip() or None
+            return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
@@ -298,7 +298,7 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
     if path is None:
         return {}
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         if not isinstance(content, list | dict):
             raise ValueError("neither list nor object")
         pairs = content.items() if isinstance(content, dict) else enumerate(content)

@@ -106,7 +106,7 @@ def test_a_person_reads_every_figure_with_its_unit():
         "  read from storage     20 MB/s, 100 kB per image",
         "  time per image        9.5 ms of a process: read 0.5, decode 6.25, transform 2, "
         "tokenize 0.25, collate 0.5",
-        "  samples               3200 delivered, 1 bad; filters leave out 12 of the data set",
+        "  samples               3200 delivered, 1 bad; 12 of the data set are left out",
     ]
 
 

@@ -61,18 +61,24 @@ def indices(batches: list[dict]) -> list[int]:
     ]
 
 
-def write_mds(folder: Path, *, hashes: tuple[str, ...] = ("xxh64",)) -> None:
+def write_mds(
+    folder: Path, *, hashes: tuple[str, ...] = ("xxh64",), compression: str | None = None
+) -> None:
     """Four shards of at most 16 samples each; padding behind a PNG's end is not read."""
     from streaming import MDSWriter
 
     columns = {"jpg": "bytes", "caption": "str"}
     with MDSWriter(
-        out=str(folder), columns=columns, size_limit=2**20, hashes=list(hashes)
+        out=str(folder),
+        columns=columns,
+        size_limit=2**20,
+        hashes=list(hashes),
+        compression=compression,
     ) as writer:
         for index in range(NUM_SAMPLES):
             jpg = make_png(index) + b"\0" * 64_000
             writer.write({"jpg": jpg, "caption": make_caption(index)})
-    assert len(list(folder.glob("*.mds"))) == 4
+    assert len(list(folder.glob("*.mds*"))) == 4
 
 
 def write_mds_latents(folder: Path) -> None:

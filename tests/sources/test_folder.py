@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from data import main as data_main
 from sdbench import sources
+from sdbench.cli import main as sdbench_main
 from sdbench.errors import ConfigError, RunError
 from sdbench.sources.config import SourceConfig
+from sdbench.sources.tokenizer import CaptionTokenizer
 from tests.sources import datasets
 from tests.sources.datasets import indices
 
@@ -44,9 +47,9 @@ def test_a_text_beside_each_image(folder):
 )
 def test_a_table_of_captions(name, header, folder, capsys):
     (folder / name).write_text(
-        f"{header}\nsub/c.png,'last, and first'\na.PNG,one\n\ufeff".strip("\ufeff")
+        f'\ufeff{header}\nsub/c.png,"last, and\nfirst"\n\na.PNG,"\ufeffa ""one"""\n'
     )
-    assert [record.caption for record in records(folder)] == ["'last", "one"]
+    assert [record.caption for record in records(folder)] == ["last, and\nfirst", 'a "one"']
     assert indices(list(sources.build(make_config(folder)))) == [3, 0]
     told = f"2 images of {folder} are not in its table of captions.\n"
     assert capsys.readouterr().err == told * 2  # opened twice above
@@ -59,7 +62,7 @@ def test_a_table_of_captions(name, header, folder, capsys):
         ("file,caption\n", "has a captions.csv without rows"),
         ("file,caption\na.PNG,\nb.jpeg\n", "None of the 2 images has a caption"),
         ("file,caption\nx.png,a\ny.png,b\n", "None of the files that .*captions.csv names is th"),
-        (b"file,caption\na.PNG,\xe4\n", r"cannot be read \('utf-8'"),
+        (b"file,caption\na.PNG,\xe4\n", r"row at line 2 of .*cannot be read \('utf-8'"),
     ],
 )
 def test_a_table_that_is_of_no_use(table, message, folder):
@@ -67,6 +70,41 @@ def test_a_table_that_is_of_no_use(table, message, folder):
     (folder / "captions.csv").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         sources.check(make_config(folder))
+
+
+# Each loses the captions of a row or more to a reader that does not look for it.
+LOSSES = {
+    "a comma without quotes": (3, "a.PNG,one\nb.jpeg,two, and more\nsub/c.png,three\n"),
+    "no end of a quote": (4, 'a.PNG,one\n\nb.jpeg,"two\nsub/c.png,three\n'),
+    "text behind a quote": (3, 'a.PNG,one\nb.jpeg,"two" and more\n'),
+    "a quote that the next row closes": (2, 'a.PNG,"one\nb.jpeg,"two"\nsub/c.png,three\n'),
+    "another column": (2, 'a.PNG,"Al,one\nb.jpeg,Bo 5",two\nsub/c.png,Cy,three\n'),
+    "an inch that closes a quote": (2, 'a.PNG,"one\nb.jpeg,two of 5"\nsub/c.png,three\n'),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_no_row_of_a_table_is_lost_without_a_word(kind, folder, tmp_path, capsys):
+    line, rows = LOSSES[kind]
+    header = "file,author,caption" if kind == "another column" else "file,caption"
+    (folder / "captions.csv").write_text(f"{header}\n{rows}")
+    commands = {
+        "data.py": lambda: data_main(["--remote", str(folder)]),
+        "convert": lambda: sdbench_main(["convert", str(folder), str(tmp_path / "out")]),
+        "verify-data": lambda: sdbench_main(["verify-data", str(folder), "--deep"]),
+    }
+    for name, command in commands.items():
+        assert command() == 2, name
+        assert f"row at line {line} of {folder / 'captions.csv'} " in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_caption(folder):
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        path.with_suffix(".txt").write_text("a caption", encoding="utf-8-sig")
+    assert {record.caption for record in records(folder)} == {"a caption"}
+    batch = next(iter(sources.build(make_config(folder))))
+    expected = CaptionTokenizer(pad_token_id=0)(["a caption"] * 2)
+    assert batch["input_ids"].tolist() == expected.tolist()
 
 
 def test_folders_without_images_or_captions(folder, tmp_path):

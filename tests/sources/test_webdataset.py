@@ -111,9 +111,14 @@ def test_captions_come_from_txt_then_json_and_are_stripped(tmp_path):
         ("0.txt", " Gr\u00fc\u00dfe\n".encode()),
         ("1.png", PIXEL),
         ("1.json", b'{"caption": "of the json"}'),
+        ("2.png", PIXEL),
+        ("2.txt", "\ufeffmarked".encode()),
+        ("3.png", PIXEL),
+        ("3.json", '\ufeff{"caption": "\ufeffmarked twice"}'.encode()),
     ]
     tar = write_tar(tmp_path / "a.tar", members)
-    assert [caption for *_, caption in read_all(tar)] == ["Gr\u00fc\u00dfe", "of the json"]
+    captions = ["Gr\u00fc\u00dfe", "of the json", "marked", "marked twice"]
+    assert [caption for *_, caption in read_all(tar)] == captions
 
 
 @pytest.mark.parametrize("prompts", [["a cat", "a dog"], {"0": "a cat", "1": "a dog"}])
@@ -121,7 +126,7 @@ def test_class_prompts_name_the_classes(prompts, tmp_path):
     members = [("0.png", PIXEL), ("0.cls", b"1\n"), ("0.txt", b"dog.png")]
     members += [("1.png", PIXEL), ("1.cls", b"0")]
     tar = write_tar(tmp_path / "a.tar", members)
-    (tmp_path / "classes.json").write_text(json.dumps(prompts))
+    (tmp_path / "classes.json").write_text(json.dumps(prompts), encoding="utf-8-sig")
     found = read_all(tar, class_prompts=str(tmp_path / "classes.json"))
     assert [caption for *_, caption in found] == ["a dog", "a cat"]
     loader = sources.build(make_config(tar, class_prompts=str(tmp_path / "classes.json")))
