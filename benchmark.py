@@ -179,7 +179,8 @@ def _run_in_folder(
 ) -> int:
     """Train, and leave a record whatever happens."""
     from sdbench import describe, distributed
-    from sdbench.outcome import Failure, RunRecord, explain_among_ranks
+    from sdbench.measure.record import STEPS_NAME
+    from sdbench.outcome import Failure, RunRecord, explain_among_ranks, warn_if_not_written
     from sdbench.report.row import append_row
     from sdbench.report.terminal import format_summary
 
@@ -212,7 +213,6 @@ def _run_in_folder(
         heartbeat.end(failure.status, failure.reason)
         return exit_code
     if is_first_rank:
-        folder.write_steps(measurements.timings.steps)
         content = record.end_well(
             summary=summary,
             workload={
@@ -226,7 +226,10 @@ def _run_in_folder(
             },
             network=nccl_log.read_network(),
         )
-        append_row(folder.path.parent / "runs.csv", content)
+        with warn_if_not_written(STEPS_NAME):
+            folder.write_steps(measurements.timings.steps)
+        with warn_if_not_written("runs.csv"):
+            append_row(folder.path.parent / "runs.csv", content)
         print(f"\n{format_summary(content)}\n\nrecord: {folder.path}")
     distributed.disconnect()
     return 0

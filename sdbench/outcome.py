@@ -1,11 +1,21 @@
-"""How did a run end, and what does its record say of that?"""
+"""How did a run end, and what does its record say of that?
+
+A run whose figures were measured is `ok`, with an exit code of 0, also when the disk has filled up
+by then: its record has had space since the start and is written first. What does not fit besides
+(the log, steps.csv, runs.csv) is missing, with a warning on the terminal. A full disk that stops
+the work itself, or cannot take the record, is a failure.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import signal
+import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdbench.distributed import is_about_connections
@@ -13,9 +23,13 @@ from sdbench.errors import ConfigError, RunError
 from sdbench.heartbeat import Heartbeat
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
-from sdbench.signals import Terminated, ignore_sigterm
+from sdbench.signals import Terminated, ignore_terminations
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+TERMINATION_REASONS = {
+    signal.SIGTERM: "a scheduler stopped the run, or its launcher did as another rank ended",
+    signal.SIGHUP: "the terminal was closed; a run under nohup goes on",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +82,21 @@ class RunRecord:
         }
 
     def write_unfinished(self) -> None:
-        """Leave a record that holds if the process is killed."""
-        self._folder.write_record(self._content)
+        """Leave a record that holds if the process is killed, and keep space for the last one.
+
+        Raises:
+            ConfigError: The disk is full.
+        """
+        try:
+            self._folder.reserve_space()
+            self._folder.write_record(self._content)
+        except OSError as error:
+            raise ConfigError(
+                f"the results folder cannot be written ({error.strerror})",
+                value=str(self._folder.path.parent),
+                allowed="a folder on a disk with space",
+                flag="--results_dir",
+            ) from None
 
     def end_well(
         self,
@@ -87,6 +114,9 @@ class RunRecord:
 
         Returns:
             The whole record.
+
+        Raises:
+            RunError: It cannot be written.
         """
         if workload is not None:
             self._content["workload"].update(workload)
@@ -97,35 +127,59 @@ class RunRecord:
     def end_badly(self, failure: Failure) -> None:
         """Write why, unless another rank has done so: the first one knows the cause."""
         if self._folder.claim_failure():
-            self._end(status=failure.status, reason=failure.reason)
+            try:
+                self._end(status=failure.status, reason=failure.reason)
+            except RunError as error:
+                print(f"error: {error}", file=sys.stderr)
 
     def _end(self, **ended: Any) -> dict[str, Any]:
         duration_s = time.perf_counter() - self._started_s
         self._content = {**self._content, **ended, "duration_s": duration_s}
-        self._folder.write_record(self._content)
+        try:
+            self._folder.write_last_record(self._content)
+        except OSError as error:
+            raise RunError(
+                f"the record cannot be written to {self._folder.path} ({error.strerror}): free "
+                "space there, or choose another folder with --results_dir"
+            ) from None
         return self._content
+
+
+@contextlib.contextmanager
+def warn_if_not_written(name: str) -> Iterator[None]:
+    """Go on without a file that the figures, which are in the record by now, do not depend on."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {name} could not be written: {error.strerror}", file=sys.stderr)
 
 
 def explain(error: BaseException, *, rank: int | None = None) -> Failure:
     """What a run ended with, to be called as soon as it has.
 
-    Prints the traceback of an error that nobody foresaw. From now on SIGTERM is ignored.
+    Prints the traceback of an error that nobody foresaw. From now on terminations are ignored.
 
     Args:
         error: What was raised.
         rank: The rank that it was raised on; None where a run has no ranks.
     """
-    ignore_sigterm()
+    ignore_terminations()
     exit_code = EXIT_FAILED
     if isinstance(error, KeyboardInterrupt):
         status, reason, exit_code = record.INTERRUPTED, "Ctrl-C", EXIT_INTERRUPTED
     elif isinstance(error, Terminated):
         status = record.INTERRUPTED
-        reason = "SIGTERM: a scheduler stopped the run, or its launcher did as another rank ended"
+        reason = f"{error.number.name}: {TERMINATION_REASONS[error.number]}"
     elif isinstance(error, RunError):
         status, reason = error.status, str(error)
     elif isinstance(error, ConfigError):  # one that only the work itself could bring to light
         status, reason, exit_code = record.FAILED, str(error), EXIT_BAD_INPUT
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        status = record.FAILED
+        reason = (
+            f"no space is left on the disk of {error.filename or 'a file that was being written'} "
+            f"({error.strerror}): free some, or choose another folder"
+        )
     else:
         traceback.print_exception(error)
         reason = f"{type(error).__name__}: {error}"

@@ -3,7 +3,8 @@
 A run has a folder of its own: record.json (everything needed to repeat it), stdout.log and, where a
 model was trained, steps.csv (every step). A record is replaced in one piece, never edited in place.
 It exists from the first moment with the status `failed`, so that even a run killed without warning
-leaves one that says so.
+leaves one that says so, and with it space is set aside for the last record, should the disk be full
+by then. What is printed and cannot be shown or logged is dropped: a lost terminal never ends a run.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ UNFINISHED_REASON = (
 RECORD_NAME = "record.json"
 STEPS_NAME = "steps.csv"
 LOG_NAME = "stdout.log"
+RESERVE_NAME = ".reserve"
+RESERVE_BYTES = 256 * 1024  # records take about 10 KB
 STEP_COLUMNS = ("index", "phase", "step_time_s", "data_wait_s", "loss")
 
 
@@ -103,10 +106,37 @@ class RunFolder:
             else:
                 return path
 
+    def reserve_space(self) -> None:
+        """Keep space on the disk for the last record.
+
+        Raises:
+            OSError: There is none.
+        """
+        reserve = self.path / RESERVE_NAME
+        try:
+            with reserve.open("wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            reserve.unlink(missing_ok=True)
+            raise
+
     def write_record(self, record: dict[str, Any]) -> None:
         """Put `record` in place of the one before it, in one piece."""
-        text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-        replace_file(self.path / RECORD_NAME, text)
+        replace_file(self.path / RECORD_NAME, _format_record(record))
+
+    def write_last_record(self, record: dict[str, Any]) -> None:
+        """As `write_record`, if need be in the space that was reserved, which is given back."""
+        reserve = self.path / RESERVE_NAME
+        try:
+            self.write_record(record)
+        except OSError:
+            if not reserve.exists():
+                raise
+            # Written over and renamed: nobody else can take the space in between.
+            _replace_file(self.path / RECORD_NAME, _format_record(record), reserve, mode="r+")
+        reserve.unlink(missing_ok=True)
 
     def write_steps(self, steps: Iterable[Step]) -> None:
         """Write every step to steps.csv."""
@@ -124,6 +154,8 @@ class RunFolder:
             os.close(os.open(self.path / ".failed", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
+        except OSError:
+            return True  # the disk is full: rather two reasons, one over the other, than none
         return True
 
 
@@ -133,11 +165,26 @@ def replace_file(path: Path, text: str) -> None:
     Secrets of the environment are left out of it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(redact(text))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        _replace_file(path, text, temporary, mode="w")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _replace_file(path: Path, text: str, temporary: Path, *, mode: str) -> None:
+    try:
+        with temporary.open(mode, encoding="utf-8") as file:
+            file.write(redact(text))
+            file.truncate()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:  # one of a write does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _format_record(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def load_record(path: Path) -> dict[str, Any]:
@@ -217,37 +264,73 @@ def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class OutputLog:
-    """Keeps a copy of what the program prints, from before its run folder is known."""
+    """Keeps a copy of what the program prints, from before its run folder is known.
+
+    Output that cannot be written is dropped: the terminal's without a word, the log's with one.
+    """
 
     def __init__(self) -> None:
-        self._kept = io.StringIO()
-        self._file: TextIO | None = None
+        self._file: TextIO | None = io.StringIO()  # None: the log is lost
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Copy stdout and stderr while the block runs."""
+        _open_standard_descriptors()
         stdout, stderr = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Tee(stdout, self), _Tee(stderr, self)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = stdout, stderr
-            if self._file is not None:
-                self._file.close()
+        with open(os.devnull, "w") as null:
+            # A stream that was closed before the start (`>&-`) is None.
+            sys.stdout, sys.stderr = _Tee(stdout or null, self), _Tee(stderr or null, self)
+            try:
+                yield
+            finally:
+                if self._file is not None:
+                    with self._loss_told():
+                        self._file.flush()
+                # What is left in a buffer would fail, and change the exit code, when Python ends.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                sys.stdout, sys.stderr = stdout, stderr
+                if self._file is not None:
+                    self._file.close()
 
     def move_to(self, folder: Path) -> None:
         """Go on in this folder's stdout.log, beginning with what was printed before."""
-        self._file = (folder / LOG_NAME).open("w", encoding="utf-8", buffering=1)
-        self._file.write(self._kept.getvalue())
+        assert isinstance(self._file, io.StringIO)
+        kept = self._file.getvalue()
+        with self._loss_told():
+            self._file = (folder / LOG_NAME).open("w", encoding="utf-8", buffering=1)
+            self._file.write(kept)
 
     def write(self, text: str) -> None:
         """Take one piece of output; a progress bar, which draws over itself, leaves nothing."""
-        if not text.startswith("\r"):
-            (self._file or self._kept).write(redact(text))
+        if self._file is not None and not text.startswith("\r"):
+            with self._loss_told():
+                self._file.write(redact(text))
+
+    @contextlib.contextmanager
+    def _loss_told(self) -> Iterator[None]:
+        """Where the file cannot be written, say so once and go on without it."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()  # which tries again to write what is in its buffer
+            print(f"warning: {LOG_NAME} ends here: {error.strerror}", file=sys.stderr)
+
+
+def _open_standard_descriptors() -> None:
+    """Open those of stdin, stdout and stderr that are closed, on nothing.
+
+    Otherwise files of the run get their numbers, and what C libraries print.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 class _Tee:
-    """A text stream that also writes to a log; all else is the stream's own."""
+    """A text stream that also writes to a log and is never in the way; all else is its own."""
 
     def __init__(self, stream: TextIO, log: OutputLog) -> None:
         self._stream = stream
@@ -255,7 +338,23 @@ class _Tee:
 
     def write(self, text: str) -> int:
         self._log.write(text)
-        return self._stream.write(text)
+        with self._loss_ignored():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._loss_ignored():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _loss_ignored(self) -> Iterator[None]:
+        """Where the stream cannot be written (`| head -1`, a full disk), it leads to nothing."""
+        try:
+            yield
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -255,13 +255,15 @@ def _run_in_folder(
         "warnings": warnings,
         **output.to_json(profile),
     }
-    replace_file(folder / PROFILE_NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    replace_file(folder / OPERATORS_NAME, output.to_csv(profile))
     sentences = [*output.describe_coverage(profile, on_gpu=on_gpu), *warnings]
     print(
         f"\n{output.format_profile(profile, top=top)}\n\n" + "\n".join(sentences) + "\n\n"
-        f"{output.describe_floors(profile)}\n\nprofile: {folder}"
+        f"{output.describe_floors(profile)}\n"
     )
+    # Printed before, as the disk may be full.
+    replace_file(folder / PROFILE_NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    replace_file(folder / OPERATORS_NAME, output.to_csv(profile))
+    print(f"profile: {folder}")
     return 0
 
 

@@ -8,6 +8,7 @@ for a formula gets an apostrophe in front.
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import os
@@ -154,6 +155,9 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
     Args:
         path: The CSV file.
         record: The record.
+
+    Raises:
+        OSError: The disk is full; the file is as before.
     """
     while True:
         with path.open("a+", encoding="utf-8", newline="") as file:
@@ -171,7 +175,11 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                 )
                 continue
             text = redact(format_csv([make_row(record)], columns=COLUMNS))
-            file.write(text if header is None else text.partition("\n")[2])
+            text = text if header is None else text.partition("\n")[2]
+            size = os.fstat(file.fileno()).st_size
+            if os.write(file.fileno(), content := text.encode()) < len(content):
+                os.ftruncate(file.fileno(), size)  # no part of a row
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             return
 
 

@@ -101,15 +101,17 @@ def run_work(
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """What is started meanwhile leaves Ctrl-C, which reaches all processes, to its parent."""
+    """What is started meanwhile leaves Ctrl-C and SIGHUP, which reach all, to its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    former = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        for number, handler in former:
+            signal.signal(number, handler)
 
 
 _work: Work | None = None

@@ -1,0 +1,202 @@
+"""A closed terminal or a full disk: what is measured is kept, with the exit code of the run."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import benchmark
+import data
+from sdbench.measure.record import load_record
+from sdbench.outcome import explain
+from tests.schemas import validate
+
+ROOT = Path(__file__).resolve().parents[1]
+START_WITHIN_S, END_WITHIN_S = 120, 60
+# linux/fs.h
+MNT_DETACH = 2
+
+TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--engine", "torch")
+FEW_STEPS = (
+    *("--warmup_batches", "1", "--max_warmup_batches", "1"),
+    *("--measure_batches", "2", "--max_measure_batches", "2"),
+    *("--profile_batches", "0", "--no_measure_peak"),
+)
+SMALL_DATA = ("--use_synth_data", "--image_size", "64", "--batch_size", "4", "--num_workers", "0")
+BENCHMARK = ("benchmark.py", *TINY, *FEW_STEPS)
+DATA = ("data.py", *SMALL_DATA, "--num_batches", "3")
+ENDLESS = ("data.py", *SMALL_DATA, "--num_batches", "100000", "--emulate_step_seconds", "0.1")
+
+
+def start(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*command, "--results_dir", str(results)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **popen,
+    )
+
+
+def start_python(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:
+    return start((sys.executable, *command), results, **popen)
+
+
+def wait_for_record(results: Path) -> None:
+    deadline_s = time.monotonic() + START_WITHIN_S
+    while not list(results.glob("*/record.json")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def only_record(results: Path) -> dict:
+    (path,) = results.glob("*/record.json")
+    record = load_record(path)
+    validate(record)
+    assert not (path.parent / ".reserve").exists()
+    return record
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (BENCHMARK, "2>&1 | head -1"),
+        (BENCHMARK, ">/dev/full 2>/dev/full"),
+        (DATA, "2>&1 | head -1"),
+        (DATA, "<&- >&- 2>&-"),
+        (DATA, "2>&-"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, command, output):
+    program = shlex.join([sys.executable, *command, "--results_dir", str(tmp_path / "runs")])
+    shell = f"{program} {output}\necho ${{PIPESTATUS[0]}} >{tmp_path}/exit_code"
+    printed = subprocess.run(
+        ["bash", "-c", shell], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ).stdout
+    assert (tmp_path / "exit_code").read_text() == "0\n"
+    record = only_record(tmp_path / "runs")
+    assert record["status"] == "ok"
+    assert "Traceback" not in printed and "Exception ignored" not in printed
+    # The log has everything, and no descriptor of a closed stream has become a file's.
+    log = (tmp_path / "runs" / record["run_id"] / "stdout.log").read_text()
+    assert log.endswith(f"record: {tmp_path / 'runs' / record['run_id']}\n")
+
+
+def test_a_closed_terminal_is_an_interruption_that_says_so(tmp_path):
+    process = start_python(ENDLESS, tmp_path)
+    wait_for_record(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(END_WITHIN_S) == 1
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted" and record["reason"].startswith("SIGHUP: ")
+
+
+def test_nohup_keeps_a_run_going(tmp_path):
+    process = start(("nohup", sys.executable, *ENDLESS, "--max_seconds", "1"), tmp_path)
+    wait_for_record(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(END_WITHIN_S) == 0
+    assert only_record(tmp_path)["status"] == "ok"
+
+
+def test_a_terminal_closed_over_a_launcher_interrupts_its_ranks(tmp_path):
+    composer = str(Path(sys.executable).with_name("composer"))
+    long = ("--measure_batches", "1000000", "--num_threads", "1")
+    process = start((composer, "-n", "2", "benchmark.py", *TINY, *long), tmp_path)
+    wait_for_record(tmp_path)
+    ranks = psutil.Process(process.pid).children()
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(END_WITHIN_S) == -signal.SIGHUP
+    assert psutil.wait_procs(ranks, timeout=END_WITHIN_S)[1] == []
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted" and "SIGHUP: " in record["reason"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 32 MiB."""
+    if sys.platform != "linux":
+        pytest.skip("a disk of its own takes Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"small", bytes(folder), b"tmpfs", 0, b"size=32m") != 0:
+        pytest.skip(f"a disk cannot be mounted: {os.strerror(ctypes.get_errno())}")
+    yield folder
+    libc.umount2(bytes(folder), MNT_DETACH)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError) as caught:
+        while True:
+            file.write(bytes(4096))
+    assert caught.value.errno == errno.ENOSPC
+
+
+PRECOMPUTE = (
+    *("-m", "sdbench", "precompute", "--model_name", "tiny", "--use_synth_data"),
+    *("--max_samples", "8"),
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "told"),
+    [
+        (BENCHMARK, "ok", "images/s"),
+        ((*ENDLESS, "--max_seconds", "1"), "ok", "images/s"),
+        (PRECOMPUTE, "failed", "No space is left for "),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else None,
+)
+def test_a_disk_that_fills_costs_no_figures(small_disk, command, status, told):
+    results = small_disk / "runs"
+    if status == "failed":
+        command = (*command, "--out", str(small_disk / "latents"))
+    process = start_python(command, results)
+    wait_for_record(results)
+    process.send_signal(signal.SIGSTOP)  # it has not ended when the disk is full
+    fill(small_disk)
+    process.send_signal(signal.SIGCONT)
+    printed, _ = process.communicate(timeout=END_WITHIN_S)
+    record = only_record(results)
+    assert (record["status"], process.returncode) == (status, 0 if status == "ok" else 1)
+    assert (record["summary"] is None) == (status == "failed")
+    assert told in (record["reason"] or printed)
+    assert "Traceback" not in printed
+
+
+def test_a_disk_that_is_full_at_the_start_is_bad_input(small_disk, capsys):
+    fill(small_disk)
+    assert data.main([*DATA[1:], "--results_dir", str(small_disk)]) == 2
+    assert "--results_dir" in capsys.readouterr().err
+    assert not list(small_disk.glob("*/record.json"))
+
+
+def test_a_table_that_cannot_be_written_is_told_and_costs_no_run(tmp_path, capsys):
+    (tmp_path / "runs.csv").mkdir()
+    assert benchmark.main([*BENCHMARK[1:], "--results_dir", str(tmp_path)]) == 0
+    assert only_record(tmp_path)["status"] == "ok"
+    assert "warning: runs.csv could not be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_the_reason_of_a_failure_and_no_traceback(capsys):
+    with pytest.raises(OSError) as caught, open("/dev/full", "w") as file:
+        file.write("text")
+    failure = explain(caught.value)
+    assert (failure.status, failure.exit_code) == ("failed", 1)
+    assert "free some, or choose another folder" in failure.reason
+    assert capsys.readouterr().err == ""
