@@ -13,6 +13,7 @@ from sdbench.errors import ConfigError, RunError
 from sdbench.heartbeat import Heartbeat
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
+from sdbench.measure.secrets import redact
 from sdbench.signals import Terminated, ignore_sigterm
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -86,7 +87,7 @@ class RunRecord:
             network: What NCCL calls the network between machines.
 
         Returns:
-            The whole record.
+            The whole record, without secrets.
         """
         if workload is not None:
             self._content["workload"].update(workload)
@@ -102,8 +103,7 @@ class RunRecord:
     def _end(self, **ended: Any) -> dict[str, Any]:
         duration_s = time.perf_counter() - self._started_s
         self._content = {**self._content, **ended, "duration_s": duration_s}
-        self._folder.write_record(self._content)
-        return self._content
+        return self._folder.write_record(self._content)
 
 
 def explain(error: BaseException, *, rank: int | None = None) -> Failure:
@@ -130,7 +130,8 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         traceback.print_exception(error)
         reason = f"{type(error).__name__}: {error}"
         status = record.OOM if _is_out_of_memory(error) else record.FAILED
-    return Failure(status, reason if rank is None else f"rank {rank}: {reason}", exit_code)
+    reason = redact(reason if rank is None else f"rank {rank}: {reason}")
+    return Failure(status, reason, exit_code)
 
 
 def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:

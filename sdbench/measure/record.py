@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.errors import ConfigError
-from sdbench.measure.secrets import redact
+from sdbench.measure.secrets import redact, redact_environment, redact_values
 from sdbench.measure.timer import Step
 
 SCHEMA_VERSION = 1
@@ -101,10 +101,9 @@ class RunFolder:
             else:
                 return path
 
-    def write_record(self, record: dict[str, Any]) -> None:
-        """Put `record` in place of the one before it, in one piece."""
-        text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-        replace_file(self.path / RECORD_NAME, text)
+    def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Put `record` in place of the one before it, in one piece; it as written, no secrets."""
+        return write_json(self.path / RECORD_NAME, record)
 
     def write_steps(self, steps: Iterable[Step]) -> None:
         """Write every step to steps.csv."""
@@ -128,14 +127,22 @@ class RunFolder:
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
-    Secrets of the environment are left out of it.
+    Secrets of the environment are left out of it. What else may be one is for the caller to leave
+    out, who knows where a value ends, and which URL is a link of a page.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(redact(text))
+        file.write(redact_environment(text))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def write_json(path: Path, content: Any) -> Any:
+    """Write a value as JSON, in one piece and without secrets; return what was written."""
+    content = redact_values(content)
+    replace_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return content
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from sdbench.measure.secrets import redact
 from sdbench.report.escape import for_csv
 from sdbench.report.settings import describe_other_settings
 
@@ -153,7 +152,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
 
     Args:
         path: The CSV file.
-        record: The record.
+        record: The record, without secrets.
     """
     while True:
         with path.open("a+", encoding="utf-8", newline="") as file:
@@ -170,7 +169,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                     file=sys.stderr,
                 )
                 continue
-            text = redact(format_csv([make_row(record)], columns=COLUMNS))
+            text = format_csv([make_row(record)], columns=COLUMNS)
             file.write(text if header is None else text.partition("\n")[2])
             return
 
