@@ -150,9 +150,7 @@ def plan(flags: argparse.Namespace) -> Conversion:
         print(f"{rows.num_dropped} samples are left out by --filters.")
     columns = read_columns(source)
     if left_out := columns and columns - rows.taken - rows.columns.keys():
-        print(
-            f"Of the columns of {flags.source!r} {', '.join(sorted(left_out))} are not taken over."
-        )
+        print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
     num_samples = min(len(rows), flags.max_samples or len(rows))
     samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
     job = {
