@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench.config import Request, parse_request
 from sdbench.distributed import Ranks, let_first_rank_end
 from sdbench.errors import ConfigError, RunError
+from sdbench.measure.secrets import redacted_output
 
 if TYPE_CHECKING:
     from sdbench.heartbeat import Heartbeat
@@ -52,6 +52,7 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-
 """
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark.
 
@@ -252,7 +253,7 @@ def _train(
     from sdbench.engines import load_engine
     from sdbench.measure import startup
     from sdbench.measure.matmul import measure_matmul_tflops
-    from sdbench.measure.secrets import redact
+    from sdbench.measure.secrets import redact_values
     from sdbench.measure.summary import merge_measurements, summarize
     from sdbench.nccl_log import SOCKETS
     from sdbench.progress import Progress
@@ -262,7 +263,7 @@ def _train(
     config, ranks, machine = plan.config, plan.ranks, plan.machine
     wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
     settings = dataclasses.asdict(config)
-    wandb_log.start(config=json.loads(redact(json.dumps(settings))), folder=folder.path)
+    wandb_log.start(config=redact_values(settings), folder=folder.path)
     tuning.set_up_process(config)
     clock.ends(startup.PLAN)
     with _no_garbage_expected():

@@ -32,6 +32,7 @@ from sdbench.config import (
     parse_value,
 )
 from sdbench.errors import ConfigError, RunError
+from sdbench.measure.secrets import redacted_output
 from sdbench.sources.config import SourceConfig
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def __getattr__(name: str) -> type:
     return getattr(import_module(DATASETS[name]), name)
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the command line says, print and record the result.
 
@@ -269,7 +271,7 @@ def _describe(settings: dict[str, Any], *, num_samples: int | None) -> str:
         f"{name} {settings[name]}" for name in ("batch_size", "num_workers", "prefetch_factor")
     )
     return (
-        f"Reading {settings['data_format']} {kind}{f' from {place}' if place else ''}{size} at "
+        f"Reading {settings['data_format']} {kind}{f' from {place!r}' if place else ''}{size} at "
         f"{settings['image_size']} px: {values}; "
         f"{settings['num_warmup_batches']} warm-up and {settings['num_batches']} measured batches"
     )

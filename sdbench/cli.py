@@ -6,11 +6,13 @@ Each command is a `main(argv)` in the room that it belongs to, imported when it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from sdbench.errors import ConfigError, RunError
+from sdbench.measure.secrets import redact, redacted_output
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": (
@@ -100,11 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=help_text, add_help=False)
     known, rest = parser.parse_known_args(argv)
     module, function = COMMANDS[known.command][0].split(":")
+    # What `render` prints is a script or a manifest, to be used as it is.
+    output = contextlib.nullcontext() if known.command == "render" else redacted_output()
     try:
-        return getattr(importlib.import_module(module), function)(rest)
+        with output:
+            return getattr(importlib.import_module(module), function)(rest)
     except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:  # a full disk, a folder that may not be read
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return 1

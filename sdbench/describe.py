@@ -7,6 +7,7 @@ from typing import Any
 
 from sdbench.config import Request
 from sdbench.measure import hardware
+from sdbench.measure.secrets import redact_values
 from sdbench.resolve import Plan
 
 
@@ -44,7 +45,7 @@ def as_yaml(plan: Plan, request: Request) -> str:
     import yaml
 
     lines = []
-    for name, value in dataclasses.asdict(plan.config).items():
+    for name, value in redact_values(dataclasses.asdict(plan.config)).items():
         text = yaml.safe_dump({name: value}, default_flow_style=False).strip()
         chosen = plan.chosen.get(name)
         comment = f"chosen: {chosen}" if chosen else request.origin[name]

@@ -23,6 +23,7 @@ from sdbench.errors import ConfigError, RunError
 from sdbench.heartbeat import Heartbeat
 from sdbench.measure import provenance, record
 from sdbench.measure.record import RunFolder
+from sdbench.measure.secrets import redact
 from sdbench.signals import Terminated, ignore_terminations
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -113,7 +114,7 @@ class RunRecord:
             network: What NCCL calls the network between machines.
 
         Returns:
-            The whole record.
+            The whole record, without secrets.
 
         Raises:
             RunError: It cannot be written.
@@ -136,13 +137,12 @@ class RunRecord:
         duration_s = time.perf_counter() - self._started_s
         self._content = {**self._content, **ended, "duration_s": duration_s}
         try:
-            self._folder.write_last_record(self._content)
+            return self._folder.write_last_record(self._content)
         except OSError as error:
             raise RunError(
                 f"the record cannot be written to {self._folder.path} ({error.strerror}): free "
                 "space there, or choose another folder with --results_dir"
             ) from None
-        return self._content
 
 
 @contextlib.contextmanager
@@ -184,7 +184,8 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         traceback.print_exception(error)
         reason = f"{type(error).__name__}: {error}"
         status = record.OOM if _is_out_of_memory(error) else record.FAILED
-    return Failure(status, reason if rank is None else f"rank {rank}: {reason}", exit_code)
+    reason = redact(reason if rank is None else f"rank {rank}: {reason}")
+    return Failure(status, reason, exit_code)
 
 
 def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:

@@ -31,6 +31,7 @@ from sdbench.outcome import RunRecord, explain
 from sdbench.signals import stop_signals_raise
 from sdbench.sources.config import SourceConfig
 from sdbench.sources.convert import choose_samples_per_shard
+from sdbench.sources.remote import identify
 from sdbench.sources.writers import MAX_ROWS_PER_CHUNK, Output, Totals, open_output
 from sdbench.statistics import within_run_interval
 
@@ -325,9 +326,8 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
         "samples_per_shard",
     )
     place = config["remote"] or config["local"]
-    is_here = place is not None and Path(place).exists()
     return {
-        "source": str(Path(place).resolve()) if is_here else place,
+        "source": None if place is None else identify(place),
         "model_name": str(architecture.weights_folder or architecture.name),
         "model_revision": architecture.revision,
         "num_samples": plan.job.num_samples,
@@ -423,7 +423,7 @@ def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
     )
     lines = [
         f"Encoding {job.num_samples} {config['data_format']} images"
-        f"{f' of {place}' if place else ''} at {config['image_size']} px by "
+        f"{f' of {place!r}' if place else ''} at {config['image_size']} px by "
         f"{job.architecture.name} to {plan.out} ({plan.out_format}, {job.latents}): {values}, "
         f"ranks {ranks.world_size}"
     ]

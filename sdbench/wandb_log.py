@@ -34,7 +34,9 @@ class WandbLog:
                 config=config,
                 dir=str(folder),
                 mode=mode,
-                settings=wandb.Settings(init_timeout=30),
+                # Neither the command line nor the output, which W&B would take as they are: the
+                # config and stdout.log have them without secrets.
+                settings=wandb.Settings(init_timeout=30, console="off", _disable_meta=True),
             )
 
         self._guard(init)

@@ -197,7 +197,7 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
                 _end_session(process.pid)  # the guard itself was killed
     duration_s = time.perf_counter() - started_s
     log = folder / OUTPUT_NAME
-    replace_file(log, log.read_text(encoding="utf-8", errors="replace"))  # without secrets
+    replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
     if has_timed_out:
         reason = f"it did not end within {timeout_s:g} s"
         return _explain(folder, exit_code, duration_s, status=TIMEOUT, reason=reason)

@@ -7,7 +7,6 @@ run will give.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from sdbench.config import SECONDS, parse_value
 from sdbench.errors import ConfigError
 from sdbench.launch.child import Outcome, find_program, new_folder, run_child, tail
 from sdbench.launch.progress import Countdown
-from sdbench.measure.record import OK, replace_file
+from sdbench.measure.record import OK, write_json
 from sdbench.report.escape import for_terminal
 from sdbench.report.terminal import format_number, format_rate
 from sdbench.signals import Terminated, stop_signals_raise
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: what has ended is kept", file=sys.stderr)
     summary = summarize(outcomes)
     if outcomes:
-        replace_file(folder / "repeat.json", json.dumps(summary, indent=2) + "\n")
+        write_json(folder / "repeat.json", summary)
         print(f"\n{format_summary(summary)}\n\nruns: {folder}")
     if is_interrupted:
         return 130

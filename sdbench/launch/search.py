@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from sdbench.errors import ConfigError, RunError
 from sdbench.launch.child import Outcome, find_program, new_folder, run_child
 from sdbench.launch.repeat import parse_timeout, split_command
-from sdbench.measure.record import FAILED, OK, OOM, replace_file
+from sdbench.measure.record import FAILED, OK, OOM, write_json
 from sdbench.report.escape import for_terminal
 from sdbench.report.terminal import format_number
 from sdbench.signals import Terminated, stop_signals_raise
@@ -201,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if search.fitting:
             summary = summarize(search, final)
-            replace_file(folder / "search.json", json.dumps(summary, indent=2) + "\n")
+            write_json(folder / "search.json", summary)
     largest = summary["largest_micro_batch"]
     bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
     print(f"\nlargest micro-batch that fits: {largest}{bound}")

@@ -22,7 +22,7 @@ from sdbench.errors import ConfigError, RunError
 from sdbench.launch.child import new_folder
 from sdbench.launch.progress import Countdown
 from sdbench.launch.repeat import split_command
-from sdbench.measure.record import FAILED, OK, RECORD_NAME, load_record, replace_file
+from sdbench.measure.record import FAILED, OK, RECORD_NAME, load_record, write_json
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_rates
 from sdbench.report.text_table import to_terminal
@@ -259,7 +259,7 @@ def _write_jobs(folder: Path, jobs: Sequence[Job]) -> None:
         {"number": job.number, "num_nodes": job.num_nodes, "folder": job.folder.name}
         for job in jobs
     ]
-    replace_file(folder / JOBS_NAME, json.dumps(content, indent=2) + "\n")
+    write_json(folder / JOBS_NAME, content)
 
 
 def _read_jobs(folder: Path) -> list[Job]:

@@ -21,6 +21,7 @@ from sdbench.launch.progress import Countdown
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.measure.record import OK, OOM, TIMEOUT, replace_file
+from sdbench.measure.secrets import redact_values
 from sdbench.report.escape import for_terminal
 from sdbench.report.row import COLUMNS, format_csv, make_row
 from sdbench.report.tables import Column, Table, make_cell
@@ -107,12 +108,13 @@ def make_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         outcome, summary = run.outcome(), (run.record() or {}).get("summary")
+        varied = redact_values(run.cell.varied)
         status = "not run" if outcome is None else outcome["status"]
         if outcome is not None and outcome["reason"]:
             status += f": {outcome['reason']}"
         rows.append(
             [
-                *(make_cell(run.cell.varied.get(name), unknown="") for name in names),
+                *(make_cell(varied.get(name), unknown="") for name in names),
                 make_cell(run.repeat),
                 make_cell(format_rate(summary) if summary else None, unknown=""),
                 make_cell(summary["peak_memory_gib"] if summary else None, unknown=""),

@@ -18,6 +18,7 @@ from typing import Any
 from sdbench.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
 from sdbench.errors import ConfigError
 from sdbench.launch.child import find_program
+from sdbench.measure.secrets import redact_values
 
 DEFAULT_LAUNCHER = "composer"
 DEFAULT_TIMEOUT_S = 3600.0
@@ -52,8 +53,9 @@ class Cell:
 
     @property
     def described(self) -> str:
-        """What it varies, for a person."""
-        settings = ", ".join(f"{name}={value}" for name, value in self.varied.items())
+        """What it varies, for a person: without secrets."""
+        varied = redact_values(self.varied)
+        settings = ", ".join(f"{name}={value}" for name, value in varied.items())
         return settings or "the one cell"
 
 

@@ -18,7 +18,7 @@ from sdbench.errors import ConfigError
 from sdbench.launch.child import Outcome, make_folder
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.measure.provenance import git_state, package_versions
-from sdbench.measure.record import OK, RECORD_NAME, load_record, replace_file
+from sdbench.measure.record import OK, RECORD_NAME, load_record, write_json
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
@@ -75,7 +75,7 @@ class Run:
             "duration_s": outcome.duration_s,
             "run": None if outcome.run_folder is None else outcome.run_folder.name,
         }
-        replace_file(self.folder / STATE_NAME, json.dumps(content, indent=2) + "\n")
+        write_json(self.folder / STATE_NAME, content)
 
     def clear(self) -> None:
         """Take away what an unfinished or a failed attempt has left."""
@@ -139,7 +139,7 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
     }
     path = folder / ENVIRONMENT_NAME
     if not path.is_file():
-        replace_file(path, json.dumps(here, indent=2) + "\n")
+        write_json(path, here)
         return
     began = json.loads(path.read_text(encoding="utf-8"))
     changes = [

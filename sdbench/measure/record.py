@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.errors import ConfigError
-from sdbench.measure.secrets import redact
+from sdbench.measure.secrets import redact, redact_environment, redact_values
 from sdbench.measure.timer import Step
 
 SCHEMA_VERSION = 1
@@ -122,21 +122,23 @@ class RunFolder:
             reserve.unlink(missing_ok=True)
             raise
 
-    def write_record(self, record: dict[str, Any]) -> None:
-        """Put `record` in place of the one before it, in one piece."""
-        replace_file(self.path / RECORD_NAME, _format_record(record))
+    def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Put `record` in place of the one before it, in one piece; it as written, no secrets."""
+        return write_json(self.path / RECORD_NAME, record)
 
-    def write_last_record(self, record: dict[str, Any]) -> None:
+    def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
         """As `write_record`, if need be in the space that was reserved, which is given back."""
-        reserve = self.path / RESERVE_NAME
+        path, reserve = self.path / RECORD_NAME, self.path / RESERVE_NAME
+        record = redact_values(record)
         try:
-            self.write_record(record)
+            replace_file(path, _format_json(record))
         except OSError:
             if not reserve.exists():
                 raise
             # Written over and renamed: nobody else can take the space in between.
-            _replace_file(self.path / RECORD_NAME, _format_record(record), reserve, mode="r+")
+            _replace_file(path, _format_json(record), reserve, mode="r+")
         reserve.unlink(missing_ok=True)
+        return record
 
     def write_steps(self, steps: Iterable[Step]) -> None:
         """Write every step to steps.csv."""
@@ -162,7 +164,8 @@ class RunFolder:
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
-    Secrets of the environment are left out of it.
+    Secrets of the environment are left out of it. What else may be one is for the caller to leave
+    out, who knows where a value ends, and which URL is a link of a page.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -175,7 +178,7 @@ def replace_file(path: Path, text: str) -> None:
 def _replace_file(path: Path, text: str, temporary: Path, *, mode: str) -> None:
     try:
         with temporary.open(mode, encoding="utf-8") as file:
-            file.write(redact(text))
+            file.write(redact_environment(text))
             file.truncate()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -183,8 +186,15 @@ def _replace_file(path: Path, text: str, temporary: Path, *, mode: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _format_record(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+def write_json(path: Path, content: Any) -> Any:
+    """Write a value as JSON, in one piece and without secrets; return what was written."""
+    content = redact_values(content)
+    replace_file(path, _format_json(content))
+    return content
+
+
+def _format_json(content: Any) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -1,16 +1,22 @@
-"""How are the passwords of the environment kept out of what a run writes?
+"""How are passwords and tokens kept out of what a run writes and prints?
 
-A token may come into a record with a command line, or into a log with a library's error message.
-Whatever the environment holds under a name that says secret is replaced, where it is written, by
-that name, and so is the password in a URL that it holds.
+Three kinds are known: what the environment holds under a name that says secret; the parts of a URL
+that may be one (user info, query, fragment); and keys, headers and tokens of well-known shapes. Of
+a ``pipe:`` command only the program's name is kept, as any of its arguments may be one.
+
+The real values stay in the configuration: only text on its way out goes through `redact`, and
+values on their way out through `redact_values`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
 
 SECRET_NAME = re.compile(
     r"PASS(WORD|WD|PHRASE)"
@@ -24,6 +30,67 @@ URL_PASSWORD = re.compile(r"^\w[\w+.-]*://[^/@:\s]*:([^/@\s]+)@")
 # A shorter value, such as `true` or `0`, is no secret, and would be found in innocent text.
 MIN_SECRET_LENGTH = 8
 
+# What is replaced wherever it stands, in this order, and by what. A name says that it looks like a
+# secret. Packages that find secrets (detect-secrets, gitleaks) go by entropy as well, which takes a
+# commit or a digest for one, read source code line by line, and replace nothing.
+SHAPES: tuple[tuple[str | None, re.Pattern[str], str], ...] = (
+    (
+        "user info of a URL",
+        # In these stores' URLs a container stands before the @. A password may hold a slash that
+        # should have been encoded; host:port/path@version has none.
+        re.compile(
+            r"(?<!oci)(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://"
+            r"(?:[^\s/?#]*@|[^\s/:@]*:(?!\d+[/?#])[^\s@]*@)"
+        ),
+        "://",
+    ),
+    (
+        None,
+        # The query and the fragment of a URL, up to the next one of a list; or the query of a path
+        # alone, as urllib3 names it.
+        re.compile(
+            r"(://[^\s?#\"'<>]*)[?#](?:(?!,[\w+.-]+://)[^\s\"'<>])*|\?[\w.~%-]+=[^\s\"'<>]*"
+        ),
+        r"\1",
+    ),
+    (
+        "a signature or key of a URL",
+        re.compile(
+            r"(?i)(?<![\w-])(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig"
+            r"|AWSAccessKeyId|(?<=[?&])(?:(?:access_|auth_)?token|(?:api_?)?key|password|secret))"
+            r"=[^\s&\"'<>]+"
+        ),
+        r"\1=<secret>",
+    ),
+    (
+        "an Authorization header",
+        re.compile(r"(?i)(\bauthorization\b\W{1,4})(?:bearer|basic|token)\s+[^\s\"'\\<>]+"),
+        r"\1<secret>",
+    ),
+    ("an AWS access key id", re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "<secret>"),
+    (
+        "a private key",
+        re.compile(r"(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [^-]*-----|\Z)"),
+        "<secret>",
+    ),
+    (
+        "a token",
+        re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{36,})"),
+        "<secret>",
+    ),
+)
+# In quotes, as repr, JSON, CSV and a shell write them, the end of a command is known. Any other may
+# go on to the end of its line. COMMAND stands for one in our own help texts.
+COMMAND = re.compile(
+    r"(?m)(?P<quote>[\"'])(?P<flag>--?[\w-]+=)?pipe:"
+    r"(?P<quoted>(?:\\.|(?P=quote){2}|(?P=quote)(?:\"'\"|\\')'|(?!(?P=quote))[^\\\n])*)"
+    r"(?P=quote)(?=[\s,;:.)\]}]|$)"
+    r"|(?<![\w.])(?<!Broken )pipe:(?!COMMAND\b)(?P<line>.*)"
+)
+COMMAND_VALUE = re.compile(r"(?s)(?P<flag>--?[\w-]+=)?pipe:(?P<command>.*)")
+# The name at the end of a path. An assignment, as in `TOKEN=... curl`, is none.
+PROGRAM = re.compile(r"\s*(?:[\w.+-]*/)*([\w.+-]+)(?=[\s\"'|;]|$)")
+
 
 def is_secret_name(name: str) -> bool:
     """Whether an environment variable's name says that its value is a secret."""
@@ -31,11 +98,84 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str) -> str:
+    """The text without secrets.
+
+    Args:
+        text: Anything: a line of a log, an error. A command in quotes ends with them, another one
+            with its line, so that a message that goes on behind one has to quote it (``!r``).
+
+    Returns:
+        URLs without user info, query and fragment, ``pipe:`` commands without arguments,
+        ``<secret>`` in place of what has the shape of one, and ``<NAME>`` in place of each secret
+        of the environment variable NAME.
+    """
+    text = COMMAND.sub(_without_arguments, text)
+    for _, pattern, replacement in SHAPES:
+        text = pattern.sub(replacement, text)
+    return redact_environment(text)
+
+
+def redact_environment(text: str) -> str:
     """The text with ``<NAME>`` in place of each secret of the environment variable NAME."""
     for name, secret in _secrets():
         for form in (secret, json.dumps(secret)[1:-1]):
             text = text.replace(form, f"<{name}>")
     return text
+
+
+def redact_values(value: Any) -> Any:
+    """A value as JSON has it, every text in it without secrets.
+
+    A text that is a ``pipe:`` command, or a flag and such a command, is one to its end.
+    """
+    if isinstance(value, Mapping):
+        return {name: redact_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    command = COMMAND_VALUE.fullmatch(value)
+    return redact(f"{command['flag'] or ''}{_program(command['command'])}" if command else value)
+
+
+def find_secrets(text: str) -> list[str]:
+    """What in a text looks like a secret: names in `SHAPES`."""
+    return [name for name, pattern, _ in SHAPES if name is not None and pattern.search(text)]
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """Leave secrets out of what is printed while the block, or the function, runs."""
+    with (
+        contextlib.redirect_stdout(_RedactedStream(sys.stdout)),
+        contextlib.redirect_stderr(_RedactedStream(sys.stderr)),
+    ):
+        yield
+
+
+class _RedactedStream:
+    """A text stream that passes everything on without secrets; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _without_arguments(match: re.Match[str]) -> str:
+    if match["quote"] is None:
+        return _program(match["line"])
+    return f"{match['quote']}{match['flag'] or ''}{_program(match['quoted'])}{match['quote']}"
+
+
+def _program(command: str) -> str:
+    program = PROGRAM.match(command)
+    return f"pipe:{program[1] if program else ''}"
 
 
 def _secrets() -> Iterator[tuple[str, str]]:

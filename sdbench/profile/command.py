@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from sdbench.config import POSITIVE, Request, parse_request, parse_value
 from sdbench.distributed import Ranks
 from sdbench.errors import ConfigError
 from sdbench.measure import provenance, record
-from sdbench.measure.record import OutputLog, RunFolder, replace_file
+from sdbench.measure.record import OutputLog, RunFolder, replace_file, write_json
 from sdbench.signals import stop_signals_raise
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ def _run_in_folder(
         f"{output.describe_floors(profile)}\n"
     )
     # Printed before, as the disk may be full.
-    replace_file(folder / PROFILE_NAME, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_json(folder / PROFILE_NAME, content)
     replace_file(folder / OPERATORS_NAME, output.to_csv(profile))
     print(f"profile: {folder}")
     return 0

@@ -7,10 +7,11 @@ records there, so that no figure is typed by hand.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from sdbench.measure.record import (
     kind_of,
     load_record,
     replace_file,
+    write_json,
 )
+from sdbench.measure.secrets import find_secrets, redact
 from sdbench.report.loss_band import read_run
 from sdbench.report.report import NUMERICS, RUNS, rebuild
 
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
     """Copy a run's record, log and, if it has them, steps into a folder of results.
 
-    Paths of this machine stay behind.
+    Paths of this machine stay behind, and a run that holds what looks like a secret is refused.
 
     Args:
         run: Folder of the run.
@@ -85,8 +88,8 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         The new folder.
 
     Raises:
-        ConfigError: If it is no run that ended well, is there already, or is to be one of losses
-            and has too few.
+        ConfigError: If it is no run that ended well, is there already, holds a secret, or is to be
+            one of losses and has too few.
     """
     try:
         record = load_record(run)
@@ -114,18 +117,53 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
             allowed=f"a run that is not in results/{kind}",
             flag="RUN",
         )
+    tables = [STEPS_NAME] if kind_of(record) == BENCHMARK else []
+    copied = [run / name for name in (RECORD_NAME, LOG_NAME, *tables)]
+    if found := [f"{path.name}, {fault}" for path in copied for fault in secrets_in(path)]:
+        raise ConfigError(
+            f"this run holds what looks like a secret ({'; '.join(found)})",
+            value=str(run),
+            allowed="a run without passwords, signed URLs, keys and tokens",
+            flag="RUN",
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside its place, and put there in one piece: half a run must not pass for a published one.
     with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
         whole = Path(folder) / record["run_id"]
         whole.mkdir()
-        if kind_of(record) == BENCHMARK:
-            shutil.copy(run / STEPS_NAME, whole / STEPS_NAME)
-        for name in (RECORD_NAME, LOG_NAME):
-            text = (run / name).read_text(encoding="utf-8")
-            replace_file(whole / name, _without_paths(text, record["config"]))
+        for name in tables:
+            shutil.copy(run / name, whole / name)
+        record_text, log = (
+            _without_paths((run / name).read_text(encoding="utf-8"), record["config"])
+            for name in (RECORD_NAME, LOG_NAME)
+        )
+        write_json(whole / RECORD_NAME, json.loads(record_text))
+        replace_file(whole / LOG_NAME, redact(log))
         whole.rename(target)
     return target
+
+
+def secrets_in(path: Path) -> Iterator[str]:
+    """What in a file looks like a secret: the place, a path in JSON or a line, and the kind."""
+    if path.suffix == ".json":
+        texts = _texts_in(json.loads(path.read_text(encoding="utf-8")), place="")
+    else:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        texts = ((f"line {number}", line) for number, line in enumerate(lines, start=1))
+    for place, text in texts:
+        yield from (f"{place}: {kind}" for kind in find_secrets(text))
+
+
+def _texts_in(value: Any, *, place: str) -> Iterator[tuple[str, str]]:
+    """Every text in a JSON value with its path, as in ``config.remote`` or ``command[2]``."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts_in(item, place=f"{place}[{number}]")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts_in(item, place=f"{place}.{name}".lstrip("."))
 
 
 def _without_paths(text: str, config: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from sdbench.measure.secrets import redact
 from sdbench.report.escape import for_csv
 from sdbench.report.settings import describe_other_settings
 
@@ -154,7 +153,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
 
     Args:
         path: The CSV file.
-        record: The record.
+        record: The record, without secrets.
 
     Raises:
         OSError: The disk is full; the file is as before.
@@ -174,7 +173,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                     file=sys.stderr,
                 )
                 continue
-            text = redact(format_csv([make_row(record)], columns=COLUMNS))
+            text = format_csv([make_row(record)], columns=COLUMNS)
             text = text if header is None else text.partition("\n")[2]
             size = os.fstat(file.fileno()).st_size
             if os.write(file.fileno(), content := text.encode()) < len(content):

@@ -15,6 +15,7 @@ from sdbench.sources import SOURCES
 from sdbench.sources.chunk_formats import FORMATS
 from sdbench.sources.pool import WorkReport, run_work, show_progress
 from sdbench.sources.records import BadSampleError
+from sdbench.sources.remote import identify
 from sdbench.sources.rows import Rows, describe_source, open_rows, read_columns
 from sdbench.sources.writers import MAX_ROWS_PER_CHUNK, Output, open_output
 
@@ -122,7 +123,7 @@ def _run(flags: argparse.Namespace) -> None:
     duration_s = time.monotonic() - started_s
     print(
         f"Wrote {totals.num_written} samples to {flags.out}, {totals.num_bad} bad ones left out: "
-        f"together the {conversion.num_samples} of {flags.source}. "
+        f"together the {conversion.num_samples} of {flags.source!r}. "
         f"{num_read} in {duration_s:.1f} s, {num_read / duration_s:.1f} samples/s."
     )
     for sentence in totals.bad:
@@ -152,9 +153,8 @@ def plan(flags: argparse.Namespace) -> Conversion:
         print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
     num_samples = min(len(rows), flags.max_samples or len(rows))
     samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
-    is_here = Path(flags.source).exists()
     job = {
-        "source": str(Path(flags.source).resolve()) if is_here else flags.source,
+        "source": identify(flags.source),
         "from": source.data_format,
         "latents": source.latents,
         "filters": dict(source.filters),

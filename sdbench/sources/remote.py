@@ -54,6 +54,16 @@ def cache_folder(place: str, local: str | None) -> Path:
     return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
 
 
+def identify(place: str) -> str:
+    """What tells a place from others in a file that is kept: a path, or a digest.
+
+    A URL or a command may hold a password.
+    """
+    if is_url(place):
+        return hashlib.sha256(place.encode()).hexdigest()
+    return str(Path(place).resolve()) if Path(place).exists() else place
+
+
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
     """Copy files, several at a time, saying how far it is.
 
@@ -111,7 +121,7 @@ def fetch(url: str, *, cache: Path) -> Path:
     try:
         version = _version(url)
         digest = hashlib.sha256(f"{url}\n{version}".encode()).hexdigest()[:12]
-        name = "pipe" if url.startswith(PIPE) else url.rsplit("/", 1)[-1].split("?")[0]
+        name = "pipe" if url.startswith(PIPE) else urlsplit(url).path.rsplit("/", 1)[-1]
         path = cache / f"{digest}-{name}"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(cache / f".{path.name}.lock", mode=0o600):
@@ -123,7 +133,7 @@ def fetch(url: str, *, cache: Path) -> Path:
         raise
     except Exception as error:
         # Each store raises its own types; all mean that the file cannot be had.
-        raise RunError(f"{url} cannot be read: {_explain(error)}") from error
+        raise RunError(f"{url!r} cannot be read: {_explain(error)}") from error
 
 
 def list_urls(folder: str, *, suffix: str) -> list[str]:
@@ -190,13 +200,13 @@ def _run(command: str, path: Path) -> None:
                     process.kill()
                     process.wait()
                     raise RunError(
-                        f"{PIPE}{command} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s."
+                        f"{PIPE + command!r} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s."
                     ) from None
                 num_bytes = path.stat().st_size
         errors.seek(0)
         said = " ".join(errors.read().decode(errors="replace").split())[-500:]
     if exit_code:
-        raise RunError(f"{PIPE}{command} ended with exit code {exit_code}: {said}")
+        raise RunError(f"{PIPE + command!r} ended with exit code {exit_code}: {said}")
 
 
 def _download(url: str, path: Path) -> None:

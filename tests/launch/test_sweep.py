@@ -298,6 +298,18 @@ def test_secrets_that_a_command_prints_stay_out(tmp_path, monkeypatch, capsys):
     assert "hf_0123456789" not in printed
 
 
+def test_secrets_of_settings_reach_the_command_and_stay_out_of_the_rest(tmp_path, starts, capsys):
+    places = ["http://me:hunter2@host/a.tar", "pipe:curl -H 'X-Key: hunter2' http://host/a.tar"]
+    content = {"base": {"seed": 4}, "list": [{"remote": place} for place in places]}
+    assert sweep(tmp_path, **content)[0] == sweep(tmp_path, **content)[0] == 1
+    assert all(place in starts.read_text() for place in places)
+    assert num_starts(starts) == 2  # the second start knew the runs of the first
+    texts = [path.read_text() for path in (tmp_path / "sweep").rglob("*") if path.is_file()]
+    printed = "".join(capsys.readouterr())
+    assert all("hunter2" not in text for text in [*texts, printed])
+    assert "remote=http://host/a.tar" in printed and "remote=pipe:curl" in printed
+
+
 def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
     import filelock
 

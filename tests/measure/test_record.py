@@ -266,8 +266,9 @@ def test_a_secret_is_known_by_its_name(name, is_secret):
 
 def test_passwords_in_urls_and_lines_of_keys_are_secrets(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:pass-word-1@proxy:3128")
+    assert redact("user me, pass-word-1") == "user me, <HTTPS_PROXY>"
     monkeypatch.setenv("TLS_PRIVATE_KEY", "-----BEGIN-----\nAAAABBBBCCCC\n-----END-----")
-    assert redact("to http://me:pass-word-1@proxy:3128") == "to http://me:<HTTPS_PROXY>@proxy:3128"
+    assert redact("to http://me:pass-word-1@proxy:3128") == "to http://proxy:3128"
     assert redact("line AAAABBBBCCCC of it") == "line <TLS_PRIVATE_KEY> of it"
 
 
@@ -276,9 +277,9 @@ def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monke
     monkeypatch.setenv("NCCL_AUTH_TOKEN", "nccl-token-value")
     monkeypatch.setenv("HF_TOKEN", "short")
     folder = RunFolder(tmp_path)
-    folder.write_record({"command": ["--remote", 'https://abc"def-12345@host/short'], "n": 1})
+    folder.write_record({"command": ["--name", 'abc"def-12345/short'], "n": 1})
     written = json.loads((tmp_path / "record.json").read_text())
-    assert written == {"command": ["--remote", "https://<WANDB_API_KEY>@host/short"], "n": 1}
+    assert written == {"command": ["--name", "<WANDB_API_KEY>/short"], "n": 1}
     log = OutputLog()
     with log.capture():
         print('refused: abc"def-12345')

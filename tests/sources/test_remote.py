@@ -110,9 +110,9 @@ def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"num_busy": 1000}, r"00001.tar cannot be read: .*503"),
-        ({"pause_s": 3.0}, r"00001.tar cannot be read: ReadTimeoutError"),
-        ({"cut_after": 100}, r"00001.tar cannot be read: "),
+        ({"num_busy": 1000}, r"00001.tar' cannot be read: .*503"),
+        ({"pause_s": 3.0}, r"00001.tar' cannot be read: ReadTimeoutError"),
+        ({"cut_after": 100}, r"00001.tar' cannot be read: "),
     ],
 )
 def test_a_failing_server_is_an_error_and_leaves_nothing(
@@ -160,9 +160,9 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # no
 
 
 def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
-    with pytest.raises(RunError, match=r"s3://pictures/none.tar cannot be read: .*404"):
+    with pytest.raises(RunError, match=r"s3://pictures/none.tar' cannot be read: .*404"):
         fetch("s3://pictures/none.tar", cache=tmp_path)
-    with pytest.raises(RunError, match=r"none/index.json cannot be read: .*404"):
+    with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
         sources.check(make_config("mds", "s3://pictures/none"))
     assert list_urls("s3://pictures/none", suffix=".parquet") == []
     with pytest.raises(ConfigError, match="Only folders of S3 can be listed: got 'gs://b/x'"):
@@ -175,7 +175,7 @@ def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(RunError, match="no S3 credentials are set"):
         fetch("s3://pictures/a.tar", cache=tmp_path)
-    with pytest.raises(RunError, match="pictures/data/index.json .* no S3 credentials are set"):
+    with pytest.raises(RunError, match="pictures/data/index.json' .* no S3 credentials are set"):
         sources.check(make_config("mds", "s3://pictures/data"))
 
 
@@ -183,13 +183,13 @@ def test_what_a_command_prints(tmp_path):
     datasets.write_tars(tmp_path / "tars")
     place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
     assert indices(list(sources.build(make_config("webdataset", place)))) == list(range(48))
-    with pytest.raises(RunError, match="pipe:echo no >&2; exit 3 ended with exit code 3: no"):
+    with pytest.raises(RunError, match="'pipe:echo no >&2; exit 3' ended with exit code 3: no"):
         fetch("pipe:echo no >&2; exit 3", cache=tmp_path)
 
 
 def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PIPE_SILENCE_TIMEOUT_S", 0.3)
-    with pytest.raises(RunError, match="pipe:echo a; sleep 60 printed nothing for 0.3 s"):
+    with pytest.raises(RunError, match="'pipe:echo a; sleep 60' printed nothing for 0.3 s"):
         fetch("pipe:echo a; sleep 60", cache=tmp_path)
 
 
