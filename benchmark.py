@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench.config import Request, parse_request
 from sdbench.distributed import Ranks, let_first_rank_end
 from sdbench.errors import ConfigError, RunError
-from sdbench.measure.secrets import redacted_output
+from sdbench.measure.output import protected_output
 
 if TYPE_CHECKING:
     from sdbench.heartbeat import Heartbeat
@@ -52,7 +52,7 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-
 """
 
 
-@redacted_output()
+@protected_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark.
 

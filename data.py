@@ -32,7 +32,7 @@ from sdbench.config import (
     parse_value,
 )
 from sdbench.errors import ConfigError, RunError
-from sdbench.measure.secrets import redacted_output
+from sdbench.measure.output import protected_output
 from sdbench.sources.config import SourceConfig
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> type:
     return getattr(import_module(DATASETS[name]), name)
 
 
-@redacted_output()
+@protected_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the command line says, print and record the result.
 

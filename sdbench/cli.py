@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from sdbench.errors import ConfigError, RunError
-from sdbench.measure.secrets import redact, redacted_output
+from sdbench.measure.output import protected_output
+from sdbench.measure.secrets import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": (
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, rest = parser.parse_known_args(argv)
     module, function = COMMANDS[known.command][0].split(":")
     # What `render` prints is a script or a manifest, to be used as it is.
-    output = contextlib.nullcontext() if known.command == "render" else redacted_output()
+    output = contextlib.nullcontext() if known.command == "render" else protected_output()
     try:
         with output:
             return getattr(importlib.import_module(module), function)(rest)

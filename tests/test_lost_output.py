@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -39,16 +40,34 @@ DATA = ("data.py", *SMALL_DATA, "--num_batches", "3")
 ENDLESS = ("data.py", *SMALL_DATA, "--num_batches", "100000", "--emulate_step_seconds", "0.1")
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_survives():
+    yield
+    while STARTED:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(STARTED.pop().pid, signal.SIGKILL)
+
+
+def heed_hangups() -> None:
+    """Undo what a run that ended badly in the tests' own process has left: SIGHUP ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "--results_dir", str(results)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        **popen,
+        **{"preexec_fn": heed_hangups} | popen,
     )
+    STARTED.append(process)
+    return process
 
 
 def start_python(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:

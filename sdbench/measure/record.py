@@ -276,7 +276,7 @@ def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 class OutputLog:
     """Keeps a copy of what the program prints, from before its run folder is known.
 
-    Output that cannot be written is dropped: the terminal's without a word, the log's with one.
+    Where the log cannot be written, that is said once, and the run goes on without it.
     """
 
     def __init__(self) -> None:
@@ -285,21 +285,14 @@ class OutputLog:
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Copy stdout and stderr while the block runs."""
-        _open_standard_descriptors()
-        stdout, stderr = sys.stdout, sys.stderr
-        with open(os.devnull, "w") as null:
-            # A stream that was closed before the start (`>&-`) is None.
-            sys.stdout, sys.stderr = _Tee(stdout or null, self), _Tee(stderr or null, self)
+        stdout, stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             try:
                 yield
             finally:
                 if self._file is not None:
                     with self._loss_told():
                         self._file.flush()
-                # What is left in a buffer would fail, and change the exit code, when Python ends.
-                sys.stdout.flush()
-                sys.stderr.flush()
-                sys.stdout, sys.stderr = stdout, stderr
                 if self._file is not None:
                     self._file.close()
 
@@ -329,18 +322,8 @@ class OutputLog:
             print(f"warning: {LOG_NAME} ends here: {error.strerror}", file=sys.stderr)
 
 
-def _open_standard_descriptors() -> None:
-    """Open those of stdin, stdout and stderr that are closed, on nothing.
-
-    Otherwise files of the run get their numbers, and what C libraries print.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
-
-
 class _Tee:
-    """A text stream that also writes to a log and is never in the way; all else is its own."""
+    """A text stream that also writes to a log; all else is the stream's own."""
 
     def __init__(self, stream: TextIO, log: OutputLog) -> None:
         self._stream = stream
@@ -348,23 +331,7 @@ class _Tee:
 
     def write(self, text: str) -> int:
         self._log.write(text)
-        with self._loss_ignored():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._loss_ignored():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _loss_ignored(self) -> Iterator[None]:
-        """Where the stream cannot be written (`| head -1`, a full disk), it leads to nothing."""
-        try:
-            yield
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+        return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

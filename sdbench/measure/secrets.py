@@ -10,13 +10,11 @@ values on their way out through `redact_values`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 SECRET_NAME = re.compile(
     r"PASS(WORD|WD|PHRASE)"
@@ -141,30 +139,6 @@ def redact_values(value: Any) -> Any:
 def find_secrets(text: str) -> list[str]:
     """What in a text looks like a secret: names in `SHAPES`."""
     return [name for name, pattern, _ in SHAPES if name is not None and pattern.search(text)]
-
-
-@contextlib.contextmanager
-def redacted_output() -> Iterator[None]:
-    """Leave secrets out of what is printed while the block, or the function, runs."""
-    with (
-        contextlib.redirect_stdout(_RedactedStream(sys.stdout)),
-        contextlib.redirect_stderr(_RedactedStream(sys.stderr)),
-    ):
-        yield
-
-
-class _RedactedStream:
-    """A text stream that passes everything on without secrets; all else is the stream's own."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(redact(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _without_arguments(match: re.Match[str]) -> str:

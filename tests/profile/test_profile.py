@@ -260,10 +260,12 @@ def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, mess
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    assert main(["profile", *TINY, "--out", str(tmp_path)]) == 2
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    assert main(["profile", *TINY, "--out", str(folder)]) == 2
     assert "the folder holds something already" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
 def test_several_ranks_are_refused(monkeypatch, capsys):
