@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 benchmark.py --use_synth_data --use_ema
     python benchmark.py --model_name tiny --use_synth_data
 
-This is the one place where a workload meets an engine: flags become a plan, the plan becomes parts,
+This is the one place where a workload meets an engine: flags become a plan, the plan becomes job,
 the engine trains them under a watch, and what the watch saw becomes a record.
 """
 
@@ -18,21 +18,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdbench.config import Request, parse_request
-from sdbench.distributed import Ranks, let_first_rank_end
-from sdbench.errors import ConfigError, RunError
-from sdbench.measure.output import protected_output
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.output import protected_output
+from sdbench.ranks.distributed import Ranks, let_first_rank_end
+from sdbench.settings.config import Request, parse_request
 
 if TYPE_CHECKING:
-    from sdbench.heartbeat import Heartbeat
+    from sdbench.engines.job import TrainJob
     from sdbench.measure.hardware import Machine
-    from sdbench.measure.record import RunFolder
     from sdbench.measure.startup import StartupClock
     from sdbench.measure.summary import Measurements
     from sdbench.measure.watch import Observer, StepWatch
-    from sdbench.nccl_log import NcclLog
-    from sdbench.parts import Parts
-    from sdbench.resolve import Plan
+    from sdbench.plan.resolve import Plan
+    from sdbench.ranks.heartbeat import Heartbeat
+    from sdbench.ranks.nccl_log import NcclLog
+    from sdbench.record.store import RunFolder
 
 DESCRIPTION = "Measure how fast this machine trains Stable Diffusion, and write a record of it."
 EPILOG = """\
@@ -79,19 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(request: Request, *, command: list[str]) -> int:
+    from sdbench.base.stop import stop_signals_raise
     from sdbench.measure import startup
-    from sdbench.measure.record import OutputLog, RunFolder
-    from sdbench.signals import stop_signals_raise
+    from sdbench.record.store import OutputLog, RunFolder
 
     clock = startup.StartupClock(before_main_s=startup.seconds_before_now())
     ranks = Ranks.from_environment()
     log = OutputLog()
     with log.capture(), stop_signals_raise():
         with _no_garbage_expected():
-            from sdbench import describe, distributed
-            from sdbench.heartbeat import Heartbeat
             from sdbench.measure.hardware import inspect_machine
-            from sdbench.nccl_log import NcclLog
+            from sdbench.plan import describe
+            from sdbench.ranks import distributed
+            from sdbench.ranks.heartbeat import Heartbeat
+            from sdbench.ranks.nccl_log import NcclLog
 
             clock.ends(startup.IMPORTS)
             machine = inspect_machine(local_rank=ranks.local_rank)
@@ -121,7 +122,7 @@ def _run(request: Request, *, command: list[str]) -> int:
 
 
 def _make_folder(plan: Plan) -> RunFolder:
-    from sdbench.measure.record import RunFolder
+    from sdbench.record.store import RunFolder
 
     machine = plan.machine.slug
     return RunFolder(RunFolder.create(plan.config.results_dir, machine=machine, name=plan.name))
@@ -140,9 +141,10 @@ def _no_garbage_expected() -> Iterator[None]:
 
 def _agree_on_plan(request: Request, *, machine: Machine, ranks: Ranks, command: list[str]) -> Plan:
     """Resolve on every rank; an error on one of them is an error, the same one, on all."""
-    from sdbench import describe, distributed
-    from sdbench.outcome import RunRecord, explain
-    from sdbench.resolve import resolve
+    from sdbench.plan import describe
+    from sdbench.plan.resolve import resolve
+    from sdbench.ranks import distributed
+    from sdbench.run.outcome import RunRecord, explain
 
     plan, error = None, None
     try:
@@ -179,11 +181,12 @@ def _run_in_folder(
     nccl_log: NcclLog,
 ) -> int:
     """Train, and leave a record whatever happens."""
-    from sdbench import describe, distributed
-    from sdbench.measure.record import STEPS_NAME
-    from sdbench.outcome import Failure, RunRecord, explain_among_ranks, warn_if_not_written
-    from sdbench.report.row import append_row
+    from sdbench.plan import describe
+    from sdbench.ranks import distributed
+    from sdbench.record.row import append_row
+    from sdbench.record.store import STEPS_NAME
     from sdbench.report.terminal import format_summary
+    from sdbench.run.outcome import Failure, RunRecord, explain_among_ranks, warn_if_not_written
 
     num_restarts = max(distributed.gather(distributed.num_restarts(), plan.ranks))
     described = describe.for_record(plan, request, num_restarts=num_restarts)
@@ -203,10 +206,10 @@ def _run_in_folder(
 
     heartbeat.watch(end_as_one_is_lost)
     try:
-        parts, measurements, summary = _train(
+        job, measurements, summary = _train(
             plan, folder, clock=clock, heartbeat=heartbeat, nccl_log=nccl_log
         )
-        delivered = distributed.gather(parts.loader.stats, plan.ranks)
+        delivered = distributed.gather(job.loader.stats, plan.ranks)
         heartbeat.end("ok")
     except BaseException as error:  # also Ctrl-C: the record has to say why
         failure = explain_among_ranks(error, heartbeat=heartbeat, rank=plan.ranks.rank)
@@ -217,13 +220,13 @@ def _run_in_folder(
         content = record.end_well(
             summary=summary,
             workload={
-                "num_parameters": parts.num_parameters,
-                "num_trainable_parameters": parts.num_trainable_parameters,
-                "flops_per_image": parts.flops_per_image,
+                "num_parameters": job.num_parameters,
+                "num_trainable_parameters": job.num_trainable_parameters,
+                "flops_per_image": job.flops_per_image,
                 "num_steps": len(measurements.timings.steps),
                 "num_images": measurements.num_images,
                 "num_bad_samples": sum(stats.num_bad_samples for stats in delivered),
-                "num_dropped_samples": parts.loader.stats.num_dropped_samples,
+                "num_dropped_samples": job.loader.stats.num_dropped_samples,
             },
             network=nccl_log.read_network(),
         )
@@ -243,22 +246,22 @@ def _train(
     clock: StartupClock,
     heartbeat: Heartbeat,
     nccl_log: NcclLog,
-) -> tuple[Parts, Measurements, dict[str, Any]]:
-    """Build the parts, train them, and merge what all ranks measured.
+) -> tuple[TrainJob, Measurements, dict[str, Any]]:
+    """Build the job, train them, and merge what all ranks measured.
 
     Returns:
-        The parts, the measurements of the run as a whole, and the record's summary.
+        The job, the measurements of the run as a whole, and the record's summary.
     """
-    from sdbench import distributed
+    from sdbench.base.secrets import redact_values
     from sdbench.engines import load_engine
     from sdbench.measure import startup
     from sdbench.measure.matmul import measure_matmul_tflops
-    from sdbench.measure.secrets import redact_values
     from sdbench.measure.summary import merge_measurements, summarize
-    from sdbench.nccl_log import SOCKETS
-    from sdbench.progress import Progress
-    from sdbench.wandb_log import WandbLog
-    from sdbench.workloads import pretrain, tuning
+    from sdbench.ranks import distributed
+    from sdbench.ranks.nccl_log import SOCKETS
+    from sdbench.run.progress import Progress
+    from sdbench.run.wandb_log import WandbLog
+    from sdbench.tasks import pretrain, tuning
 
     config, ranks, machine = plan.config, plan.ranks, plan.machine
     wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
@@ -278,25 +281,25 @@ def _train(
     clock.ends(startup.PEAK)
     progress = Progress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
     watch = _make_watch(plan, folder, observers=[clock, heartbeat, progress, wandb_log])
-    parts = pretrain.build(plan, phase=watch.phases.phase)
+    job = pretrain.build(plan, phase=watch.phases.phase)
     if ranks.rank == 0:
         print(
-            f"Model has {parts.num_parameters / 1e6} M parameters and "
-            f"{parts.num_trainable_parameters / 1e6} M trainable_params"
+            f"Model has {job.num_parameters / 1e6} M parameters and "
+            f"{job.num_trainable_parameters / 1e6} M trainable_params"
         )
     clock.ends(startup.BUILD)
     try:
-        measurements = fit(parts, config, watch)
+        measurements = fit(job, config, watch)
     finally:
         progress.close()
 
     merged = merge_measurements(distributed.gather(measurements, ranks))
     num_steps = len(merged.timings.steps)
-    num_expected = parts.images_per_step * num_steps
+    num_expected = job.images_per_step * num_steps
     if merged.num_images != num_expected:
         raise RunError(
             f"the loaders delivered {merged.num_images} images; {num_steps} steps of "
-            f"{parts.images_per_step} are {num_expected}",
+            f"{job.images_per_step} are {num_expected}",
             status="invalid",
         )
     summary = summarize(
@@ -304,24 +307,24 @@ def _train(
         config=settings,
         num_devices=ranks.world_size,
         ranks_per_node=ranks.local_world_size,
-        flops_per_image=parts.flops_per_image,
+        flops_per_image=job.flops_per_image,
         peak_tflops=machine.peak_tflops(config.precision),
         matmul_tflops=matmul_tflops,
         startup=clock,
         uses_sockets=nccl_log.read_network() == SOCKETS,
     )
     wandb_log.finish(summary)
-    return parts, merged, summary
+    return job, merged, summary
 
 
 def _make_watch(plan: Plan, folder: RunFolder, *, observers: Sequence[Observer]) -> StepWatch:
     """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
-    from sdbench import distributed
-    from sdbench.measure.looks import Looks
     from sdbench.measure.watch import make_watch
+    from sdbench.measure.window import WindowPolicy
+    from sdbench.ranks import distributed
 
     config, ranks = plan.config, plan.ranks
-    looks = Looks(
+    looks = WindowPolicy(
         max_warmup_steps=config.max_warmup_batches,
         max_measured_steps=config.max_measure_batches,
         target_precision=config.target_precision,

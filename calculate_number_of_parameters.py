@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     # Heavy imports come after the parser so that --help answers at once.
-    from sdbench.errors import ConfigError
+    from sdbench.base.errors import ConfigError
     from sdbench.models.architecture import resolve_architecture
 
     try:

@@ -20,8 +20,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sdbench import sources
-from sdbench.config import (
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.output import protected_output
+from sdbench.data.source import SourceConfig
+from sdbench.settings.config import (
     DATA,
     FIELDS,
     NOT_NEGATIVE,
@@ -31,17 +34,14 @@ from sdbench.config import (
     add_switch,
     parse_value,
 )
-from sdbench.errors import ConfigError, RunError
-from sdbench.measure.output import protected_output
-from sdbench.sources.config import SourceConfig
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
-    from sdbench.measure.record import RunFolder
+    from sdbench.record.store import RunFolder
 
 DATASETS = {
-    "StreamingLAIONDataset": "sdbench.sources.mds",
-    "SyntheticImageCaptionDataset": "sdbench.sources.synthetic",
+    "StreamingLAIONDataset": "sdbench.data.formats.mds",
+    "SyntheticImageCaptionDataset": "sdbench.data.formats.synthetic",
 }
 
 DESCRIPTION = "Measure how many images a second a data source alone delivers, and record it."
@@ -186,16 +186,16 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _run(settings: dict[str, Any], *, command: list[str]) -> int:
+    from sdbench.base.stop import stop_signals_raise
     from sdbench.measure.hardware import inspect_machine
-    from sdbench.measure.record import OutputLog, RunFolder
-    from sdbench.signals import stop_signals_raise
+    from sdbench.record.store import OutputLog, RunFolder
 
     log = OutputLog()
     with log.capture(), stop_signals_raise():
         machine = inspect_machine()
         settings = _resolve(settings, machine)
         source = _make_source(settings, machine)
-        num_samples = sources.check(source)
+        num_samples = data.check(source)
         name = f"feed-{source.data_format}-{source.image_size}px"
         if source.latents == "precomputed":
             name += "-latents"
@@ -219,7 +219,7 @@ def _resolve(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
             allowed="one of both flags in a run",
             flag="--emulate_step_seconds or --target_images_per_second",
         )
-    data_format = sources.resolve_format(
+    data_format = data.resolve_format(
         **{
             name: settings[name]
             for name in ("data_format", "use_synth_data", "remote", "local", "streams")
@@ -287,9 +287,9 @@ def _run_in_folder(
 ) -> int:
     """Measure, and leave a record whatever happens."""
     from sdbench.measure import hardware
-    from sdbench.measure.record import FEED
-    from sdbench.outcome import RunRecord, explain
+    from sdbench.record.store import FEED
     from sdbench.report.feed_table import format_feed
+    from sdbench.run.outcome import RunRecord, explain
 
     described = {"config": settings, "machine": hardware.as_dict(machine)}
     record = RunRecord(folder, kind=FEED, program="data.py", command=command, described=described)
@@ -314,7 +314,7 @@ def _measure(settings: dict[str, Any], source: SourceConfig, machine: Machine) -
     progress = Progress(num_batches=num_warmup + num_batches, batch_size=settings["batch_size"])
     try:
         feed = measure_feed(
-            sources.build(source),
+            data.build(source),
             num_warmup_batches=num_warmup,
             num_batches=num_batches,
             max_seconds=settings["max_seconds"] or math.inf,

@@ -11,29 +11,29 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from sdbench.errors import ConfigError, RunError
-from sdbench.measure.output import protected_output
-from sdbench.measure.secrets import redact
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.output import protected_output
+from sdbench.base.secrets import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": (
-        "sdbench.sources.convert:main",
+        "sdbench.data.prepare.convert:main",
         "turn a folder of images, tars, parquet files or MDS shards into one of the others",
     ),
     "verify-data": (
-        "sdbench.sources.verify:main",
+        "sdbench.data.prepare.verify:main",
         "check a data set: every file, and on request every sample",
     ),
     "precompute": (
-        "sdbench.precompute:main",
+        "sdbench.tasks.encode.precompute:main",
         "encode images and captions once, to train without the encoders",
     ),
     "doctor": (
-        "sdbench.doctor.command:main",
+        "sdbench.doctor.doctor:main",
         "look at each node before an expensive job: versions, GPUs, network, memory, disks, data",
     ),
     "profile": (
-        "sdbench.profile.command:main",
+        "sdbench.tasks.profile.profile:main",
         "which operators a step spends its time in, and how far each is from its ceiling",
     ),
     "repeat": (
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "find the largest and the fastest micro-batch of this machine",
     ),
     "render": (
-        "sdbench.launch.render.command:main",
+        "sdbench.launch.render.render:main",
         "fill in the manifest or the script of a job on a cluster, and check it",
     ),
     "submit": (
@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "set two tables or two sets of runs against each other, row by row",
     ),
     "scaling": (
-        "sdbench.scaling.command:main",
+        "sdbench.scaling.scaling:main",
         "fit and predict throughput against GPU count; days, cost and energy of a training",
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdbench.measure.record import kind_of, make_validator
+from sdbench.record.store import kind_of, make_validator
 
 
 def validate(record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import benchmark
-from sdbench.measure.record import SCHEMA_FILE, load_record
+from sdbench.record.store import SCHEMA_FILE, load_record
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
 # As many steps as the tests count: no profile, and no second window for one that has not settled.
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
 
 
 def test_out_of_memory_is_told_as_such(tmp_path, monkeypatch):
-    from sdbench.workloads import pretrain
+    from sdbench.tasks import pretrain
 
     def loss(output):
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")

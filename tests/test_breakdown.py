@@ -15,11 +15,11 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
 import benchmark
+from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.phases import PHASES, PhaseClock
-from sdbench.measure.record import SCHEMA_FILE, load_record
-from sdbench.sources.loader import CheckedLoader
+from sdbench.record.store import SCHEMA_FILE, load_record
 
 # A different sleep in each phase, so that a mix-up shows. Communication has its test on two ranks,
 # in tests/launch/test_processes.py.

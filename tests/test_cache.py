@@ -10,7 +10,7 @@ import pytest
 
 import data
 from sdbench.cli import main
-from tests.sources import datasets
+from tests.data import datasets
 
 STRANGER = 12345
 SMALL = ("--image_size", "16", "--batch_size", "4", "--num_workers", "0", "--num_batches", "2")

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from sdbench.config import FIELDS, parse_request
-from sdbench.errors import ConfigError
-from sdbench.presets import PRESETS
+from sdbench.base.errors import ConfigError
+from sdbench.settings.config import FIELDS, parse_request
+from sdbench.settings.presets import PRESETS
 
 
 def parse(*argv):
@@ -135,7 +135,7 @@ def test_help_answers_at_once(repository):
         check=True,
     )
     imported = set(re.findall(r"\| +(\S+)$", completed.stderr, re.MULTILINE))
-    assert {"argparse", "sdbench.config"} <= imported
+    assert {"argparse", "sdbench.settings.config"} <= imported
     assert not imported & {"torch", "numpy", "scipy", "composer", "diffusers", "transformers"}
     assert "composer benchmark.py --use_synth_data" in completed.stdout
     assert "exit codes" in completed.stdout

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-import data
-from sdbench import sources
-from sdbench.errors import RunError
-from sdbench.measure.record import load_record
+import data as script
+from sdbench import data
+from sdbench.base.errors import RunError
+from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_csv
 from sdbench.report.terminal import format_number
 from tests.schemas import validate
@@ -21,7 +21,7 @@ SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4")
 def run(tmp_path, *argv):
     """Run in this process; the record of the one new run folder, or None, and the exit code."""
     results = tmp_path / "runs"
-    exit_code = data.main([*argv, "--results_dir", str(results)])
+    exit_code = script.main([*argv, "--results_dir", str(results)])
     found = list(results.glob("*/record.json"))
     assert len(found) <= 1
     return (load_record(found[0]) if found else None), exit_code
@@ -140,7 +140,7 @@ def test_a_server_that_is_dead_before_the_run_is_no_bad_input(tmp_path, capsys, 
     def check(config):
         raise RunError("s3://bucket/a cannot be listed")
 
-    monkeypatch.setattr(sources, "check", check)
+    monkeypatch.setattr(data, "check", check)
     assert run(tmp_path, *SMALL) == (None, 1)
     assert capsys.readouterr().err == "error: s3://bucket/a cannot be listed\n"
 
@@ -155,7 +155,7 @@ def test_a_server_that_is_dead_before_the_run_is_no_bad_input(tmp_path, capsys, 
 def test_a_run_that_fails_leaves_a_record_that_says_why(
     tmp_path, capsys, monkeypatch, error, status, exit_code
 ):
-    build = sources.build
+    build = data.build
 
     def build_short(config):
         loader = build(config)
@@ -170,7 +170,7 @@ def test_a_run_that_fails_leaves_a_record_that_says_why(
 
         return Short()
 
-    monkeypatch.setattr(sources, "build", build_short)
+    monkeypatch.setattr(data, "build", build_short)
     record, got = run(tmp_path, *SMALL, "--num_workers", "0")
     assert got == exit_code
     validate(record)
@@ -182,8 +182,8 @@ def test_a_run_that_fails_leaves_a_record_that_says_why(
 
 def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
     now_s = 0.0
-    monkeypatch.setattr(data.time, "perf_counter", lambda: now_s)
-    progress = data.Progress(num_batches=20, batch_size=4)
+    monkeypatch.setattr(script.time, "perf_counter", lambda: now_s)
+    progress = script.Progress(num_batches=20, batch_size=4)
     for _ in range(12):
         now_s += 1.0
         progress.batch_ends()
@@ -195,8 +195,8 @@ def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(data.sys.stderr, "isatty", lambda: True, raising=False)
-    progress = data.Progress(num_batches=2, batch_size=4)
+    monkeypatch.setattr(script.sys.stderr, "isatty", lambda: True, raising=False)
+    progress = script.Progress(num_batches=2, batch_size=4)
     progress.batch_ends()
     progress.batch_ends()
     progress.close()
@@ -210,4 +210,4 @@ def test_the_data_sets_are_importable_by_name():
     assert StreamingLAIONDataset.__name__ == "StreamingLAIONDataset"
     assert len(SyntheticImageCaptionDataset.__name__) > 0
     with pytest.raises(AttributeError, match="NoSuchDataset"):
-        _ = data.NoSuchDataset
+        _ = script.NoSuchDataset

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.errors import ConfigError
-from sdbench.figures import read_figures
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import read_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -19,8 +19,8 @@ import pytest
 
 import benchmark
 import data
-from sdbench.measure.record import load_record
-from sdbench.outcome import explain
+from sdbench.record.store import load_record
+from sdbench.run.outcome import explain
 from tests.schemas import validate
 
 ROOT = Path(__file__).resolve().parents[1]

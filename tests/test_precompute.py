@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 import benchmark
-from sdbench import precompute, sources
-from sdbench.measure.record import load_record
-from sdbench.sources.config import SourceConfig
-from sdbench.sources.writers import Output
-from sdbench.workloads.encode import Encoder, Step
+from sdbench import data
+from sdbench.data.prepare.writers import Output
+from sdbench.data.source import SourceConfig
+from sdbench.record.store import load_record
+from sdbench.tasks.encode import precompute
+from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.schemas import validate
 
 NUM_PICTURES = 10  # of the fixture picture_folder
@@ -55,7 +56,7 @@ def read(folder: Path, *, image_size: int = 64, data_format: str = "mds") -> lis
         device_batch_size=1,
         seed=0,
     )
-    records = sources.open_records(config)
+    records = data.open_samples(config)
     return [
         {name: np.array(values) for name, values in records.read(index).arrays.items()}
         for index in range(len(records))

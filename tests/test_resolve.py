@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from sdbench.config import parse_request
-from sdbench.describe import for_person
-from sdbench.distributed import Ranks
-from sdbench.errors import ConfigError
-from sdbench.resolve import resolve
+from sdbench.base.errors import ConfigError
+from sdbench.plan.describe import for_person
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import parse_request
 from tests.machines import make_cpu_machine, make_machine
 
 

@@ -18,11 +18,11 @@ import pytest
 import benchmark
 import data
 from sdbench import cli
-from sdbench.measure.secrets import redact
+from sdbench.base.secrets import redact
+from sdbench.data import remote
 from sdbench.report.publish import secrets_in
-from sdbench.sources import remote
+from tests.data import datasets
 from tests.report.results_folder import RESULTS, make_record, make_results
-from tests.sources import datasets
 
 SECRET = "SuperSecret123"
 RUN = (

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from sdbench.config import FIELDS, SWITCH, parse_request
-from sdbench.distributed import Ranks
-from sdbench.errors import ConfigError
-from sdbench.presets import PRESETS, PerDevice
-from sdbench.speedups import RULES, settle
+from sdbench.base.errors import ConfigError
+from sdbench.plan.speedups import RULES, settle
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import FIELDS, SWITCH, parse_request
+from sdbench.settings.presets import PRESETS, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
 CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")

@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from sdbench.measure.record import SCHEMA_FILE, load_record
+from sdbench.record.store import SCHEMA_FILE, load_record
 
 # What a run of the lean engine on synthetic data has no need of. diffusers itself brings
 # transformers, torchvision and scipy.

@@ -7,60 +7,60 @@ import math
 import numpy as np
 import pytest
 
-from sdbench import statistics
+from sdbench.statistics import intervals
 
 
 def test_within_run_interval_of_ten_steps_is_a_t_interval_over_single_steps():
     # Mean 2 s, sample standard deviation sqrt(10 x 0.1^2 / 9) = 0.105409 s, standard error
     # 0.105409 / sqrt(10) = 0.033333 s, t(0.975, 9 degrees) = 2.262157: half-width 0.0754052 s.
     step_times_s = [1.9, 2.1] * 5
-    interval = statistics.within_run_interval(step_times_s, images_per_step=4)
+    interval = intervals.within_run_interval(step_times_s, images_per_step=4)
     assert interval.low == pytest.approx(4 / 2.0754052, rel=1e-6)
     assert interval.high == pytest.approx(4 / 1.9245948, rel=1e-6)
     assert (interval.kind, interval.num_samples, interval.level) == ("within-run", 10, 0.95)
 
 
 def test_nine_steps_have_no_interval():
-    assert statistics.within_run_interval([1.0, 2.0, 3.0] * 3, images_per_step=1) is None
+    assert intervals.within_run_interval([1.0, 2.0, 3.0] * 3, images_per_step=1) is None
 
 
 def test_many_steps_make_twenty_blocks():
     # Blocks of two steps, each with mean 1.5 s: what varies inside a block does not count.
-    interval = statistics.within_run_interval([1.0, 2.0] * 20, images_per_step=3)
+    interval = intervals.within_run_interval([1.0, 2.0] * 20, images_per_step=3)
     assert interval.num_samples == 20
     assert interval.low == interval.high == pytest.approx(2.0)
 
 
 def test_an_interval_wider_than_its_mean_has_no_upper_bound():
-    interval = statistics.within_run_interval([0.01] * 9 + [100.0], images_per_step=1)
+    interval = intervals.within_run_interval([0.01] * 9 + [100.0], images_per_step=1)
     assert interval.high == math.inf
 
 
 def test_between_runs_interval_needs_three_runs():
-    assert statistics.between_runs_interval([10.0, 11.0]) is None
+    assert intervals.between_runs_interval([10.0, 11.0]) is None
     # Logs 0 and +-ln 2: mean 0, sd ln 2, standard error 0.400188, t(0.975, 2) = 4.302653.
-    interval = statistics.between_runs_interval([0.5, 1.0, 2.0])
+    interval = intervals.between_runs_interval([0.5, 1.0, 2.0])
     assert interval.low == pytest.approx(math.exp(-4.302653 * 0.4001887), rel=1e-5)
     assert interval.high == pytest.approx(1 / interval.low)
     assert interval.kind == "between-runs"
 
 
 def test_compare_says_faster_only_when_shown():
-    faster = statistics.compare([2.00, 2.01, 1.99], [1.00, 1.01, 0.99])
+    faster = intervals.compare([2.00, 2.01, 1.99], [1.00, 1.01, 0.99])
     assert faster.verdict == "faster"
     assert faster.ratio == pytest.approx(2.0, rel=1e-3)
     assert faster.interval.low < 2.0 < faster.interval.high
-    assert statistics.compare([1.00, 1.01, 0.99], [2.00, 2.01, 1.99]).verdict == "slower"
+    assert intervals.compare([1.00, 1.01, 0.99], [2.00, 2.01, 1.99]).verdict == "slower"
 
 
 def test_compare_ignores_a_change_below_two_percent_however_sure():
     rates = np.array([1.0, 1.0001, 0.9999])
-    assert statistics.compare(rates * 1.015, rates).verdict == "no difference shown"
-    assert statistics.compare(rates * 1.025, rates).verdict == "faster"
+    assert intervals.compare(rates * 1.015, rates).verdict == "no difference shown"
+    assert intervals.compare(rates * 1.025, rates).verdict == "faster"
 
 
 def test_compare_does_not_test_a_single_run():
-    comparison = statistics.compare([1.3], [1.0])
+    comparison = intervals.compare([1.3], [1.0])
     assert (comparison.verdict, comparison.interval) == ("not tested", None)
     assert comparison.ratio == pytest.approx(1.3)
 
@@ -85,7 +85,7 @@ def test_within_run_interval_covers_the_truth_with_correlated_steps(correlation)
     )
     covered = 0
     for trial in trials:
-        interval = statistics.within_run_interval(list(trial), images_per_step=1)
+        interval = intervals.within_run_interval(list(trial), images_per_step=1)
         covered += interval.low <= 1.0 <= interval.high
     assert 0.93 <= covered / len(trials) <= 0.98
 
@@ -101,14 +101,14 @@ def test_windows_as_short_as_the_defaults_cover_nearly_as_often(num_steps, corre
     )
     covered = 0
     for trial in trials:
-        interval = statistics.within_run_interval(list(trial), images_per_step=1)
+        interval = intervals.within_run_interval(list(trial), images_per_step=1)
         covered += interval.low <= 1.0 <= interval.high
     assert least <= covered / len(trials) <= 0.99
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
-    # Looks at 20, 40, ... 320 steps for 1 %, as --target_precision has them.
+    # WindowPolicy at 20, 40, ... 320 steps for 1 %, as --target_precision has them.
     trials = correlated_steps(
         np.random.default_rng(1),
         num_trials=400,
@@ -120,9 +120,9 @@ def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
     for trial in trials:
         looks = (20, 40, 80, 160, 320)
         length = next(
-            (n for n in looks if statistics.is_precise(list(trial[:n]), target=0.01)), looks[-1]
+            (n for n in looks if intervals.is_precise(list(trial[:n]), target=0.01)), looks[-1]
         )
-        interval = statistics.within_run_interval(list(trial[:length]), images_per_step=1)
+        interval = intervals.within_run_interval(list(trial[:length]), images_per_step=1)
         covered += interval.low <= 1.0 <= interval.high
     # The standard error of 400 trials is 1.3 %.
     assert 0.89 <= covered / len(trials) <= 0.985
@@ -131,27 +131,27 @@ def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
 def test_a_trend_is_drift_and_noise_is_not():
     generator = np.random.default_rng(2)
     settled = correlated_steps(generator, num_trials=200, num_steps=100, correlation=0.5)
-    false_alarms = sum(not statistics.check_steady(list(trial)).is_steady for trial in settled)
+    false_alarms = sum(not intervals.check_steady(list(trial)).is_steady for trial in settled)
     assert false_alarms <= 20  # a tenth
     trend = np.linspace(1.10, 1.0, 100)
-    found = sum(not statistics.check_steady(list(trial * trend)).is_steady for trial in settled)
+    found = sum(not intervals.check_steady(list(trial * trend)).is_steady for trial in settled)
     assert found >= 190
 
 
 def test_drift_is_told_by_slope_and_by_halves():
     # From 1.09 to 1.00 s in ten steps: -0.09 over the median of 1.045; halves 1.02 and 1.07.
-    finding = statistics.check_steady([1.09 - 0.01 * index for index in range(10)])
+    finding = intervals.check_steady([1.09 - 0.01 * index for index in range(10)])
     assert not finding.is_steady
     assert finding.trend == pytest.approx(-0.09 / 1.045)
     assert finding.halves_difference == pytest.approx(1.02 / 1.07 - 1)
     # One jump in the middle has a slope as well, but two levels are what the halves show.
-    assert not statistics.check_steady([1.0] * 10 + [1.03] * 10).is_steady
-    assert statistics.check_steady([1.0] * 20).is_steady
-    assert statistics.check_steady([1.0] * 9) is None
+    assert not intervals.check_steady([1.0] * 10 + [1.03] * 10).is_steady
+    assert intervals.check_steady([1.0] * 20).is_steady
+    assert intervals.check_steady([1.0] * 9) is None
 
 
 def test_outliers_are_those_beyond_fifteen_median_deviations():
     # Median 1.0, deviations 0.01 for all but one: the bound is 1.0 +- 0.14826.
     steps = [0.99, 1.01] * 10 + [1.0]
-    assert statistics.count_outliers([*steps, 1.14]) == 0
-    assert statistics.count_outliers([*steps, 1.16]) == 1
+    assert intervals.count_outliers([*steps, 1.14]) == 0
+    assert intervals.count_outliers([*steps, 1.16]) == 1

@@ -7,12 +7,12 @@ import math
 import pytest
 from scipy import stats
 
-from sdbench import statistics
+from sdbench.statistics import intervals
 
 
 def test_the_interval_is_that_of_scipys_welch_test():
     rates, baseline_rates = [102.0, 99.0, 104.0, 101.0], [90.0, 97.0, 93.0]
-    comparison = statistics.compare(rates, baseline_rates)
+    comparison = intervals.compare(rates, baseline_rates)
     reference = stats.ttest_ind(
         [math.log(rate) for rate in rates],
         [math.log(rate) for rate in baseline_rates],
@@ -27,9 +27,9 @@ def test_the_interval_is_that_of_scipys_welch_test():
 
 
 def test_runs_without_any_variation_have_a_point_for_an_interval():
-    same = statistics.compare([2.0, 2.0], [2.0, 2.0])
+    same = intervals.compare([2.0, 2.0], [2.0, 2.0])
     assert (same.verdict, same.p_value) == ("no difference shown", 1.0)
-    double = statistics.compare([2.0, 2.0], [1.0, 1.0])
+    double = intervals.compare([2.0, 2.0], [1.0, 1.0])
     assert (double.verdict, double.p_value) == ("faster", 0.0)
     assert double.interval.low == double.interval.high == pytest.approx(2.0)
 
@@ -42,9 +42,9 @@ def test_the_geometric_mean_of_two_comparisons_by_hand():
     spread = 0.01
     rates = [math.exp(spread), math.exp(-spread)]
     comparisons = [
-        statistics.compare([ratio * rate for rate in rates], [1.0, 1.0]) for ratio in (1.2, 1.5)
+        intervals.compare([ratio * rate for rate in rates], [1.0, 1.0]) for ratio in (1.2, 1.5)
     ]
-    mean = statistics.geometric_mean(comparisons)
+    mean = intervals.geometric_mean(comparisons)
     half = 4.302653 * math.sqrt(spread**2 / 2)
     assert mean.ratio == pytest.approx(math.sqrt(1.2 * 1.5))
     assert mean.degrees_of_freedom == pytest.approx(2)
@@ -54,9 +54,9 @@ def test_the_geometric_mean_of_two_comparisons_by_hand():
 
 
 def test_the_geometric_mean_with_an_untested_row_is_not_tested():
-    tested = statistics.compare([1.0, 1.01], [2.0, 2.01])
-    untested = statistics.compare([8.0], [1.0])
-    mean = statistics.geometric_mean([tested, untested])
+    tested = intervals.compare([1.0, 1.01], [2.0, 2.01])
+    untested = intervals.compare([8.0], [1.0])
+    mean = intervals.geometric_mean([tested, untested])
     assert mean.ratio == pytest.approx(math.sqrt(tested.ratio * 8))
     assert (mean.interval, mean.verdict) == (None, "not tested")
 
@@ -64,7 +64,7 @@ def test_the_geometric_mean_with_an_untested_row_is_not_tested():
 def test_holm_takes_back_the_verdicts_that_chance_explains():
     # Holm on p = 0.001, 0.02, 0.03, 0.04: 0.001 <= 0.05/4 passes, 0.02 > 0.05/3 stops all others.
     comparisons = [make_comparison(p_value) for p_value in (0.03, 0.001, 0.04, 0.02)]
-    corrected = statistics.correct_verdicts(comparisons)
+    corrected = intervals.correct_verdicts(comparisons)
     assert [one.verdict for one in corrected] == [
         "no difference shown",
         "faster",
@@ -77,15 +77,15 @@ def test_holm_takes_back_the_verdicts_that_chance_explains():
 def test_holm_passes_on_to_the_next_larger_p_value():
     # 0.012 <= 0.05/4, 0.016 <= 0.05/3, 0.02 <= 0.05/2 and 0.04 <= 0.05/1: all stay.
     comparisons = [make_comparison(p_value) for p_value in (0.04, 0.016, 0.012, 0.02)]
-    assert statistics.correct_verdicts(comparisons) == comparisons
+    assert intervals.correct_verdicts(comparisons) == comparisons
 
 
 def test_an_untested_row_does_not_count_among_the_many():
-    untested = statistics.compare([2.0], [1.0])
+    untested = intervals.compare([2.0], [1.0])
     comparisons = [make_comparison(0.04), *[untested] * 20]
-    assert statistics.correct_verdicts(comparisons) == comparisons
+    assert intervals.correct_verdicts(comparisons) == comparisons
 
 
-def make_comparison(p_value: float) -> statistics.Comparison:
-    interval = statistics.Interval(1.05, 1.15, 0.95, "between-runs", 5)
-    return statistics.Comparison(1.1, interval, "faster", 0.0004, 8.0, p_value)
+def make_comparison(p_value: float) -> intervals.Comparison:
+    interval = intervals.Interval(1.05, 1.15, 0.95, "between-runs", 5)
+    return intervals.Comparison(1.1, interval, "faster", 0.0004, 8.0, p_value)

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import pytest
 
-from sdbench import statistics
+from sdbench.statistics import intervals
 
 SEED = 20261121
 NUM_PAIRS = 2000
@@ -45,7 +45,7 @@ def simulate_rates(correlation: float, num_runs: int) -> np.ndarray:
 
 def compare_all(correlation: float, num_runs: int, *, true_ratio: float):
     rates = simulate_rates(correlation, num_runs)
-    return [statistics.compare(candidate * true_ratio, baseline) for candidate, baseline in rates]
+    return [intervals.compare(candidate * true_ratio, baseline) for candidate, baseline in rates]
 
 
 def share_of(comparisons, verdict: str) -> float:
@@ -96,7 +96,7 @@ def test_many_rows_without_a_difference_seldom_give_a_verdict():
         return sum(any(one.verdict != "no difference shown" for one in table) for table in tables)
 
     assert num_wrong(tables) >= 10
-    assert num_wrong([statistics.correct_verdicts(table) for table in tables]) <= 5
+    assert num_wrong([intervals.correct_verdicts(table) for table in tables]) <= 5
 
 
 def test_the_interval_of_a_geometric_mean_covers_the_truth():
@@ -105,7 +105,7 @@ def test_the_interval_of_a_geometric_mean_covers_the_truth():
         compare_all(0.8, 3, true_ratio=true_ratio)[start::4]
         for start, true_ratio in enumerate((1.1, 1.2, 1.3, 1.4))
     ]
-    means = [statistics.geometric_mean(rows) for rows in zip(*comparisons, strict=True)]
+    means = [intervals.geometric_mean(rows) for rows in zip(*comparisons, strict=True)]
     covered = [mean.interval.low <= 1.24498 <= mean.interval.high for mean in means]
     assert len(means) == 500
     # 500 trials at 95 % have a standard error of 1 %.

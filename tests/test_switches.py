@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import benchmark
-from sdbench.config import FIELDS, SPEED
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
+from sdbench.settings.config import FIELDS, SPEED
 
 # Two micro-batches a step, the second of them smaller.
 RUN = (

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact
 from sdbench.doctor import gpus, machine, network, services, storage
 from sdbench.doctor.finding import Finding, error
 from sdbench.doctor.job import Job
-from sdbench.errors import ConfigError, RunError
-from sdbench.measure.secrets import redact
 
 T = TypeVar("T")
 

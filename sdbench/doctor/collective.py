@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdbench.distributed import Ranks
 from sdbench.doctor.finding import Finding, error, number_of, ok, warning
 from sdbench.doctor.gpus import count_gpus, nvlink_gb_per_s
 from sdbench.doctor.job import Job
 from sdbench.doctor.network import describe_nics, find_active_nics
-from sdbench.nccl_log import SOCKETS, NcclLog
+from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 
 if TYPE_CHECKING:
     from sdbench.doctor.meeting import Meeting

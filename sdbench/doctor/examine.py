@@ -10,16 +10,16 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sdbench.distributed import name_ranks
+from sdbench.base.errors import RunError
+from sdbench.base.secrets import redact
 from sdbench.doctor import collective
 from sdbench.doctor.checks import CHECKS, bounded, explain, look_at_node, settle
 from sdbench.doctor.finding import ERROR, Finding, error, ok, skipped, warning
 from sdbench.doctor.gpus import count_gpus, describe_gpus
 from sdbench.doctor.job import Job
 from sdbench.doctor.meeting import Meeting
-from sdbench.doctor.output import Line, Report, merge
-from sdbench.errors import RunError
-from sdbench.measure.secrets import redact
+from sdbench.doctor.printout import Line, Report, merge
+from sdbench.ranks.distributed import name_ranks
 
 # How long the first rank keeps the store open for ranks that still have to read its last word.
 FAREWELL_S = 5.0

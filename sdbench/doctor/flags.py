@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from sdbench.config import SECONDS, Kind, add_flags, reader
-from sdbench.sources import resolve_format
+from sdbench.data import resolve_format
+from sdbench.settings.config import SECONDS, Kind, add_flags, reader
 
 DESCRIPTION = """\
 Look at this machine, or at each node that takes part, before an expensive job begins. Each line is

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sdbench.distributed import Ranks
 from sdbench.doctor.gpus import count_gpus
+from sdbench.ranks.distributed import Ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Job:
         model_name: Built-in architecture, folder or hub id.
         model_revision: Of a hub id.
         image_size: Side of the images in pixels, or None for the default of benchmark.py.
-        data_format: A name of `sources.SOURCES`, or ``auto``.
+        data_format: A name of `data.SOURCES`, or ``auto``.
         remote: Where the data is, or None.
         local: Where the data is, or its copies are to be kept, or None.
         results_dir: Folder for records.

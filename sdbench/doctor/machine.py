@@ -9,7 +9,7 @@ from pathlib import Path
 from sdbench.doctor.finding import OK, Finding, error, join, number_of, ok, show_bytes, warning
 from sdbench.doctor.gpus import count_gpus
 from sdbench.doctor.job import Job
-from sdbench.measure.provenance import PACKAGES, git_state, package_versions
+from sdbench.record.provenance import PACKAGES, git_state, package_versions
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 # Without these no run begins; each of the others is needed for some flag.

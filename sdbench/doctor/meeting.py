@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sdbench.distributed import Ranks, hosts_store, open_store
-from sdbench.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.ranks.distributed import Ranks, hosts_store, open_store
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
 # Linux gives to clients.

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from sdbench.base.errors import RunError
 from sdbench.doctor.finding import Finding, error, number_of, ok, skipped, warning
 from sdbench.doctor.gpus import count_gpus
 from sdbench.doctor.job import Job, ModelFacts
-from sdbench.errors import RunError
 
 if TYPE_CHECKING:
+    from sdbench.data.source import SourceConfig
     from sdbench.models.architecture import Architecture
-    from sdbench.sources.config import SourceConfig
 
 WANDB_URL = "https://api.wandb.ai"
 BYTES_PER_MB = 1e6
@@ -49,7 +49,7 @@ def check_model(job: Job) -> Finding:
 
 def _derive_facts(architecture: Architecture, job: Job) -> ModelFacts:
     from sdbench.models.parameters import count_parameters
-    from sdbench.resolve import (
+    from sdbench.plan.resolve import (
         CPU_MICROBATCH,
         GPU_BATCH_SIZE,
         GPU_NUM_WORKERS,
@@ -99,9 +99,9 @@ def check_data(job: Job) -> Finding:
     place = job.remote or job.local
     if place is None:
         return skipped("neither --remote nor --local: synthetic data")
-    from sdbench.sources.remote import is_url
-    from sdbench.sources.rows import open_rows
-    from sdbench.sources.verify import tell_kind
+    from sdbench.data.prepare.rows import open_rows
+    from sdbench.data.prepare.verify import tell_kind
+    from sdbench.data.remote import is_url
 
     # A cache of its own, because a copy of an earlier run would not show that the place answers.
     with tempfile.TemporaryDirectory(prefix="sdbench-doctor-") as cache:
@@ -123,18 +123,18 @@ def check_data(job: Job) -> Finding:
 
 def _describe_first_part(place: str, job: Job, *, cache: str | None) -> SourceConfig:
     """The data, and of many tars or remote parquet files the first one alone."""
-    from sdbench.sources import detect_format
-    from sdbench.sources.rows import describe_source
+    from sdbench.data import detect_format
+    from sdbench.data.prepare.rows import describe_source
 
     data_format = detect_format(place) if job.data_format == "auto" else job.data_format
     if data_format == "webdataset":
-        from sdbench.sources.webdataset import find_tars
+        from sdbench.data.formats.webdataset import find_tars
 
         place = find_tars(place)[0]
     elif data_format == "parquet" and cache is not None:
         from braceexpand import braceexpand
 
-        from sdbench.sources.remote import list_urls
+        from sdbench.data.remote import list_urls
 
         place = next(iter(braceexpand(place)))
         if not place.endswith(".parquet"):
@@ -147,11 +147,11 @@ def _describe_first_part(place: str, job: Job, *, cache: str | None) -> SourceCo
 
 def _import_reader(data_format: str) -> None:
     """Load what reads this format and decodes its images, which is no time of the place's."""
-    from sdbench.sources import SOURCES
+    from sdbench.data import SOURCES
 
     reader = SOURCES[data_format].open
     assert reader is not None, "no place is given of data that is not stored"
-    for module in (reader.split(":")[0], "sdbench.sources.transforms"):
+    for module in (reader.split(":")[0], "sdbench.data.pipeline.transforms"):
         importlib.import_module(module)
 
 

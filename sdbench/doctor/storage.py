@@ -7,7 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from sdbench.cache import private_folder
+from sdbench.base.cache import private_folder
+from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
+from sdbench.base.shared_memory import find_stale
 from sdbench.doctor.finding import (
     BYTES_PER_GIB,
     BYTES_PER_MIB,
@@ -22,8 +24,6 @@ from sdbench.doctor.finding import (
 )
 from sdbench.doctor.gpus import count_gpus
 from sdbench.doctor.job import Job
-from sdbench.shared_memory import FOLDER as SHARED_MEMORY
-from sdbench.shared_memory import find_stale
 
 # What Docker gives a container unless it is told otherwise (docker run, --shm-size).
 CONTAINER_DEFAULT_BYTES = 64 * BYTES_PER_MIB

@@ -1,7 +1,7 @@
 """Who runs the training loop?
 
-An engine receives a workload's parts and a watch, places the model, builds optimizer and moving
-average, trains `parts.num_steps` steps and returns what it measured on its rank.
+An engine receives a workload's job and a watch, places the model, builds optimizer and moving
+average, trains `job.num_steps` steps and returns what it measured on its rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sdbench.signals import keep_handlers
+from sdbench.base.stop import keep_handlers
 
 ENGINES: dict[str, str] = {
     "composer": "sdbench.engines.composer:fit",

@@ -1,4 +1,4 @@
-"""How does MosaicML Composer train the parts?"""
+"""How does MosaicML Composer train the job?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from composer.distributed import dist_strategy
 from composer.loggers import Logger
 from composer.utils import get_device
 
-from sdbench.distributed import Ranks
-from sdbench.engines.batches import Batches, make_batches
 from sdbench.engines.breakdown import LastGradient
-from sdbench.engines.device import find_device, forget_peak_memory, peak_memory_gib
+from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
+from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     held_weights,
@@ -32,14 +32,14 @@ from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
-from sdbench.parts import EmaSpec, Parts
+from sdbench.ranks.distributed import Ranks
 
 
-def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
-    """Train until the watch says that all is measured, at most `parts.num_steps` steps.
+def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
+    """Train until the watch says that all is measured, at most `job.num_steps` steps.
 
     Args:
-        parts: What the workload built.
+        job: What the workload built.
         config: The resolved config; read are the micro-batch, precision, seed and speed-ups.
         watch: Told of every step and of the phases of it.
 
@@ -51,33 +51,33 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
     """
     device = get_device(None)
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
-    forget_peak_memory()
-    model = device.module_to_device(ComposerDiffusion(parts))
+    reset_peak_memory()
+    model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(parts, sharding=config.sharding)
-    optimizer = parts.make_optimizer(model)
+        shard_weights(job, sharding=config.sharding)
+    optimizer = job.make_optimizer(model)
     # Composer hands most optimizers the whole forward and backward pass as a closure, so that for
     # torch a step begins before its gradients are there: the phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 
-    loader, callbacks = _loader_and_callbacks(parts, config, watch, device)
+    loader, callbacks = _loader_and_callbacks(job, config, watch, device)
     algorithms = []
-    if parts.ema is not None and parts.ema.implementation == "composer":
-        algorithms.append(_composer_ema(parts.ema, watch.phases))
-    elif parts.ema is not None:
-        weights = held_weights(parts, optimizer, sharding=config.sharding)
-        callbacks.append(EmaCallback(ForeachEma(weights, parts.ema), watch.phases))
+    if job.ema is not None and job.ema.implementation == "composer":
+        algorithms.append(_composer_ema(job.ema, watch.phases))
+    elif job.ema is not None:
+        weights = held_weights(job, optimizer, sharding=config.sharding)
+        callbacks.append(EmaCallback(ForeachEma(weights, job.ema), watch.phases))
     # Behind the average: it ends the step.
-    callbacks.append(WatchCallback(watch, trained=parts.trained))
+    callbacks.append(WatchCallback(watch, trained=job.trained))
     with _ddp_made_by(functools.partial(make_ddp, config=config)), _no_look_at_the_cpu():
         trainer = Trainer(
             model=model,
             train_dataloader=loader,
             optimizers=optimizer,
             # Torch's own scheduler counts its steps; Composer's would see the batch before this.
-            schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule),
+            schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule),
             step_schedulers_every_batch=True,
-            max_duration=f"{parts.num_steps}ba",
+            max_duration=f"{job.num_steps}ba",
             algorithms=algorithms,
             callbacks=callbacks,
             device=device,
@@ -98,26 +98,26 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
     trainer.close()
     return measurements_of(
         watch,
-        num_images=parts.loader.num_images_delivered,
+        num_images=job.loader.num_images_delivered,
         peak_memory_gib=peak_memory_gib(),
     )
 
 
 def _loader_and_callbacks(
-    parts: Parts, config: Any, watch: StepWatch, device: Device
+    job: TrainJob, config: Any, watch: StepWatch, device: Device
 ) -> tuple[Any, list[Callback]]:
     """What Composer takes its batches from, and what is to be done with them, in this order."""
-    loader: Any = parts.loader
+    loader: Any = job.loader
     callbacks: list[Callback] = [DataWaitCallback(watch)]
     if config.copy_stream == "side":
         loader = make_batches(
-            parts.loader, device=find_device(), watch=watch, copy_stream=config.copy_stream
+            job.loader, device=find_device(), watch=watch, copy_stream=config.copy_stream
         )
         callbacks = [FetchAheadCallback(loader)]
-    if parts.prepare is not None:
-        callbacks.append(PrepareCallback(parts, device))
+    if job.prepare is not None:
+        callbacks.append(PrepareCallback(job, device))
     if config.sharding in WEIGHT_SHARDING:
-        callbacks.append(GradientSyncCallback(parts, config))
+        callbacks.append(GradientSyncCallback(job, config))
     return loader, callbacks
 
 
@@ -153,12 +153,12 @@ def _no_look_at_the_cpu() -> Iterator[None]:
 
 
 class ComposerDiffusion(ComposerModel):
-    """The parts' model and loss behind the interface that Composer trains."""
+    """The job' model and loss behind the interface that Composer trains."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, job: TrainJob) -> None:
         super().__init__()
-        self.model = parts.model
-        self._loss = parts.loss
+        self.model = job.model
+        self._loss = job.loss
 
     def forward(self, batch: dict[str, torch.Tensor]) -> Any:
         """The model's output for a batch."""
@@ -228,8 +228,8 @@ class FetchAheadCallback(Callback):
 class PrepareCallback(Callback):
     """Has the whole batch of a step prepared on the device, before Composer cuts it."""
 
-    def __init__(self, parts: Parts, device: Device) -> None:
-        self._prepare = parts.prepare
+    def __init__(self, job: TrainJob, device: Device) -> None:
+        self._prepare = job.prepare
         self._device = device
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -242,10 +242,10 @@ class PrepareCallback(Callback):
 class GradientSyncCallback(Callback):
     """Does for FSDP2 what Composer's `ddp_sync_strategy` does for DDP."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:
-        self._trained = parts.trained
+    def __init__(self, job: TrainJob, config: Any) -> None:
+        self._trained = job.trained
         self._config = config
-        device_batch_size = parts.images_per_step // Ranks.from_environment().world_size
+        device_batch_size = job.images_per_step // Ranks.from_environment().world_size
         self._num_microbatches = -(-device_batch_size // config.device_train_microbatch_size)
         self._num_seen = 0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sdbench.engines.batches import Batch
+from sdbench.engines.device_batches import Batch
 from sdbench.measure.phases import PhaseClock
 
 # The first step sets up what cannot be captured: the optimizer's state, the choice of kernels, what

@@ -14,7 +14,7 @@ def find_device() -> torch.device:
     return torch.device("cpu")
 
 
-def forget_peak_memory() -> None:
+def reset_peak_memory() -> None:
     """Begin anew to look for the peak of a GPU; that of a CPU process is for its whole life."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

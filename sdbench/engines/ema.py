@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sdbench.distributed import Ranks, gather
-from sdbench.parts import EmaSpec
+from sdbench.engines.job import EmaSpec
+from sdbench.ranks.distributed import Ranks, gather
 
 # Weights that are not fp32 are converted first: so many at a time, that in place of a second copy
 # of all 3.46 GB of SD2's U-Net (686 weights) there is one of about 160 MB.

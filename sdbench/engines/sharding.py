@@ -15,8 +15,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sdbench.distributed import Ranks
-from sdbench.parts import Parts
+from sdbench.engines.job import TrainJob
+from sdbench.ranks.distributed import Ranks
 
 # Values of --sharding whose ranks hold a part of the weights between two steps.
 WEIGHT_SHARDING = ("grad_op", "full", "hybrid")
@@ -60,11 +60,11 @@ def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> Distrib
     return ddp
 
 
-def shard_weights(parts: Parts, *, sharding: str) -> None:
+def shard_weights(job: TrainJob, *, sharding: str) -> None:
     """Give each rank its part of the trained weights; the frozen ones stay whole on each.
 
     Args:
-        parts: With the model on its device. A weight in another layout becomes contiguous, which
+        job: With the model on its device. A weight in another layout becomes contiguous, which
             FSDP2 asks for; activations keep the layout of the images.
         sharding: One of `WEIGHT_SHARDING`.
     """
@@ -75,7 +75,7 @@ def shard_weights(parts: Parts, *, sharding: str) -> None:
     axes = {"shard": ranks.world_size}
     if sharding == "hybrid":
         axes = {"replicate": ranks.num_nodes, "shard": ranks.local_world_size}
-    weights = list(parts.trained.parameters())
+    weights = list(job.trained.parameters())
     for weight in weights:
         weight.data = weight.data.contiguous()
     device_type = weights[0].device.type
@@ -92,10 +92,10 @@ def shard_weights(parts: Parts, *, sharding: str) -> None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     )
     # The innermost first: a block leaves alone what a block inside it has shared out.
-    for module in reversed(list(parts.trained.modules())):
-        if isinstance(module, parts.sharded_blocks) and module is not parts.trained:
+    for module in reversed(list(job.trained.modules())):
+        if isinstance(module, job.sharded_blocks) and module is not job.trained:
             shard(module)
-    shard(parts.trained)
+    shard(job.trained)
 
 
 def set_gradient_sync(trained: Any, *, config: Any, is_last: bool) -> None:
@@ -112,18 +112,18 @@ def set_gradient_sync(trained: Any, *, config: Any, is_last: bool) -> None:
 
 
 def held_weights(
-    parts: Parts, optimizer: torch.optim.Optimizer, *, sharding: str
+    job: TrainJob, optimizer: torch.optim.Optimizer, *, sharding: str
 ) -> dict[str, torch.Tensor]:
     """The trained weights whose optimizer state this rank holds, by name: of zero1 its part.
 
     Where the optimizer keeps fp32 copies of them (`masters`), the copies are what it trains.
 
     Args:
-        parts: Placed, or shared out.
-        optimizer: What `parts.make_optimizer` has made of them.
+        job: Placed, or shared out.
+        optimizer: What `job.make_optimizer` has made of them.
         sharding: The config's.
     """
-    weights = {n: weight for n, weight in parts.trained.named_parameters() if weight.requires_grad}
+    weights = {n: weight for n, weight in job.trained.named_parameters() if weight.requires_grad}
     if sharding != "zero1":
         masters = getattr(optimizer, "masters", None)
         if masters is None:

@@ -1,4 +1,4 @@
-"""How are the parts trained without a trainer?
+"""How are the job trained without a trainer?
 
 The loop does what Composer's does, in the same order and with the same random draws, and nothing
 else: what Composer itself costs is the difference.
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdbench.distributed import Ranks
-from sdbench.engines.batches import Batch, make_batches
 from sdbench.engines.breakdown import LastGradient
-from sdbench.engines.device import find_device, forget_peak_memory, peak_memory_gib
+from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
+from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     held_weights,
@@ -29,14 +29,14 @@ from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
-from sdbench.parts import Parts
+from sdbench.ranks.distributed import Ranks
 
 
-def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
-    """Train until the watch says that all is measured, at most `parts.num_steps` steps.
+def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
+    """Train until the watch says that all is measured, at most `job.num_steps` steps.
 
     Args:
-        parts: What the workload built.
+        job: What the workload built.
         config: The resolved config; read are the micro-batch, precision, seed and speed-ups.
         watch: Told of every step and of the phases of it.
 
@@ -47,27 +47,27 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
         RunError: If the loss is not finite, or the loop ended before its last step.
     """
     ranks, device = Ranks.from_environment(), find_device()
-    forget_peak_memory()
-    parts.model.to(device).train()
-    model = _join_ranks(parts, config, ranks)
-    optimizer = parts.make_optimizer(parts.model)
-    run_step: Any = TrainingStep(model, parts, optimizer, config=config, clock=watch.phases)
+    reset_peak_memory()
+    job.model.to(device).train()
+    model = _join_ranks(job, config, ranks)
+    optimizer = job.make_optimizer(job.model)
+    run_step: Any = TrainingStep(model, job, optimizer, config=config, clock=watch.phases)
     if config.cuda_graph:
         from sdbench.engines.cuda_graph import GraphedStep, let_rates_change
 
         let_rates_change(optimizer, device=device)
         run_step = GraphedStep(run_step, clock=watch.phases)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)
     ema = None
-    if parts.ema is not None:
-        ema = ForeachEma(held_weights(parts, optimizer, sharding=config.sharding), parts.ema)
-    batches = make_batches(parts.loader, device=device, watch=watch, copy_stream=config.copy_stream)
+    if job.ema is not None:
+        ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
+    batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
     # As Composer seeds: two ranks draw different noise.
     torch.manual_seed(config.seed + ranks.rank)
     watch.loop_begins()
-    for _ in range(parts.num_steps):
+    for _ in range(job.num_steps):
         # No name holds on to the batch: its memory is free for the next one.
-        loss = run_step(_prepare(next(batches), parts))
+        loss = run_step(_prepare(next(batches), job))
         schedule.step()
         if ema is not None:
             with watch.phases.phase(phases.EMA):
@@ -80,27 +80,27 @@ def fit(parts: Parts, config: Any, watch: StepWatch) -> Measurements:
             break
     return measurements_of(
         watch,
-        num_images=parts.loader.num_images_delivered,
+        num_images=job.loader.num_images_delivered,
         peak_memory_gib=peak_memory_gib(),
     )
 
 
-def _prepare(batch: Batch, parts: Parts) -> Batch:
-    if parts.prepare is None:
+def _prepare(batch: Batch, job: TrainJob) -> Batch:
+    if job.prepare is None:
         return batch
     with torch.no_grad():
-        return parts.prepare(batch)
+        return job.prepare(batch)
 
 
-def _join_ranks(parts: Parts, config: Any, ranks: Ranks) -> torch.nn.Module:
+def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
     """The model as this rank calls it: itself, or what averages its gradients over all ranks."""
     if ranks.world_size == 1:
-        return parts.model
+        return job.model
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(parts, sharding=config.sharding)
-        return parts.model
+        shard_weights(job, sharding=config.sharding)
+        return job.model
     # The buffers are constants, the same on every rank.
-    return make_ddp(parts.model, config=config, broadcast_buffers=False)
+    return make_ddp(job.model, config=config, broadcast_buffers=False)
 
 
 class TrainingStep:
@@ -109,7 +109,7 @@ class TrainingStep:
     def __init__(
         self,
         model: torch.nn.Module,
-        parts: Parts,
+        job: TrainJob,
         optimizer: torch.optim.Optimizer,
         *,
         config: Any,
@@ -118,19 +118,19 @@ class TrainingStep:
         """Join the pieces.
 
         Args:
-            model: The parts' model, or the DDP wrapper around it.
-            parts: What the workload built.
-            optimizer: Of the parts' model.
+            model: The job' model, or the DDP wrapper around it.
+            job: What the workload built.
+            optimizer: Of the job' model.
             config: The resolved config.
             clock: Is switched from phase to phase.
         """
         self._model = model
-        self._parts = parts
+        self._parts = job
         self._optimizer = optimizer
         self._config = config
         self._clock = clock
-        self._last_gradient = LastGradient(parts.trained, clock)
-        device = next(parts.model.parameters()).device
+        self._last_gradient = LastGradient(job.trained, clock)
+        device = next(job.model.parameters()).device
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "amp_fp16")
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.measure.record import (
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.secrets import redact
+from sdbench.record.store import (
     FAILED,
     INTERRUPTED,
     OK,
@@ -27,8 +29,6 @@ from sdbench.measure.record import (
     load_record,
     replace_file,
 )
-from sdbench.measure.secrets import redact
-from sdbench.report.escape import for_terminal
 
 OUTPUT_NAME = "output.log"
 LOCK_NAME = ".measuring"

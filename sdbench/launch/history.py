@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.config import FIELDS
 from sdbench.launch.sweep_state import Run
-from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+from sdbench.settings.config import FIELDS
 
 HISTORY = Path("runs")
 # What decides, more than anything else, how long a run takes.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from sdbench.base.shared_memory import remove_stale_shared_memory
 from sdbench.launch import guard
-from sdbench.shared_memory import remove_stale_shared_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.config import SECONDS, parse_value
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, find_program, new_folder, run_child, tail
-from sdbench.launch.progress import Countdown
-from sdbench.measure.record import OK, write_json
-from sdbench.report.escape import for_terminal
+from sdbench.launch.eta import Countdown
+from sdbench.record.store import OK, write_json
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.signals import Terminated, stop_signals_raise
-from sdbench.statistics import MIN_RUNS, between_runs_interval
+from sdbench.settings.config import SECONDS, parse_value
+from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
 
 EPILOG = """\
 examples:

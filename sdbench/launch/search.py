@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.escape import for_terminal
+from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, find_program, new_folder, run_child
 from sdbench.launch.repeat import parse_timeout, split_command
-from sdbench.measure.record import FAILED, OK, OOM, write_json
-from sdbench.report.escape import for_terminal
+from sdbench.record.store import FAILED, OK, OOM, write_json
 from sdbench.report.terminal import format_number
-from sdbench.signals import Terminated, stop_signals_raise
 
 FLAG = "--device_train_microbatch_size"
 # What benchmark.py says where the estimate exceeds the memory.

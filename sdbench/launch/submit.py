@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.config import POSITIVE, parse_value
-from sdbench.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.launch.child import new_folder
-from sdbench.launch.progress import Countdown
+from sdbench.launch.eta import Countdown
 from sdbench.launch.repeat import split_command
-from sdbench.measure.record import FAILED, OK, RECORD_NAME, load_record, write_json
+from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record, write_json
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_rates
 from sdbench.report.text_table import to_terminal
+from sdbench.settings.config import POSITIVE, parse_value
 
 SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
 JOBS_NAME = "jobs.json"

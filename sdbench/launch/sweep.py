@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.secrets import redact_values
+from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import run_child, tail
+from sdbench.launch.eta import Countdown
 from sdbench.launch.history import estimate_durations
-from sdbench.launch.progress import Countdown
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
-from sdbench.measure.record import OK, OOM, TIMEOUT, replace_file
-from sdbench.measure.secrets import redact_values
-from sdbench.report.escape import for_terminal
-from sdbench.report.row import COLUMNS, format_csv, make_row
+from sdbench.record.row import COLUMNS, format_csv, make_row
+from sdbench.record.store import OK, OOM, TIMEOUT, replace_file
 from sdbench.report.tables import Column, Table, make_cell
 from sdbench.report.terminal import format_rate
 from sdbench.report.text_table import to_terminal
-from sdbench.signals import Terminated, stop_signals_raise
 
 RETRYABLE = ("failed", "oom", "timeout", "invalid")
 # What a setting of benchmark.py is called in a table of figures, where that is another name.

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdbench.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
+from sdbench.base.secrets import redact_values
 from sdbench.launch.child import find_program
-from sdbench.measure.secrets import redact_values
+from sdbench.settings.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
 
 DEFAULT_LAUNCHER = "composer"
 DEFAULT_TIMEOUT_S = 3600.0

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 from sdbench.launch.child import Outcome, make_folder
 from sdbench.launch.sweep_file import Cell, SweepFile
-from sdbench.measure.provenance import git_state, package_versions
-from sdbench.measure.record import OK, RECORD_NAME, load_record, write_json
+from sdbench.record.provenance import git_state, package_versions
+from sdbench.record.store import OK, RECORD_NAME, load_record, write_json
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"

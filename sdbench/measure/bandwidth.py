@@ -7,7 +7,7 @@ before it writes a line is not counted.
 
 from __future__ import annotations
 
-from sdbench.measure.repeats import median_time_s
+from sdbench.measure.timing import median_time_s
 
 # Bytes of each of three arrays. A GPU's last cache holds some 50 MB, a server CPU's up to 0.5 GB.
 ARRAY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 29}

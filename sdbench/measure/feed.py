@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from sdbench.measure.summary import interval_for_record
-from sdbench.statistics import within_run_interval
+from sdbench.statistics.intervals import within_run_interval
 
 BYTES_PER_MEGABYTE = 10**6
 

@@ -6,7 +6,7 @@ training computes in, is the practical ceiling of the same device with its clock
 
 from __future__ import annotations
 
-from sdbench.measure.repeats import median_time_s
+from sdbench.measure.timing import median_time_s
 
 # 2 x 8192^3 is 1.1 TFLOP, 1.4 ms on an H100; 2 x 2048^3 is 17 GFLOP, 20 ms on two cores with AMX.
 GPU_SIZE, CPU_SIZE = 8192, 2048

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from sdbench import statistics
 from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
 from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
 from sdbench.measure.phases import merge_phases
@@ -17,7 +16,8 @@ from sdbench.measure.startup import StartupClock
 from sdbench.measure.stragglers import find_stragglers, own_step_time_s
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
-from sdbench.statistics import Interval, within_run_interval
+from sdbench.statistics import intervals
+from sdbench.statistics.intervals import Interval, within_run_interval
 
 # Steps that vary by more than a tenth around their mean are not those of a quiet machine.
 MAX_VARIATION = 0.10
@@ -111,7 +111,7 @@ def summarize(
     images_per_second = images_per_step * len(measured) / timings.window_s
     interval = within_run_interval(step_times_s, images_per_step=images_per_step)
     achieved_tflops = images_per_second / num_devices * flops_per_image / 1e12
-    steadiness = statistics.check_steady(step_times_s)
+    steadiness = intervals.check_steady(step_times_s)
     variation = (
         float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
     )
@@ -129,7 +129,7 @@ def summarize(
         "straggler": bool(stragglers),
         "sockets": uses_sockets,
         "precision_not_reached": target is not None
-        and not statistics.is_precise(step_times_s, target=target),
+        and not intervals.is_precise(step_times_s, target=target),
     }
     num_warmup_steps = sum(step.phase == WARMUP for step in timings.steps)
     return {
@@ -142,7 +142,7 @@ def summarize(
         "step_time_p50_s": float(np.percentile(step_times_s, 50)),
         "step_time_p95_s": float(np.percentile(step_times_s, 95)),
         "step_time_cv_percent": None if variation is None else 100 * variation,
-        "num_outliers": statistics.count_outliers(step_times_s),
+        "num_outliers": intervals.count_outliers(step_times_s),
         "stability": None
         if steadiness is None
         else ("steady" if steadiness.is_steady else "drift"),

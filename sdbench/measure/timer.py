@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdbench.errors import RunError
+from sdbench.base.errors import RunError
 
 WARMUP = "warmup"
 MEASURED = "measured"

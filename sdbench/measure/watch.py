@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sdbench.errors import RunError
+from sdbench.base.errors import RunError
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer

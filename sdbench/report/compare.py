@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.errors import ConfigError, RunError
-from sdbench.figures import parse_conditions, select_rows
-from sdbench.measure.record import replace_file
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.record.store import replace_file
 from sdbench.report.compare_match import GUARDED, Match, match
 from sdbench.report.compare_output import FORMATS, describe_settings
 from sdbench.report.compare_sides import (
@@ -23,6 +22,7 @@ from sdbench.report.compare_sides import (
     make_side,
     split,
 )
+from sdbench.report.figures import parse_conditions, select_rows
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.

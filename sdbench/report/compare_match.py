@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.figures import MEASURED, as_text
+from sdbench.base.errors import ConfigError
+from sdbench.record.row import COLUMNS
 from sdbench.report.compare_sides import VERSION_PREFIX, NothingToCompareError, Row, Side
-from sdbench.report.row import COLUMNS
-from sdbench.statistics import Comparison, compare, correct_verdicts, geometric_mean
+from sdbench.report.figures import MEASURED, as_text
+from sdbench.statistics.intervals import Comparison, compare, correct_verdicts, geometric_mean
 
 Groups = dict[tuple[Any, ...], list[Row]]
 
@@ -76,7 +76,7 @@ class Match:
         candidate: The other.
         columns: Settings that rows were matched on.
         compared: Settings that were compared across: the values of baseline and candidate.
-        unsaid: Settings that only one side tells, and the name of the other.
+        missing_on: Settings that only one side tells, and the name of the other.
         origins: What differs beside the settings: the values of baseline and candidate.
         pairs: Configurations on both sides, in the order of the baseline.
         only_baseline: Runs of each configuration that the candidate lacks.
@@ -88,7 +88,7 @@ class Match:
     candidate: Side
     columns: Sequence[str]
     compared: dict[str, tuple[str, str]]
-    unsaid: dict[str, str]
+    missing_on: dict[str, str]
     origins: dict[str, tuple[str, str]]
     pairs: Sequence[Pair]
     only_baseline: Sequence[Sequence[Row]]
@@ -134,7 +134,7 @@ def match(
         candidate=candidate,
         columns=columns,
         compared=compared,
-        unsaid={
+        missing_on={
             column: side.name
             for side, mine, other in ((baseline, *told), (candidate, *reversed(told)))
             for column in other

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sdbench.figures import as_text
+from sdbench.base.escape import for_markdown, for_terminal
+from sdbench.record.row import format_csv
 from sdbench.report.compare_match import Match, Pair
 from sdbench.report.compare_sides import Row, Side
-from sdbench.report.escape import for_markdown, for_terminal
-from sdbench.report.row import format_csv
+from sdbench.report.figures import as_text
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown
 from sdbench.report.text_table import to_terminal
-from sdbench.statistics import NOT_TESTED, Comparison
+from sdbench.statistics.intervals import NOT_TESTED, Comparison
 
 FIGURE_COLUMNS = (
     "row",
@@ -57,7 +57,7 @@ def to_json_text(match: Match) -> str:
         "candidate": _describe_side(match.candidate),
         "matched_on": list(match.columns),
         "compared": _as_lists(match.compared),
-        "not_told_by": match.unsaid,
+        "not_told_by": match.missing_on,
         "other_differences": _as_lists(match.origins),
         "rows": _make_rows(match),
     }
@@ -139,9 +139,9 @@ def _facts(match: Match, varying: Sequence[str]) -> list[str]:
     if same:
         lines.append(f"the same: {describe_settings(match.pairs[0].baseline[0], same)}")
     for side in (match.baseline, match.candidate):
-        unsaid = [column for column, name in match.unsaid.items() if name == side.name]
-        if unsaid:
-            lines.append(f"not matched on, as {side.name} does not tell: {', '.join(unsaid)}")
+        missing_on = [column for column, name in match.missing_on.items() if name == side.name]
+        if missing_on:
+            lines.append(f"not matched on, as {side.name} does not tell: {', '.join(missing_on)}")
     return lines
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
-from sdbench.measure.record import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
-from sdbench.report.row import make_row
-from sdbench.report.settings import IN_COLUMNS, settings_of
+from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import IN_COLUMNS, settings_of
+from sdbench.record.row import make_row
+from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+from sdbench.report.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
 
 Row = dict[str, Any]
 

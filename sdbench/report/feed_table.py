@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.measure.record import FEED, OK, kind_of
-from sdbench.report import row as row_module
+from sdbench.record import row as row_module
+from sdbench.record.store import FEED, OK, kind_of
 from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell, to_markdown
 from sdbench.report.terminal import format_number, format_rate, format_rates
 

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sdbench.presets import PRESETS, PerDevice
+from sdbench.record.configuration import settings_of
 from sdbench.report.ladder_rungs import GPU, describe_flags, find_rung
-from sdbench.report.settings import settings_of
 from sdbench.report.throughput_table import describe_device, describe_work
+from sdbench.settings.presets import PRESETS, PerDevice
 
 SEED = PRESETS["seed"]
 THREADS = "num_threads"

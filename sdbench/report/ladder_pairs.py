@@ -17,16 +17,10 @@ from sdbench.report.ladder import (
     describe_recipe,
     families,
 )
-from sdbench.report.ladder_tables import (
-    EMPTY,
-    memory_cell,
-    notes_of,
-    rate_cell,
-    ratio_cell,
-)
+from sdbench.report.ladder_tables import EMPTY, memory_cell, notes_of, rate_cell, ratio_cell
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.throughput_table import describe_device
-from sdbench.statistics import Comparison, compare
+from sdbench.statistics.intervals import Comparison, compare
 
 MICRO_BATCH = "device_train_microbatch_size"
 WORK_COLUMNS = (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sdbench.config import FIELDS
+from sdbench.settings.config import FIELDS
 
 # A setting whose value is a number: a run with any number of it has measured the rung.
 ANY_NUMBER = "N"

@@ -23,7 +23,7 @@ from sdbench.report.ladder_rungs import (
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_number, format_rates
 from sdbench.report.throughput_table import describe_notes
-from sdbench.statistics import Comparison, compare
+from sdbench.statistics.intervals import Comparison, compare
 
 NOT_MEASURED = "not measured"
 EMPTY = make_cell(None, unknown="")

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.measure.record import STEPS_NAME
-from sdbench.presets import PRESETS
+from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import settings_of
+from sdbench.record.store import STEPS_NAME
 from sdbench.report.ladder import THREADS, added_to_seed, as_key, describe_recipe
-from sdbench.report.settings import settings_of
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.throughput_table import describe_device
+from sdbench.settings.presets import PRESETS
 
 # What the reference may have on top of seed: in fp32 it computes the same numbers in less time.
 OF_REFERENCE = {"precision", "optimizer", "optimizer_params", "cpu_allocator", THREADS}

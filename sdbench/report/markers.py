@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 
 BEGIN = "<!-- begin generated: {} -->"
 END = "<!-- end generated: {} -->"

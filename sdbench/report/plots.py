@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.report.escape import for_plot
+from sdbench.base.escape import for_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

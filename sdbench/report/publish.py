@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.measure.record import (
+from sdbench.base.errors import ConfigError
+from sdbench.base.secrets import find_secrets, redact
+from sdbench.record.store import (
     BENCHMARK,
     LOG_NAME,
     RECORD_NAME,
@@ -26,7 +27,6 @@ from sdbench.measure.record import (
     replace_file,
     write_json,
 )
-from sdbench.measure.secrets import find_secrets, redact
 from sdbench.report.loss_band import read_run
 from sdbench.report.report import NUMERICS, RUNS, rebuild
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.figures import read_figures
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import read_figures
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_number
 

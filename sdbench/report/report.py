@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.measure.record import BENCHMARK, OK, kind_of, load_record, replace_file
+from sdbench.base.errors import ConfigError
+from sdbench.record.row import COLUMNS, format_csv, make_row
+from sdbench.record.store import BENCHMARK, OK, kind_of, load_record, replace_file
 from sdbench.report import feed_table, loss_band, result_page, run_plots, throughput_plots
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
@@ -23,7 +24,6 @@ from sdbench.report.markers import BEGIN, END, fill_block
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
-from sdbench.report.row import COLUMNS, format_csv, make_row
 from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
 from sdbench.report.throughput_table import make_tables
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.report.escape import for_markdown
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_markdown
 from sdbench.report.markers import BEGIN, END, fill_block
 from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell, to_markdown
 from sdbench.report.terminal import NOT_KNOWN, format_rate, format_rates

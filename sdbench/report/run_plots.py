@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.measure.record import STEPS_NAME
-from sdbench.report.plots import (
-    PART_COLOURS,
-    SERIES_COLOURS,
-    Plot,
-    make_figure,
-    render,
-    shorten,
-)
+from sdbench.record.store import STEPS_NAME
+from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.throughput_table import group_runs
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.report.escape import for_markdown
+from sdbench.base.escape import for_markdown
 from sdbench.report.terminal import NOT_KNOWN, format_number
 
 # A browser, and whoever reads markdown, chokes on more; the CSV files have every row.

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from sdbench.statistics import between_runs_interval
+from sdbench.statistics.intervals import between_runs_interval
 
 NOT_KNOWN = "n/a"
 

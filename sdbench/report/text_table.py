@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdbench.report.escape import for_terminal
+from sdbench.base.escape import for_terminal
 from sdbench.report.tables import Table
 
 

@@ -13,14 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdbench.report.plots import (
-    MARKERS,
-    SERIES_COLOURS,
-    Plot,
-    make_figure,
-    render,
-    shorten,
-)
+from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.throughput_table import describe_work
 
 if TYPE_CHECKING:

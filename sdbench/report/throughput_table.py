@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.report.settings import describe_other_settings, settings_of
+from sdbench.record.configuration import describe_other_settings, settings_of
 from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_number, format_rates
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.figures import find_name
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import find_name
 
 SECONDS_PER_DAY = 86_400
 HOURS_PER_DAY = 24

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from sdbench.scaling.cost import Estimate, Recipe, Tariff, Value, estimate
-from sdbench.scaling.law import Prediction, StepLaw
 from sdbench.scaling.table import split_batch
+from sdbench.statistics.law import Prediction, StepLaw
 
 YES, LIKELY, NO = "yes", "likely", "no"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from sdbench.errors import ConfigError
-from sdbench.figures import MEASURED, as_text, parse_conditions
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import MEASURED, as_text, parse_conditions
 from sdbench.scaling.cost import Recipe, Value
 from sdbench.scaling.table import IMAGE_SIZE, Row, check_one_kind, known_values
-from sdbench.statistics import between_runs_interval
+from sdbench.statistics.intervals import between_runs_interval
 
 # Images/s of all GPUs together, by number of GPUs and by resolution.
 Rates = dict[int, dict[int, Value]]

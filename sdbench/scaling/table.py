@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.errors import ConfigError
-from sdbench.figures import as_text, mark_copies, parse_conditions, read_figures, select_rows
-from sdbench.scaling.law import Point, Setup
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import as_text, mark_copies, parse_conditions, read_figures, select_rows
+from sdbench.statistics.law import Point, Setup
 
 Row = dict[str, Any]
 

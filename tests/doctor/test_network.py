@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sdbench.distributed import Ranks
 from sdbench.doctor import network
 from sdbench.doctor.collective import Reduced, judge_all_reduce
 from sdbench.doctor.finding import Finding
 from sdbench.doctor.flags import parse
 from sdbench.doctor.job import Job
+from sdbench.ranks.distributed import Ranks
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.doctor.finding import error, ok, warning
-from sdbench.doctor.output import Report, hide_hosts, merge, shorten, to_json, to_text
+from sdbench.doctor.printout import Report, hide_hosts, merge, shorten, to_json, to_text
 
 NAMES = [
     *("ranks", "software", "driver", "GPUs", "NVLink", "network cards", "NCCL network", "model"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.sources import remote
-from tests.sources import datasets
+from sdbench.data import remote
+from tests.data import datasets
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

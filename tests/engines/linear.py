@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from sdbench.engines.job import TrainJob
 from sdbench.measure.watch import make_watch
-from sdbench.parts import Parts
 
 BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
 LEARNING_RATE = 0.05
@@ -66,7 +66,7 @@ def mean_squared_error(output):
     return (prediction - target).square().mean()
 
 
-def make_parts(*, num_ranks=1, rank=0, **changes) -> Parts:
+def make_parts(*, num_ranks=1, rank=0, **changes) -> TrainJob:
     """A job whose global batch is the same on any number of ranks; `changes` are fields of it."""
     model = changes.pop("model", None) or LinearModel()
     sampler = DistributedSampler(Pairs(), num_replicas=num_ranks, rank=rank, shuffle=False)
@@ -85,7 +85,7 @@ def make_parts(*, num_ranks=1, rank=0, **changes) -> Parts:
         "num_parameters": NUM_FEATURES + 1,
         "num_trainable_parameters": NUM_FEATURES + 1,
     }
-    return Parts(**fields | changes)
+    return TrainJob(**fields | changes)
 
 
 def make_config(**changes) -> SimpleNamespace:

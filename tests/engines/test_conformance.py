@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import benchmark
+from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
-from sdbench.engines.batches import Batches
-from sdbench.errors import RunError
+from sdbench.engines.device_batches import Batches
+from sdbench.engines.job import EmaSpec
 from sdbench.measure.phases import PHASES
-from sdbench.measure.record import load_record
 from sdbench.measure.watch import make_watch
-from sdbench.parts import EmaSpec
+from sdbench.record.store import load_record
 from tests.engines.linear import (
     BATCH_SIZE,
     MICROBATCH,
@@ -58,11 +58,11 @@ def losses_of(measurements) -> list[float]:
 @each_engine
 def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     listener = Listener()
-    parts = make_parts()
-    measurements = load_engine(engine)(parts, make_config(), watch_with(listener))
+    job = make_parts()
+    measurements = load_engine(engine)(job, make_config(), watch_with(listener))
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(parts.trained.weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.trained.weight.detach()[0], weights[-1])
     steps = measurements.timings.steps
     assert [step.phase for step in steps] == ["warmup"] * 2 + ["measured"] * 3
     assert listener.indices == list(range(NUM_STEPS))
@@ -77,11 +77,11 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine):
 @pytest.mark.parametrize("microbatch", [3, 100])  # 3 + 3 + 2, and all 8 at once
 def test_micro_batches_of_any_size_give_the_loss_of_the_whole_batch(engine, microbatch):
     config = make_config(device_train_microbatch_size=microbatch)
-    parts = make_parts()
-    measurements = load_engine(engine)(parts, config, watch_with())
+    job = make_parts()
+    measurements = load_engine(engine)(job, config, watch_with())
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(parts.trained.weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.trained.weight.detach()[0], weights[-1])
 
 
 @each_engine
@@ -98,8 +98,8 @@ def test_a_batch_is_prepared_once_and_whole_without_gradients(engine):
             trained_on.append(len(batch["doubled"]))
             return self.unet(batch["doubled"] / 2), batch["target"]
 
-    parts = make_parts(prepare=prepare, model=Halving())
-    measurements = load_engine(engine)(parts, make_config(), watch_with())
+    job = make_parts(prepare=prepare, model=Halving())
+    measurements = load_engine(engine)(job, make_config(), watch_with())
     assert prepared == [BATCH_SIZE] * NUM_STEPS
     assert trained_on == [MICROBATCH] * (BATCH_SIZE // MICROBATCH) * NUM_STEPS
     assert losses_of(measurements) == pytest.approx(train_by_hand()[0], rel=1e-5)
@@ -107,12 +107,12 @@ def test_a_batch_is_prepared_once_and_whole_without_gradients(engine):
 
 @each_engine
 def test_an_exhausted_loader_begins_its_next_epoch(engine):
-    parts = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
+    job = make_parts(num_steps=NUM_STEPS + 2, schedule=lambda step: 0.0)
     watch = make_watch(num_warmup_steps=0, num_measured_steps=7, cuda_device=None, observers=[])
-    losses = losses_of(load_engine(engine)(parts, make_config(), watch))
+    losses = losses_of(load_engine(engine)(job, make_config(), watch))
     assert losses[NUM_STEPS:] == losses[:2]
     assert len(set(losses)) == NUM_STEPS
-    assert parts.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
+    assert job.loader.num_images_delivered == BATCH_SIZE * (NUM_STEPS + 2)
 
 
 @each_engine
@@ -159,7 +159,7 @@ def test_the_average_is_that_of_the_closed_form(engine, implementation, interval
 
 @each_engine
 def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, monkeypatch):
-    from sdbench.workloads.optimizers import AdamWOfMasterWeights
+    from sdbench.engines.optimizers import AdamWOfMasterWeights
 
     class InBf16(LinearModel):
         def forward(self, batch):
@@ -178,12 +178,12 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
     module = importlib.import_module(f"sdbench.engines.{engine}")
     original = module.ForeachEma
     monkeypatch.setattr(module, "ForeachEma", lambda *args: kept.append(original(*args)) or kept[0])
-    parts = make_parts(
+    job = make_parts(
         model=InBf16().bfloat16(),
         make_optimizer=make_optimizer,
         ema=EmaSpec("foreach", HALF_LIFE_BATCHES),
     )
-    fit(parts, make_config(), watch_with())
+    fit(job, make_config(), watch_with())
     assert len(copies) == NUM_STEPS + 1
     expected = average_by_hand(copies, half_life=HALF_LIFE_BATCHES, interval=1)
     torch.testing.assert_close(kept[0].gather()["weight"], expected)
@@ -237,12 +237,12 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
         cuda_device=None,
         observers=[],
     )
-    parts = make_parts(
+    job = make_parts(
         prepare=slow("other", lambda batch: batch),
         ema=EmaSpec("foreach", HALF_LIFE_BATCHES),
     )
-    parts.model.unet.forward = watch.phases.wrap(
-        "unet_forward", slow("unet_forward", parts.model.unet.forward)
+    job.model.unet.forward = watch.phases.wrap(
+        "unet_forward", slow("unet_forward", job.model.unet.forward)
     )
     monkeypatch.setattr(Batches, "_copy", slow("host_to_device", Batches._copy))
     monkeypatch.setattr(Pairs, "__getitem__", slow_items(Pairs.__getitem__, sleep))
@@ -250,7 +250,7 @@ def test_a_sleep_planted_in_each_phase_shows_in_that_phase(monkeypatch, sleep):
     monkeypatch.setattr(torch.optim.SGD, "step", slow("optimizer", torch.optim.SGD.step))
     monkeypatch.setattr(ForeachEma, "update", slow("ema", ForeachEma.update))
     config = make_config(device_train_microbatch_size=BATCH_SIZE)
-    measurements = load_engine("torch")(parts, config, watch)
+    measurements = load_engine("torch")(job, config, watch)
     assert measurements.breakdown["seconds"] == {**dict.fromkeys(PHASES, 0), **SLEEPS_S}
 
 

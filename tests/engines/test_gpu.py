@@ -41,9 +41,9 @@ def test_a_replayed_step_does_what_the_step_does():
         def make_optimizer(placed, capturable=cuda_graph):
             return torch.optim.AdamW(placed.parameters(), fused=True, capturable=capturable)
 
-        parts = make_parts(make_optimizer=make_optimizer)
+        job = make_parts(make_optimizer=make_optimizer)
         fit = load_engine("torch")
-        losses.append(losses_of(fit(parts, make_config(cuda_graph=cuda_graph), watch_with())))
-        weights.append(parts.trained.weight.detach())
+        losses.append(losses_of(fit(job, make_config(cuda_graph=cuda_graph), watch_with())))
+        weights.append(job.trained.weight.detach())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     torch.testing.assert_close(weights[1], weights[0])

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import benchmark
-from sdbench.measure.record import RunFolder
 from sdbench.measure.watch import StepWatch
+from sdbench.record.store import RunFolder
 
 step_ends = StepWatch.step_ends
 

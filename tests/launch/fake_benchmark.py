@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from sdbench.measure.record import OOM, UNFINISHED_REASON, RunFolder  # noqa: E402
+from sdbench.record.store import OOM, UNFINISHED_REASON, RunFolder  # noqa: E402
 
 OOM_FROM = 8
 

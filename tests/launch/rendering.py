@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from sdbench.cli import main
-from sdbench.launch.render.command import KINDS
+from sdbench.launch.render.render import KINDS
 from sdbench.launch.render.variables import NAME_IN_TEMPLATE
 
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 import benchmark
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sdbench.launch.render.checks import find_faults
+from sdbench.launch.render.manifest import find_faults
 from sdbench.launch.render.pods import list_pods
 from tests import job_schemas
 from tests.launch.rendering import (

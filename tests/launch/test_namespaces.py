@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from sdbench.launch.render.pods import Pod, list_pods
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
 from tests.debian import find_program
 from tests.launch.rendering import documents
 from tests.nodes import address_of, limit_links, make_nodes

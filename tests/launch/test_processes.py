@@ -18,7 +18,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.measure.phases import PHASES
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
 
 BIN = Path(sys.executable).parent
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")

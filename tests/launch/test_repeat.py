@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.cli import main
-from sdbench.statistics import between_runs_interval
+from sdbench.statistics.intervals import between_runs_interval
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 

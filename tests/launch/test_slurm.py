@@ -15,7 +15,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.launch import submit
-from sdbench.measure.record import load_record
+from sdbench.record.store import load_record
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import datasets
+from tests.data import datasets
 
 KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
 

@@ -389,7 +389,7 @@ import os, signal, sys, time
 sys.path.insert(0, {repository!r})
 import benchmark
 from sdbench.measure.watch import StepWatch
-from sdbench.workloads import pretrain
+from sdbench.tasks import pretrain
 original = StepWatch.step_ends
 (fault,) = [argument[-1] for argument in sys.argv if argument.startswith("--seed=")]
 

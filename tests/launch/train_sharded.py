@@ -71,9 +71,9 @@ def make_model():
 
 
 def make_case(case, *, num_ranks, rank):
-    """Parts and settings of a case, and the list that will get the gradients of each step."""
-    from sdbench.parts import EmaSpec
-    from sdbench.workloads.optimizers import make_optimizer
+    """TrainJob and settings of a case, and the list that will get the gradients of each step."""
+    from sdbench.engines.job import EmaSpec
+    from sdbench.engines.optimizers import make_optimizer
     from tests.engines.linear import make_config, make_parts
 
     config = make_config(

@@ -11,19 +11,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from sdbench.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import is_secret_name, redact
 from sdbench.measure.hardware import as_dict
-from sdbench.measure.provenance import speed_environment
-from sdbench.measure.record import (
-    FEED,
-    SCHEMA_FILES,
-    OutputLog,
-    RunFolder,
-    load_record,
-    replace_file,
-)
-from sdbench.measure.secrets import is_secret_name, redact
-from sdbench.outcome import RunRecord, explain
+from sdbench.record.provenance import speed_environment
+from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record, replace_file
+from sdbench.run.outcome import RunRecord, explain
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.test_feed_table import make_config, make_summary
 from tests.schemas import validate
@@ -60,7 +53,7 @@ def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_record({"value": "old"})
     script = (
-        "import os, pathlib, sdbench.measure.record as r\n"
+        "import os, pathlib, sdbench.record.store as r\n"
         "os.fsync = lambda fd: os._exit(9)\n"
         f"r.RunFolder(pathlib.Path({str(tmp_path)!r})).write_record({{'value': 'new'}})\n"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sdbench.errors import RunError
-from sdbench.measure.looks import Looks
+from sdbench.base.errors import RunError
 from sdbench.measure.summary import Measurements, merge_measurements, summarize
 from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, merge_ranks
+from sdbench.measure.window import WindowPolicy
 
 
 class FakeClock:
@@ -196,7 +196,7 @@ def test_a_window_goes_on_to_the_length_that_a_look_asks_for():
 
 def make_looks(*, other_ranks=(), **options):
     values = {"max_warmup_steps": 10, "max_measured_steps": 10, "target_precision": None}
-    return Looks(**{**values, **options}, gather=lambda value: [value, *other_ranks])
+    return WindowPolicy(**{**values, **options}, gather=lambda value: [value, *other_ranks])
 
 
 DRIFTING = [2.0 - 0.05 * index for index in range(20)]

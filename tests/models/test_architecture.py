@@ -14,7 +14,7 @@ import torch
 from diffusers import DDPMScheduler
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.models.stable_diffusion import build_stable_diffusion
 

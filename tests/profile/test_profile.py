@@ -14,11 +14,11 @@ from sdbench.measure import bandwidth
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
-from sdbench.profile.count import WorkCounter
-from sdbench.profile.events import StepEvents
-from sdbench.profile.result import Profile
-from sdbench.profile.roofline import Ceilings, Operator, Timing, Work, join
-from sdbench.profile.steps import PhaseMarks
+from sdbench.tasks.profile.count import WorkCounter
+from sdbench.tasks.profile.events import StepEvents
+from sdbench.tasks.profile.result import Profile
+from sdbench.tasks.profile.roofline import Ceilings, Operator, Timing, Work, join
+from sdbench.tasks.profile.steps import PhaseMarks
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches", "1")

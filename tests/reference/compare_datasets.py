@@ -24,14 +24,12 @@ from torch.utils.data import DataLoader
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
-from sdbench import sources  # noqa: E402
-from sdbench.measure import hardware, provenance  # noqa: E402
-from sdbench.sources.config import SourceConfig  # noqa: E402
-from sdbench.statistics import compare  # noqa: E402
-from tests.reference.diffusion_benchmark_dataset import (  # noqa: E402
-    ReferenceDataset,
-    load_slow_tokenizer,
-)
+from sdbench import data  # noqa: E402
+from sdbench.data.source import SourceConfig  # noqa: E402
+from sdbench.measure import hardware  # noqa: E402
+from sdbench.record import provenance  # noqa: E402
+from sdbench.statistics.intervals import compare  # noqa: E402
+from tests.reference.diffusion_benchmark_dataset import ReferenceDataset, load_slow_tokenizer  # noqa: E402
 
 BATCH_SIZE = 32
 
@@ -49,7 +47,7 @@ def make_readers(folder: Path, *, image_size: int, scratch: Path) -> dict[str, C
         ReferenceDataset(folder, image_size=image_size, tokenizer=load_slow_tokenizer(scratch)),
         batch_size=BATCH_SIZE,
     )
-    ours = sources.build(
+    ours = data.build(
         SourceConfig(
             data_format="mds",
             remote=str(folder),

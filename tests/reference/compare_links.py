@@ -24,10 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
-from sdbench.measure import hardware, provenance  # noqa: E402
-from sdbench.measure.record import load_record  # noqa: E402
+from sdbench.measure import hardware  # noqa: E402
+from sdbench.record import provenance  # noqa: E402
+from sdbench.record.store import load_record  # noqa: E402
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown  # noqa: E402
-from sdbench.scaling.law import communication_share  # noqa: E402
+from sdbench.statistics.law import communication_share  # noqa: E402
 from tests.nodes import address_of, limit_links, make_nodes  # noqa: E402
 
 # Of each model what a rank does in a step, and how many steps are measured.

@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
-from sdbench.measure.record import load_record  # noqa: E402
-from sdbench.statistics import Comparison, compare  # noqa: E402
+from sdbench.record.store import load_record  # noqa: E402
+from sdbench.statistics.intervals import Comparison, compare  # noqa: E402
 
 BATCH_SIZE = 2
 WORKLOAD = ["--image_size", "256", "--batch_size", str(BATCH_SIZE)]

@@ -23,26 +23,27 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
-from sdbench import sources  # noqa: E402
-from sdbench.measure import hardware, provenance  # noqa: E402
-from sdbench.sources import slots  # noqa: E402
-from sdbench.sources.config import SourceConfig  # noqa: E402
-from sdbench.statistics import compare  # noqa: E402
+from sdbench import data  # noqa: E402
+from sdbench.data.pipeline import shared_batches  # noqa: E402
+from sdbench.data.source import SourceConfig  # noqa: E402
+from sdbench.measure import hardware  # noqa: E402
+from sdbench.record import provenance  # noqa: E402
+from sdbench.statistics.intervals import compare  # noqa: E402
 
 
-class NewMemory(slots.Slots):
+class NewMemory(shared_batches.SharedBatches):
     """New shared memory for each batch, which nobody has to copy out of."""
 
-    def take(self, layout: slots.Layout) -> tuple[dict[str, torch.Tensor], None]:
+    def take(self, layout: shared_batches.Layout) -> tuple[dict[str, torch.Tensor], None]:
         """Tensors that are the receiver's own."""
         if torch.utils.data.get_worker_info() is None:
             return super().take(layout)
-        return {name: slots._share(*kind) for name, kind in layout.items()}, None
+        return {name: shared_batches._share(*kind) for name, kind in layout.items()}, None
 
 
 def build(folder: Path, *, num_workers: int, reuse: bool, arguments: dict[str, Any]) -> Any:
     """A loader of one of the three ways, one epoch old."""
-    loader = sources.build(
+    loader = data.build(
         SourceConfig(
             data_format="mds",
             remote=str(folder),

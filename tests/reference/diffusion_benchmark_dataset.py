@@ -57,7 +57,7 @@ def load_slow_tokenizer(folder: Path) -> CLIPTokenizer:
     Args:
         folder: Where its files may be written.
     """
-    from sdbench.sources.tokenizer import BOS_TOKEN, EOS_TOKEN, list_symbols, read_merges
+    from sdbench.data.pipeline.tokenizer import BOS_TOKEN, EOS_TOKEN, list_symbols, read_merges
 
     merges = read_merges()
     vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}

@@ -6,11 +6,11 @@ import json
 
 import torch
 
-from sdbench import sources
-from sdbench.sources.config import SourceConfig
+from sdbench import data
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
 from tests.reference import compare_datasets, compare_transport
 from tests.reference.diffusion_benchmark_dataset import ReferenceDataset, load_slow_tokenizer
-from tests.sources import datasets
 
 
 def test_both_read_the_same_square_pictures_and_captions(tmp_path):
@@ -28,7 +28,7 @@ def test_both_read_the_same_square_pictures_and_captions(tmp_path):
         seed=0,
         shuffle=False,
     )
-    batch = next(iter(sources.build(config)))
+    batch = next(iter(data.build(config)))
     pixels = torch.stack([sample["image"] for sample in expected]) * 255
     assert torch.equal(pixels.round().to(torch.uint8), batch["image"])
     assert torch.equal(torch.stack([sample["caption"] for sample in expected]), batch["input_ids"])

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sdbench.presets import PRESETS, PerDevice
 from sdbench.report.markers import BEGIN, END
+from sdbench.settings.presets import PRESETS, PerDevice
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PARTS_S = {

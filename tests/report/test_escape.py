@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from sdbench.report.escape import for_csv, for_markdown, for_plot, for_terminal
+from sdbench.base.escape import for_csv, for_markdown, for_plot, for_terminal
 
 
 @pytest.mark.parametrize(

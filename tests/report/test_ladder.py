@@ -9,14 +9,14 @@ import statistics
 import pytest
 import yaml
 
-from sdbench.measure.record import BENCHMARK, OK, kind_of, load_record
-from sdbench.presets import PRESETS, PerDevice
+from sdbench.record.store import BENCHMARK, OK, kind_of, load_record
 from sdbench.report.ladder import find_ladders, is_one_rung, read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_rungs import RUNGS, find_rung
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
 from sdbench.report.report import rebuild
 from sdbench.report.tables import to_markdown
+from sdbench.settings.presets import PRESETS, PerDevice
 from tests.report.results_folder import RESULTS, make_recipe, make_record, make_results
 
 REPOSITORY = RESULTS.parent
@@ -313,7 +313,7 @@ def test_the_page_is_filled_between_its_markers(tmp_path):
 
 
 def test_every_rung_is_a_value_that_its_flag_takes():
-    from sdbench.config import FIELDS, parse_value
+    from sdbench.settings.config import FIELDS, parse_value
 
     for rung in RUNGS:
         for name, value in rung.settings.items():

@@ -7,9 +7,8 @@ import math
 
 import pytest
 
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.errors import ConfigError
-from sdbench.presets import PRESETS
 from sdbench.report.ladder import pure_preset
 from sdbench.report.loss_band import (
     INSIDE,
@@ -22,6 +21,7 @@ from sdbench.report.loss_band import (
     read_run,
 )
 from sdbench.report.report import load_losses
+from sdbench.settings.presets import PRESETS
 from tests.report.results_folder import RESULTS, make_readme, make_recipe
 
 # Five others whose losses lie 0.01, 0.02, 0.03, 0.04 and 0.05 above the reference at every step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 from sdbench.report.result_page import fill
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
 

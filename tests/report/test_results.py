@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.errors import ConfigError
 from sdbench.report.report import rebuild
 from tests.report.results_folder import RESULTS, make_readme, make_record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 
-from sdbench.report.row import COLUMNS, append_row, format_csv, make_row
+from sdbench.record.row import COLUMNS, append_row, format_csv, make_row
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sdbench.record.row import make_row
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
-from sdbench.report.row import make_row
 from sdbench.report.tables import MAX_ROWS, Column, Table, make_cell, to_markdown
 from sdbench.report.throughput_table import make_tables
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record

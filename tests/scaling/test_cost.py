@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdbench.cli import main
-from sdbench.figures import read_figures
+from sdbench.report.figures import read_figures
 
 PRICES = """\
 prices:

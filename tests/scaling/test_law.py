@@ -7,10 +7,11 @@ import math
 
 import pytest
 
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.errors import ConfigError
-from sdbench.figures import read_figures
-from sdbench.scaling.law import (
+from sdbench.report.figures import read_figures
+from sdbench.scaling.table import make_points, parse_counts, read_rows, split_batch
+from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
     MICRO_BATCH,
@@ -19,7 +20,6 @@ from sdbench.scaling.law import (
     Setup,
     fit_law,
 )
-from sdbench.scaling.table import make_points, parse_counts, read_rows, split_batch
 
 COLUMNS = ("source", "gpu", "num_gpus", "micro_batch", "global_batch", "images_per_second")
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 
 # Kubeflow Trainer v2 has one port for all jobs.
 TRAINER_PORT = 29400

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 
 END_OF_HEAD = "set -euo pipefail"
 

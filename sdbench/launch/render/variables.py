@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sdbench.errors import ConfigError
+from sdbench.base.errors import ConfigError
 
 # Ports below need root on most systems; the seed's README asks for 80.
 MIN_PORT, MAX_PORT = 1024, 65535

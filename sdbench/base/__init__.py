@@ -1,0 +1,1 @@
+"""What every room may use: errors, secrets, stop signals, caches, escapes of text."""

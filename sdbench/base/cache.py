@@ -1,0 +1,77 @@
+"""This user's private cache folder, and files that take their place in one piece."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+
+
+def private_folder(name: str = ".") -> Path:
+    """A folder that only this user can read and write, made where there is none.
+
+    It is a folder of ``$XDG_CACHE_HOME/sdbench``, or else of ``~/.cache/sdbench``, and may be
+    removed at any time when nothing runs.
+
+    Args:
+        name: Of the folder; without one, that of all the others.
+
+    Raises:
+        ConfigError: It cannot be made, or somebody else has made it or could exchange it.
+    """
+    root = _cache_home() / "sdbench"
+    for folder in (root, root / name):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own, above = folder.lstat(), folder.parent.stat()
+        except OSError as error:
+            reason = f"cannot be made ({error.strerror})"
+            raise _refusal(f"The cache folder {reason}", folder) from error
+        if stat.S_ISLNK(own.st_mode):
+            raise _refusal("The cache folder is a link", folder)
+        if own.st_uid != os.geteuid():
+            raise _refusal(f"The cache folder belongs to user {own.st_uid}", folder)
+        if own.st_mode & 0o077:
+            mode = stat.S_IMODE(own.st_mode)
+            raise _refusal(f"The cache folder is open to others (mode {mode:04o})", folder)
+        is_open = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+        if is_open or above.st_uid not in (0, os.geteuid()):
+            raise _refusal("Others could exchange the cache folder for another", folder)
+    return root / name
+
+
+def _cache_home() -> Path:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise _refusal("There is no home folder for a cache", None) from error
+    if not home.is_absolute():
+        raise _refusal("The cache folder is not an absolute path", home)
+    return home
+
+
+def _refusal(what: str, folder: Path | None) -> ConfigError:
+    return ConfigError(
+        what,
+        value=folder and str(folder),
+        allowed="a folder of this user's with mode 0700, in one that others cannot change",
+        flag="XDG_CACHE_HOME (for copies of data also --local)",
+    )
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Where to write a file that only this user can read and that becomes `path` when it is whole.
+
+    No other process can foresee the name, and a link at `path` is replaced, not followed.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
+        new = Path(folder, path.name)
+        yield new
+        new.chmod(0o600)
+        new.replace(path)

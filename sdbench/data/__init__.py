@@ -1,0 +1,236 @@
+"""Where do samples come from?
+
+One row of `SOURCES` per data format. Nothing here imports torch: the functions are named in the
+table and imported when they are called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.source import SourceConfig
+
+if TYPE_CHECKING:
+    from sdbench.data.pipeline.batches import Batches
+    from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.data.samples import Records
+
+
+class Source(NamedTuple):
+    """Where the functions of one data format are, as ``module:function``.
+
+    Attributes:
+        check: Takes a `SourceConfig`; returns the number of samples, or None where it is not
+            known yet; raises `ConfigError`; imports no torch, builds nothing.
+        open: Takes a `SourceConfig`; returns the stored samples as `Records`. None where nothing
+            is stored.
+        build: Takes a `SourceConfig`; returns a `CheckedLoader`. None for the loader of all
+            sources whose samples can be read in any order.
+    """
+
+    check: str
+    open: str | None
+    build: str | None
+
+
+_FORMATS = "sdbench.data.formats"
+SOURCES = {
+    "synthetic": Source(
+        check=f"{_FORMATS}.validate:check_synthetic", open=None, build=f"{_FORMATS}.synthetic:build"
+    ),
+    "mds": Source(
+        check=f"{_FORMATS}.validate:check_mds",
+        open=f"{_FORMATS}.mds_shards:open_samples",
+        build=f"{_FORMATS}.mds:build",
+    ),
+    **{
+        name: Source(
+            check=f"{_FORMATS}.{name}:check", open=f"{_FORMATS}.{name}:open_samples", build=None
+        )
+        for name in ("webdataset", "parquet", "folder")
+    },
+}
+
+
+def resolve_format(
+    *,
+    data_format: str,
+    use_synth_data: bool,
+    remote: str | None,
+    local: str | None,
+    streams: str | None = None,
+) -> str:
+    """Decide which source is meant by the flags that name one.
+
+    Args:
+        data_format: Value of ``--data_format``: ``auto`` or a name of `SOURCES`.
+        use_synth_data: Whether ``--use_synth_data`` was given, another way to say synthetic.
+        remote: Value of ``--remote``.
+        local: Value of ``--local``.
+        streams: Value of ``--streams``.
+
+    Returns:
+        A name of `SOURCES`. With ``auto`` and no place it is ``synthetic``, which the caller has to
+        tell the user.
+
+    Raises:
+        ConfigError: The flags contradict each other, or the format is unknown.
+    """
+    allowed = ", ".join(["auto", *SOURCES])
+    if data_format != "auto" and data_format not in SOURCES:
+        raise ConfigError(
+            "Unknown data format", value=data_format, allowed=allowed, flag="--data_format"
+        )
+    if use_synth_data and data_format not in ("auto", "synthetic"):
+        raise ConfigError(
+            "--use_synth_data and --data_format name different sources",
+            value=data_format,
+            allowed="auto or synthetic, or leave --use_synth_data away",
+            flag="--data_format",
+        )
+    if streams and (remote or local):
+        raise ConfigError(
+            "Streams name their own places, and another place was given too",
+            value=remote or local,
+            allowed="one of both",
+            flag="--streams, --remote or --local",
+        )
+    place = remote or local or streams
+    wants_synthetic = use_synth_data or data_format == "synthetic"
+    if wants_synthetic and place:
+        raise ConfigError(
+            "Synthetic data is made here, and a data folder was given too",
+            value=place,
+            allowed="one of both: a folder, or --use_synth_data",
+            flag="--use_synth_data, --data_format, --remote or --local",
+        )
+    if data_format not in ("auto", "synthetic") and not place:
+        raise ConfigError(
+            f"Data of the format {data_format} needs a place",
+            value=None,
+            allowed="a folder or URL",
+            flag="--remote or --local",
+        )
+    if streams and data_format not in ("auto", "mds"):
+        raise ConfigError(
+            "Streams are of MDS data",
+            value=data_format,
+            allowed="auto or mds",
+            flag="--data_format or --streams",
+        )
+    if data_format != "auto":
+        return data_format
+    if not place:
+        return "synthetic"
+    return "mds" if streams else detect_format(place)
+
+
+def detect_format(place: str) -> str:
+    """Which format the data at a place has, told from names alone.
+
+    Args:
+        place: A folder, file, brace expression, URL, or ``pipe:`` and a command.
+
+    Returns:
+        A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
+    """
+    if place.startswith("pipe:") or place.endswith(".tar"):
+        return "webdataset"
+    if place.endswith(".parquet"):
+        return "parquet"
+    folder = Path(place)
+    if not folder.is_dir() or (folder / "index.json").is_file():
+        return "mds"
+    for pattern, data_format in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
+        if next(folder.glob(pattern), None) is not None:
+            return data_format
+    # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
+    # which names what is there.
+    has_mds = any(next(folder.glob(pattern), None) for pattern in ("*/index.json", "*.mds"))
+    if has_mds or not any(folder.iterdir()):
+        return "mds"
+    return "folder"
+
+
+def check(config: SourceConfig) -> int | None:
+    """Find the user's mistakes about data, cheaply, before any weights are built.
+
+    Reads indexes, footers, headers and sizes, never samples. The answer is the same on every rank
+    of a machine.
+
+    Returns:
+        Samples of an epoch over all ranks, or None where only a download would tell.
+
+    Raises:
+        ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
+        RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
+    """
+    holds_mds_latents = config.data_format == "mds" and config.latents == "precomputed"
+    if config.missing_latents != "error" and not holds_mds_latents:
+        raise ConfigError(
+            "Samples without latents can be left out of MDS latents alone",
+            value=config.missing_latents,
+            allowed="error, or --data_format mds --latents precomputed",
+            flag="--missing_latents",
+        )
+    return _load(SOURCES[config.data_format].check)(config)
+
+
+def open_samples(config: SourceConfig) -> Records:
+    """Open the stored samples, to be read by number in their stored order.
+
+    Raises:
+        ConfigError: As `check`, or nothing is stored (synthetic data).
+    """
+    check(config)
+    name = SOURCES[config.data_format].open
+    if name is None:
+        raise ConfigError(
+            "Nothing is stored of this kind of data",
+            value=config.data_format,
+            allowed=", ".join(name for name, source in SOURCES.items() if source.open),
+            flag="--data_format",
+        )
+    return _load(name)(config)
+
+
+def open_batches(config: SourceConfig) -> Batches:
+    """Open what makes batches of any samples, by number in stored order, outside of training.
+
+    Raises:
+        ConfigError: As `check`.
+    """
+    if SOURCES[config.data_format].open is None:
+        check(config)
+        return _load(f"{_FORMATS}.synthetic:SyntheticBatches")(config=config)
+    return _load("sdbench.data.pipeline.batches:make_batches")(open_samples(config), config=config)
+
+
+def build(config: SourceConfig) -> CheckedLoader:
+    """Build this rank's loader.
+
+    Returns:
+        A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
+        input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
+        (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}`` with
+        ``latent`` in place of the two where samples of them are stored. Deterministic under the
+        seed, disjoint across ranks, whole batches only, each epoch in an order of its own; it can
+        be stopped and resumed inside an epoch (`state_dict`, `load_state_dict`).
+
+    Raises:
+        ConfigError: As `check`.
+    """
+    name = SOURCES[config.data_format].build
+    if name is not None:
+        check(config)
+        return _load(name)(config)
+    build_loader = _load("sdbench.data.pipeline.loader:build_from_samples")
+    return build_loader(open_batches(config), config=config)
+
+
+def _load(name: str):
+    module, function = name.split(":")
+    return getattr(import_module(module), function)

@@ -1,0 +1,88 @@
+"""Does a sample's metadata meet the user's conditions?
+
+A condition is ``<=0.5``, ``>= 512``, ``== en``, ``!= 'two words'``, or several joined by ``and``.
+Nothing is ever evaluated as a program.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from sdbench.base.errors import ConfigError
+
+OPERATORS = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_TERM = r"""(<=|>=|==|!=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"<>=!]+)"""
+_CONDITION = re.compile(rf"{_TERM}(?:\s+and\s+{_TERM})*")
+
+
+class Term(NamedTuple):
+    """One comparison of a field: with a number, or with a text (``==`` and ``!=`` only)."""
+
+    field: str
+    sign: str
+    value: float | str
+
+    def accepts(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether the field is there, is of the same type, and compares as wanted."""
+        found = metadata.get(self.field)
+        if isinstance(self.value, float):
+            is_number = isinstance(found, int | float) and not isinstance(found, bool)
+            # Python's json reads NaN as a number, which differs from every other.
+            return is_number and found == found and OPERATORS[self.sign](found, self.value)
+        return isinstance(found, str) and OPERATORS[self.sign](found, self.value)
+
+
+def parse_filters(filters: Mapping[str, str]) -> list[Term]:
+    """Take the conditions apart.
+
+    Args:
+        filters: Field to condition.
+
+    Raises:
+        ConfigError: A condition is none of this grammar.
+    """
+    terms = []
+    for field, condition in filters.items():
+        if _CONDITION.fullmatch(condition.strip()) is None:
+            _raise_condition(field, condition)
+        for sign, value in re.findall(_TERM, condition):
+            number = _parse_number(value)
+            if number is None and sign not in ("==", "!="):
+                _raise_condition(field, condition)
+            terms.append(Term(field, sign, value.strip("'\"") if number is None else number))
+    return terms
+
+
+def _parse_number(value: str) -> float | None:
+    """The number that is meant, or None where it is a text."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _raise_condition(field: str, condition: str) -> NoReturn:
+    raise ConfigError(
+        f"The condition on {field} cannot be understood",
+        value=condition,
+        allowed="<=, >=, ==, !=, < or > and a number, or == or != and a word or a quoted text; "
+        "several joined by and, e.g. '>= 512 and < 2048'",
+        flag="--filters",
+    )
+
+
+def accepts(terms: list[Term], metadata: Mapping[str, Any]) -> bool:
+    """Whether metadata meets all conditions."""
+    return all(term.accepts(metadata) for term in terms)

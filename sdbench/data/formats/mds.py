@@ -1,0 +1,228 @@
+"""How does a trainer read an MDS data set, and notice when it cannot?
+
+Streaming decides the order and downloads ahead; mds_shards.py reads the samples.
+Streaming gives each rank its share by the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE, which every launcher sets, not by arguments.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from streaming import StreamingDataset
+from streaming.base.dataset import _ShardState
+from streaming.base.distributed import get_local_rank, get_world_size, maybe_init_dist
+from streaming.base.world import World
+
+from sdbench.base.shared_memory import remove_stale_shared_memory
+from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
+from sdbench.data.formats.missing_latents import LEAVE_OUT
+from sdbench.data.formats.validate import check_enough_samples, locate
+from sdbench.data.pipeline.batches import make_batches
+from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
+from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.transforms import decode_image, to_rgb
+from sdbench.data.samples import clean_caption
+from sdbench.data.source import SourceConfig
+
+# Its tokenizer is the vocabulary that we carry; the model itself has been taken off its hub.
+SD2_BASE = "stabilityai/stable-diffusion-2-base"
+
+
+class CheckedStreamingDataset(StreamingDataset):
+    """A StreamingDataset whose failures reach the one who waits for the sample."""
+
+    def __init__(self, **options: Any) -> None:
+        self._prepared: set[int] = set()
+        joined_here = maybe_init_dist()
+        # Local rank 0 does it before any rank looks, and the others wait.
+        if get_local_rank() == 0:
+            remove_stale_shared_memory()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        super().__init__(**options)
+        if joined_here:
+            torch.distributed.destroy_process_group()
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Make a shard available.
+
+        Streaming calls this from background threads too (`blocking` is False there), where an
+        exception ends the epoch early without a word and leaves the shard marked as being
+        prepared, so that other workers wait for ever. Marked as present instead, the shard's file
+        is missed by whoever reads the sample, who then calls here again, and raises.
+
+        Streaming takes a file lock here for every sample that it looks ahead, which halves the rate
+        of latents; a shard that this process has found present is not asked for again.
+        """
+        if shard_id in self._prepared and not blocking:
+            return
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.LOCAL
+            if blocking:
+                raise
+        else:
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
+
+
+class KeyStream(CheckedStreamingDataset):
+    """The keys of this rank's samples in Streaming's order, their shards downloaded ahead.
+
+    An epoch has the largest whole number of global batches, so that all ranks get different
+    samples and equally many (Streaming would repeat some); each epoch leaves out others.
+    """
+
+    def __init__(self, *, config: SourceConfig) -> None:
+        """Read the indexes and register with the other ranks of this machine.
+
+        Args:
+            config: Places, batch size, seed and the like.
+
+        Raises:
+            ConfigError: The data set has fewer samples than one global batch.
+        """
+        assert config.world_size == get_world_size(), "Streaming shards by the environment"
+        streams = make_streams(config)
+        super().__init__(
+            streams=streams,
+            epoch_size=_epoch_size(streams, config=config),
+            batch_size=config.device_batch_size,
+            shuffle=config.shuffle,
+            shuffle_seed=config.seed,
+        )
+        self.records = MdsSamples(
+            streams,
+            self.shards,
+            stream_of_shard=self.stream_per_shard.tolist(),
+            config=config,
+            prepare=self.prepare_shard,
+        )
+        self._epoch = 0
+
+    def __getitem__(self, index: int) -> Key:
+        return Key(self._epoch, int(index))
+
+    def _resume_incr_epoch(self) -> tuple[int, int]:
+        # Called by each worker as it begins an epoch; `next_epoch` may be a step ahead or behind.
+        epoch, num_samples = super()._resume_incr_epoch()
+        self._epoch = epoch
+        return epoch, num_samples
+
+    def epoch_ended(self) -> None:
+        """Nothing to do: Streaming counts its epochs as they begin."""
+
+    def state(self, *, num_images: int) -> dict[str, Any]:
+        """What `resume` needs after `num_images` of this epoch have been delivered on all ranks."""
+        return {"num_images": num_images, "streaming": self.state_dict(num_images, True)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken."""
+        self.load_state_dict(state["streaming"])
+
+
+def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
+    num_samples = sum(
+        len(shard) for stream in streams for shard in stream.get_shards(World.detect(), False)
+    )
+    check_enough_samples(config, num_samples=num_samples)
+    return num_samples // config.global_batch_size * config.global_batch_size
+
+
+class StreamingLAIONDataset(CheckedStreamingDataset):
+    """Images and token ids one by one, with the arguments of mosaicml/diffusion-benchmark.
+
+    For one's own loop; `data.build` makes whole batches, several times faster. A sample is
+    ``{image, input_ids: (77,) int64}``; without a `transform` the image is (3, S, S) uint8.
+    """
+
+    def __init__(
+        self,
+        remote: str | None,
+        local: str,
+        split: str | None,
+        shuffle: bool,
+        tokenizer_name_or_path: str = SD2_BASE,
+        transform: Callable[[Image.Image], Any] | None = None,
+        predownload: int | None = 100_000,
+        download_retry: int = 2,
+        download_timeout: float = 120,
+        batch_size: int | None = None,
+        *,
+        image_size: int = 512,
+    ) -> None:
+        """Read the index.
+
+        Args:
+            remote: Folder or URL of the data set, or None to read `local` in place.
+            local: Where shards lie or are kept.
+            split: Sub-folder of the data set, or None.
+            shuffle: Whether each epoch has an order of its own.
+            tokenizer_name_or_path: Folder of a model with a sub-folder ``tokenizer``; the default
+                needs none.
+            transform: Makes the sample's image of an RGB picture; None for the largest centred
+                square, resized.
+            predownload: Samples to download ahead.
+            download_retry: Attempts after the first.
+            download_timeout: Seconds for one shard.
+            batch_size: Of the loader that reads it.
+            image_size: Side in pixels, without a `transform`.
+        """
+        if remote is None:
+            place = locate(None, str(Path(local, split or "")))
+            remote, local, split = place.remote, place.local, None
+        super().__init__(
+            remote=remote,
+            local=local,
+            split=split,
+            shuffle=shuffle,
+            predownload=predownload,
+            download_retry=download_retry,
+            download_timeout=download_timeout,
+            batch_size=batch_size,
+        )
+        self._transform = transform
+        self._image_size = image_size
+        self._tokenizer = CaptionTokenizer(pad_token_id=0)
+        if tokenizer_name_or_path != SD2_BASE:
+            self._tokenizer = CaptionTokenizer(
+                folder=Path(tokenizer_name_or_path, "tokenizer"), pad_token_id=0
+            )
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        if self._transform is None:
+            pixels = decode_image(sample["jpg"], image_size=self._image_size)
+            image = torch.from_numpy(np.ascontiguousarray(pixels))
+        else:
+            with Image.open(io.BytesIO(sample["jpg"])) as picture:
+                image = self._transform(to_rgb(picture))
+        input_ids = torch.from_numpy(self._tokenizer([clean_caption(sample["caption"]) or ""])[0])
+        return {"image": image, "input_ids": input_ids}
+
+
+def build(config: SourceConfig) -> CheckedLoader:
+    """Build the loader of `data.build` for MDS data.
+
+    One data set in its stored order is read by number: of an epoch that is no whole number of
+    global batches Streaming would leave out any samples, not the last ones. A shard is then copied
+    when it is reached, not ahead. One of which samples may be left out is read so too, as
+    Streaming's epochs have all of them; shuffled, its shards come in random order, and samples in
+    random order within theirs.
+    """
+    is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
+    if is_read_by_number and config.streams is None:
+        batches = make_batches(open_samples(config), config=config)
+        return build_from_samples(batches, config=config)
+    stream = KeyStream(config=config)
+    batches = make_batches(stream.records, config=config)
+    return CheckedLoader(stream, batches=batches, order=stream, config=config)

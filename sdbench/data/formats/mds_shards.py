@@ -1,0 +1,395 @@
+"""What does an MDS shard hold, sample by sample, and is it what index.json promises?
+
+Streaming's own reader opens the file anew for each sample and copies what it reads several times.
+Here a shard stays open, and arrays are views of what was read. (Mapping the files would save one
+more copy, but the page faults of the first epoch cost far more than that copy does.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import mmap
+import os
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from streaming import Stream
+from streaming.base.format import FileInfo
+from streaming.base.format.mds.encodings import mds_decode
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+from streaming.base.world import World
+
+from sdbench.base.cache import new_file, private_folder
+from sdbench.base.errors import RunError
+from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
+from sdbench.data.formats.validate import INDEX_NAME, Place, locate_mds, parse_index
+from sdbench.data.latent_columns import array_shapes, find_latent_columns
+from sdbench.data.samples import (
+    BadSampleError,
+    ImageSample,
+    LatentSample,
+    MissingLatentError,
+    clean_caption,
+)
+from sdbench.data.source import SourceConfig
+
+# Shards that a process keeps open, well below the usual limit of 1,024 files.
+MAX_OPEN_SHARDS = 128
+
+# A shard of 64 MiB takes a minute at 10 Mbit/s.
+DOWNLOAD_TIMEOUT_S = 60.0
+NUM_DOWNLOAD_RETRIES = 2
+
+# Of several hashes in an index the one that is cheapest to compute is checked.
+HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
+
+
+class MdsSamples:
+    """The samples of one or several MDS data sets, by number over all of them."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        shards: Sequence[MDSReader],
+        *,
+        stream_of_shard: Sequence[int],
+        config: SourceConfig,
+        prepare: Callable[[int], None] | None = None,
+        present: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Set up; no shard is opened yet.
+
+        Args:
+            streams: The data sets.
+            shards: Their shards, one data set after the other.
+            stream_of_shard: For each shard, which data set it is of.
+            config: Image size, kind of latents and which hash to check.
+            prepare: Makes shard number i present in its data set's local folder; None for
+                Streaming's own download.
+            present: For each shard the positions of the samples that are not left out; None for
+                all of them.
+        """
+        self.blocks = [len(each) for each in (shards if present is None else present)]
+        self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
+        self._present = present
+        self._streams = streams
+        self._shards = shards
+        self._stream_of_shard = stream_of_shard
+        self._prepare = prepare or self._download
+        self._starts = np.cumsum([0, *self.blocks[:-1]]).tolist()
+        self._validate_hash = config.validate_hash
+        self._open: OrderedDict[int, _ShardFile] = OrderedDict()
+        self.columns = {"image": "jpg", "caption": "caption"}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._holds_latents = config.latents == "precomputed"
+        if self._holds_latents:
+            self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+            shapes = array_shapes(self.columns, config=config)
+            self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
+
+    def __len__(self) -> int:
+        return sum(self.blocks)
+
+    def read(self, index: int) -> ImageSample | LatentSample:
+        """Read one sample, downloading its shard if that is not here yet.
+
+        Raises:
+            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes, or an
+                array is missing.
+            RunError: The shard is missing or damaged.
+        """
+        shard_id = bisect.bisect_right(self._starts, index) - 1
+        position = index - self._starts[shard_id]
+        if self._present is not None:
+            position = int(self._present[shard_id][position])
+        shard = self._open.get(shard_id) or self._open_shard(shard_id)
+        name = f"{shard.path}, sample {position}"
+        data = shard.read(position)
+        try:
+            values = {key: shard.value(data, column) for key, column in self.columns.items()}
+        except (ValueError, struct.error) as error:
+            reason = " ".join(str(error).split())
+            raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
+        for key, value in values.items():
+            if value is None:
+                kind = BadSampleError if key == "text_embedding" else MissingLatentError
+                raise kind(f"{name}, {self.columns[key]}: no value.")
+        if self._holds_latents:
+            return LatentSample(name, values)
+        return ImageSample(name, values["image"], clean_caption(values["caption"]))
+
+    def path_of(self, shard_id: int) -> Path:
+        """Where a shard lies, or will lie once it has been downloaded."""
+        stream = self._streams[self._stream_of_shard[shard_id]]
+        return Path(stream.local, stream.split, self._shards[shard_id].raw_data.basename)
+
+    def _open_shard(self, shard_id: int) -> _ShardFile:
+        path, shard = self.path_of(shard_id), self._shards[shard_id]
+        algorithm = choose_hash(shard.raw_data.hashes, wanted=self._validate_hash)
+        if self._is_cut_copy(shard_id):
+            print(f"{path} is an incomplete copy: copying it again.", file=sys.stderr)
+            path.unlink()
+        if not path.is_file():
+            self._fetch(shard_id)
+        opened = _ShardFile(path, shard, algorithm=algorithm, shapes=self._shapes)
+        self._open[shard_id] = opened
+        if len(self._open) > MAX_OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return opened
+
+    def _is_cut_copy(self, shard_id: int) -> bool:
+        """Whether a run was killed while it copied or unpacked this shard."""
+        path, stream = self.path_of(shard_id), self._streams[self._stream_of_shard[shard_id]]
+        is_copy = stream.remote not in (None, stream.local)
+        num_bytes = self._shards[shard_id].raw_data.bytes
+        return is_copy and path.is_file() and path.stat().st_size != num_bytes
+
+    def _fetch(self, shard_id: int) -> None:
+        path = self.path_of(shard_id)
+        stream = self._streams[self._stream_of_shard[shard_id]]
+        source = stream.remote or stream.local
+        # Another process, or Streaming's own thread, may be at it, and fail without telling this
+        # one why; on a busy machine twice. The last time nobody stands between.
+        for prepare in (self._prepare, self._prepare, self._download):
+            try:
+                prepare(shard_id)
+            except Exception as error:
+                # Each object store raises its own types; all mean that the shard cannot be had.
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise RunError(
+                    f"Shard {path.name} cannot be had from {source}: {reason}"
+                ) from error
+            if path.is_file():
+                return
+        raise RunError(f"Shard {path.name} cannot be had from {source}: it is missing.")
+
+    def _download(self, shard_id: int) -> None:
+        self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
+
+
+class _ShardFile:
+    """One shard file, open for reading."""
+
+    def __init__(
+        self,
+        path: Path,
+        shard: MDSReader,
+        *,
+        algorithm: str | None,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Open the file and check it against its index entry.
+
+        Args:
+            path: Of the file.
+            shard: Its index entry.
+            algorithm: Which hash to check, or None.
+            shapes: Of the arrays that columns hold.
+
+        Raises:
+            RunError: Its size or hash is not what index.json says.
+        """
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        num_bytes = path.stat().st_size
+        if num_bytes != shard.raw_data.bytes:
+            raise RunError(
+                f"Shard {path} is damaged: it has {num_bytes} bytes on disk and "
+                f"{shard.raw_data.bytes} by index.json."
+            )
+        if algorithm:
+            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                digest = get_hash(algorithm, content)
+            if digest != shard.raw_data.hashes[algorithm]:
+                raise RunError(
+                    f"Shard {path} is damaged: its {algorithm} is not the one in index.json. "
+                    "(If it is a copy, delete it to have it copied again.)"
+                )
+        # MDS: the number of samples, then where each one begins and the last one ends, as uint32.
+        offsets = os.pread(self._file.fileno(), 4 * (len(shard) + 1), 4)
+        self._offsets = np.frombuffer(offsets, np.uint32).tolist()
+        self._columns = {
+            name: (position, parse_encoding(encoding, shape=shapes.get(name)))
+            for position, (name, encoding) in enumerate(
+                zip(shard.column_names, shard.column_encodings, strict=True)
+            )
+        }
+        self._sizes = shard.column_sizes
+        self._num_sized = sum(size is None for size in self._sizes)
+
+    def read(self, index: int) -> np.ndarray:
+        """The bytes of one sample.
+
+        Raises:
+            RunError: The file has been cut since it was opened.
+        """
+        begin, end = self._offsets[index : index + 2]
+        data = np.empty(end - begin, np.uint8)
+        if os.preadv(self._file.fileno(), [data], begin) != end - begin:
+            raise RunError(f"Shard {self.path} has been cut while it was read.")
+        return data
+
+    def value(self, data: np.ndarray, column: str) -> Any:
+        """The value of one column of a sample; an array of fixed shape is a view of the bytes."""
+        position, decode = self._columns[column]
+        # A sample begins with the sizes, as uint32, of those columns that have no fixed one.
+        sizes = iter(struct.unpack_from(f"<{self._num_sized}I", data))
+        begin = 4 * self._num_sized
+        for size in self._sizes[:position]:
+            begin += next(sizes) if size is None else size
+        size = self._sizes[position]
+        return decode(data[begin : begin + (next(sizes) if size is None else size)])
+
+
+Decoder = Callable[[np.ndarray], Any]
+
+
+def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
+    """How the bytes of a column become a value.
+
+    Args:
+        encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
+        shape: Of the array that the column holds. As ``bytes`` it is of float16 numbers, as
+            MosaicML diffusion stores them, or missing: None.
+    """
+    if encoding == BYTES and shape is not None:
+        return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
+    name, *rest = encoding.split(":")
+    if name == "ndarray" and len(rest) == 2:
+        dtype, shape = np.dtype(rest[0]), tuple(int(side) for side in rest[1].split(","))
+        return lambda data: data.view(dtype).reshape(shape)
+    return lambda data: mds_decode(encoding, data.tobytes())
+
+
+def choose_hash(hashes: Mapping[str, str], *, wanted: str) -> str | None:
+    """Which of a shard's hashes to check.
+
+    Args:
+        hashes: Algorithm to digest, as index.json has them.
+        wanted: ``auto``, ``none``, or an algorithm.
+
+    Returns:
+        An algorithm, or None when there is nothing to check.
+    """
+    if wanted == "auto":
+        return next((name for name in HASHES_BY_COST if name in hashes), None)
+    return None if wanted == "none" else wanted
+
+
+def open_samples(config: SourceConfig) -> MdsSamples:
+    """Open the data sets that `config` names, outside of any training.
+
+    Raises:
+        ConfigError: As `checks.check_mds`.
+    """
+    streams = make_streams(config)
+    shards, stream_of_shard = [], []
+    for number, stream in enumerate(streams):
+        found = stream.get_shards(World.detect(), False)
+        shards += found
+        stream_of_shard += [number] * len(found)
+    present = None
+    if config.missing_latents == LEAVE_OUT:
+        (place,) = locate_mds(config)
+        columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+        present = find_present(place.local, place.index, image_column(columns))
+    return MdsSamples(
+        streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
+    )
+
+
+class CheckedStream(Stream):
+    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
+
+    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
+        """Set up.
+
+        Args:
+            wanted_hash: As `choose_hash` takes it.
+            options: Of Streaming's class.
+        """
+        super().__init__(**options)
+        self._wanted_hash = wanted_hash
+
+    def prepare_shard(self, shard: MDSReader) -> int:
+        """Make a shard present; returns the change of the cache's size in bytes."""
+        # Streaming's copy goes through a temporary file of one name for all processes.
+        # Of several machines with one home each may have a disk of its own at this path.
+        path = Path(self.local, self.split, shard.raw_data.basename).absolute()
+        digest = hashlib.sha256(f"{os.uname().nodename}\n{path}".encode()).hexdigest()
+        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
+            return super().prepare_shard(shard)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        try:
+            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
+            if algorithm in zip_info.hashes:
+                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
+                if digest != zip_info.hashes[algorithm]:
+                    raise ValueError(
+                        f"the {algorithm} of {zip_info.basename} is not the one in {INDEX_NAME}"
+                    )
+            super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
+        except Exception:
+            # Streaming would take what is left of it in the next run, whole or not.
+            if not self.safe_keep_zip:
+                Path(zip_filename).unlink(missing_ok=True)
+            raise
+
+
+def make_streams(config: SourceConfig) -> list[Stream]:
+    """Streaming's description of each data set, with its index in the local folder.
+
+    Raises:
+        ConfigError: As `checks.locate_mds`.
+    """
+    streams = []
+    for place in locate_mds(config):
+        index = Path(place.local, INDEX_NAME)
+        if not index.is_file():
+            index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with new_file(index) as new:
+                new.write_bytes(place.index)
+        if config.rank == 0:
+            _tell_unpacking(place)
+        weight = {} if place.proportion is None else {"proportion": place.proportion}
+        streams.append(
+            CheckedStream(
+                wanted_hash=config.validate_hash,
+                remote=place.remote,
+                local=place.local,
+                # What is read in place cannot be downloaded again: trying would delay the error.
+                download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
+                download_timeout=DOWNLOAD_TIMEOUT_S,
+                # Of a compressed shard the copy; what lies in the user's folder is kept anyhow.
+                keep_zip=False,
+                **weight,
+            )
+        )
+    return streams
+
+
+def _tell_unpacking(place: Place) -> None:
+    """Say what disk the shards take that are not unpacked yet."""
+    shards = parse_index(place.index, source=place.source)
+    num_bytes = sum(
+        shard["raw_data"]["bytes"]
+        for shard in shards
+        if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
+    )
+    if num_bytes:
+        print(
+            f"The compressed shards of {place.source} are unpacked to {place.local} as they are "
+            f"read: {num_bytes / 2**30:.3g} GiB for all of them.",
+            file=sys.stderr,
+        )

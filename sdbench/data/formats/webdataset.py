@@ -1,0 +1,393 @@
+"""Which samples do WebDataset tars hold?
+
+Each tar is indexed once, from its headers, and then read by number: so the number of samples, and
+with it the number of steps, is known and the same on all ranks however uneven the tars are, no
+sample comes twice in an epoch, and an epoch can be resumed at any sample.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sdbench.base.cache import new_file, private_folder
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.formats.validate import (
+    PLACE_FLAGS,
+    check_enough_samples,
+    check_images_wanted,
+    check_tokenizer_folder,
+)
+from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
+from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.source import SourceConfig
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+# Members that a caption may come from, the first one that is there.
+CAPTION_EXTENSIONS = ("txt", "json", "cls")
+# Where the user says what the classes are called.
+CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
+
+# WebDataset 1.0.2, webdataset/tariterators.py: `base_plus_ext` and `tar_file_iterator(skip_meta)`;
+# importing it would load torch.
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
+
+BLOCK_BYTES = 512
+# Tars are filled up with zeros to whole records, of 10 KiB unless their writer was told otherwise.
+MAX_END_BYTES = 2**20
+# Changes whenever the content of an index does.
+INDEX_VERSION = 2
+TAR_PLACES = "a tar, a folder of tars, or a quoted pattern like 'data/{00000..00009}.tar'"
+LINE_PERIOD_S = 5.0
+
+# A place in a tar: first byte and number of bytes; None where a sample has no such member.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where the members of one sample are.
+
+    Attributes:
+        key: The members' path up to the first dot of the file name.
+        image: The image, or None.
+        caption: Extension of the member with the caption, or None.
+        caption_at: Where that is, or None.
+    """
+
+    key: str
+    image: Span | None
+    caption: str | None
+    caption_at: Span | None
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """What a tar holds.
+
+    Attributes:
+        state: Of the tar, as `_state` gives it.
+        entries: The samples that meet the conditions.
+        num_dropped: How many do not.
+    """
+
+    state: tuple[int, ...]
+    entries: Sequence[Entry]
+    num_dropped: int
+
+
+class WebDatasetSamples:
+    """The samples of one or several tars, by number over all of them."""
+
+    columns: Mapping[str, str] = {}
+
+    def __init__(self, tars: list[Path], *, config: SourceConfig) -> None:
+        """Index the tars, or read the indexes that were made before.
+
+        Args:
+            tars: In order.
+            config: Filters and class prompts.
+
+        Raises:
+            ConfigError: A filter or the file of class prompts cannot be understood, or no sample
+                is left.
+            RunError: A tar is damaged.
+        """
+        self._tars = tars
+        self._class_prompts = _read_class_prompts(config.class_prompts)
+        terms = parse_filters(config.filters)
+        captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
+        indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
+        self._indexes = list(_show_progress(indexes, len(tars)))
+        self.num_dropped = sum(index.num_dropped for index in self._indexes)
+        sizes = [len(index.entries) for index in self._indexes]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        # Any order is as cheap as any other.
+        self.blocks = [sum(sizes)]
+        if not self.blocks[0]:
+            self._raise_empty(config)
+
+    def _raise_empty(self, config: SourceConfig) -> NoReturn:
+        if self.num_dropped:
+            raise ConfigError(
+                f"No sample is left: the filters drop all {self.num_dropped}",
+                value=dict(config.filters),
+                allowed="conditions that some samples meet",
+                flag="--filters",
+            )
+        raise ConfigError(
+            "The tars hold no sample",
+            value=config.remote or config.local,
+            allowed=f"tars with {', '.join(IMAGE_EXTENSIONS)} and {', '.join(CAPTION_EXTENSIONS)}",
+            flag=PLACE_FLAGS,
+        )
+
+    def __len__(self) -> int:
+        return self.blocks[0]
+
+    def read(self, index: int) -> ImageSample:
+        """Read one sample.
+
+        Raises:
+            BadSampleError: Its class has no prompt, or its json or text cannot be read.
+            RunError: The tar has been changed or removed since it was indexed.
+        """
+        number = bisect.bisect_right(self._starts, index) - 1
+        entry = self._indexes[number].entries[index - self._starts[number]]
+        image, text = self._read_spans(number, entry.image, entry.caption_at)
+        name = f"{self._tars[number]}: {entry.key}"
+        caption = None
+        if text is not None:
+            caption = self._take_caption(entry.caption, text, name=name)
+        return ImageSample(name, image, caption)
+
+    def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
+        path = self._tars[number]
+        try:
+            # Not kept open: there may be more tars than files that a process may open.
+            with path.open("rb", buffering=0) as file:
+                state = _state(os.fstat(file.fileno()))
+                contents = [_read_span(file.fileno(), span) for span in spans]
+        except OSError as error:
+            raise RunError(f"{path} cannot be read any more: {error}") from error
+        if state != self._indexes[number].state:
+            raise RunError(f"{path} has been changed since it was indexed.")
+        return contents
+
+    def _take_caption(self, extension: str, data: bytes, *, name: str) -> str | None:
+        try:
+            text = data.decode("utf-8-sig")
+            if extension == "cls":
+                text = self._class_prompts[int(text)]
+            if extension == "json":
+                text = json.loads(text).get("caption") or ""
+            return clean_caption(text)
+        except KeyError as error:
+            raise BadSampleError(
+                f"{name}: class {error} has no caption (--class_prompts)."
+            ) from error
+        except (ValueError, AttributeError) as error:
+            raise BadSampleError(f"{name}: {extension} cannot be read ({error}).") from error
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """What differs when another file, or another version, has the same name."""
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _read_span(file: int, span: Span | None) -> bytes | None:
+    if span is None:
+        return None
+    begin, num_bytes = span
+    return os.pread(file, num_bytes, begin)
+
+
+def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
+    """The index of a tar, made now or read from the one made before.
+
+    Indexes are kept in the user's cache folder, named after the tar's path and state and
+    after what is wanted of it, so that no other tar's is ever taken.
+
+    Args:
+        tar: The tar.
+        terms: Conditions on the samples.
+        captions: Extensions that a caption may come from, the first one that is there.
+
+    Raises:
+        ConfigError: As `private_folder`.
+        RunError: The tar is damaged.
+    """
+    from filelock import FileLock
+
+    state = _state(tar.stat())
+    identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    path = private_folder("tar-indexes") / f"{digest}.json"
+    with FileLock(path.with_suffix(".lock"), mode=0o600):
+        if path.is_file():
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            stored = _make_index(tar, terms=terms, captions=captions)
+            with new_file(path) as new:
+                new.write_text(json.dumps(stored), encoding="utf-8")
+    return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
+
+
+def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dict[str, Any]:
+    entries, num_dropped = [], 0
+    with tar.open("rb") as file:
+        for key, spans in _group_members(tar):
+            # "a.b.jpg" is no image by WebDataset's rule, but somebody's: a bad sample, not none.
+            kinds = {extension.rpartition(".")[2] for extension in spans}
+            if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
+                continue
+            if terms and not accepts(terms, _read_metadata(file.fileno(), spans.get("json"))):
+                num_dropped += 1
+                continue
+            image = next((spans[name] for name in IMAGE_EXTENSIONS if name in spans), None)
+            caption = next((name for name in captions if name in spans), None)
+            entries.append((key, image, caption, spans.get(caption)))
+    return {"entries": entries, "num_dropped": num_dropped}
+
+
+def _group_members(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
+    """Samples as WebDataset makes them: neighbours with the same key, by extension.
+
+    Raises:
+        RunError: As `_list_members`, or a sample has two members of the same extension.
+    """
+    for key, members in itertools.groupby(_list_members(tar), key=lambda member: member[0]):
+        spans: dict[str, Span] = {}
+        for _, extension, span in members:
+            if extension in spans:
+                raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
+            spans[extension] = span
+        yield key, spans
+
+
+def _list_members(tar: Path) -> Iterator[tuple[str, str, Span]]:
+    """Key, extension and place of each file in a tar that WebDataset reads.
+
+    Raises:
+        RunError: The tar ends too early, or is none.
+    """
+    end = 0
+    try:
+        # Not compressed: what is compressed cannot be read by number.
+        with tarfile.open(tar, "r:") as members:
+            for member in members:
+                end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
+                parts = _MEMBER.fullmatch(member.name)
+                if member.isfile() and parts and not _META.match(member.name):
+                    yield parts[1], parts[2].lower(), (member.offset_data, member.size)
+        with tar.open("rb") as file:
+            file.seek(end)
+            rest = file.read(MAX_END_BYTES + 1)
+    except (tarfile.TarError, OSError) as error:
+        raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
+    # Python takes a tar that is cut, or has a broken header, for one that ends there: behind the
+    # last member come zeros, and nothing else.
+    if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
+        raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
+
+
+def _read_metadata(file: int, span: Span | None) -> Mapping[str, Any]:
+    """The fields of a sample's json; none where there is no json, or a broken one."""
+    try:
+        metadata = json.loads(_read_span(file, span) or "{}")
+    except ValueError:
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _read_class_prompts(path: str | None) -> dict[int, str]:
+    """Class number to caption, from a JSON list, or object with numbers for keys."""
+    if path is None:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        if not isinstance(content, list | dict):
+            raise ValueError("neither list nor object")
+        pairs = content.items() if isinstance(content, dict) else enumerate(content)
+        prompts = {int(number): prompt for number, prompt in pairs}
+        if not all(isinstance(prompt, str) for prompt in prompts.values()):
+            raise ValueError("a caption is no text")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The file of class prompts cannot be read ({error})",
+            value=path,
+            allowed='a JSON list of captions, or an object such as {"0": "a photo of a cat"}',
+            flag="--class_prompts",
+        ) from error
+    return prompts
+
+
+def _show_progress(indexes: Iterator[TarIndex], num_tars: int) -> Iterator[TarIndex]:
+    """Pass indexes on, with a line now and then when it takes long."""
+    started_s = last_line_s = time.monotonic()
+    for number, index in enumerate(indexes, start=1):
+        yield index
+        now_s = time.monotonic()
+        if now_s - last_line_s >= LINE_PERIOD_S:
+            last_line_s = now_s
+            left_s = (num_tars - number) * (now_s - started_s) / number
+            print(f"Indexed {number} of {num_tars} tars, {left_s:.0f} s left", file=sys.stderr)
+
+
+def find_tars(place: str) -> list[str]:
+    """The tars that a place means: one, a folder of them, or either in braces.
+
+    Raises:
+        ConfigError: One of them does not exist, or there is none.
+    """
+    from braceexpand import UnbalancedBracesError, braceexpand
+
+    try:
+        names = list(braceexpand(place))
+    except UnbalancedBracesError as error:
+        raise ConfigError(
+            "The braces are not closed", value=place, allowed=TAR_PLACES, flag=PLACE_FLAGS
+        ) from error
+    tars: list[str] = []
+    for name in names:
+        if name.startswith("s3://") and not name.endswith(".tar"):
+            tars += list_urls(name, suffix=".tar")
+        elif not is_url(name) and Path(name).is_dir():
+            tars += sorted(str(path) for path in Path(name).glob("*.tar"))
+        else:
+            tars.append(name)
+    missing = [name for name in tars if not is_url(name) and not Path(name).is_file()]
+    if missing or not tars:
+        raise ConfigError(
+            "No such tar file" if missing else "The folder holds no tar file",
+            value=missing[0] if missing else place,
+            allowed=TAR_PLACES,
+            flag=PLACE_FLAGS,
+        )
+    return tars
+
+
+def check(config: SourceConfig) -> int | None:
+    """Check tars by their headers.
+
+    Returns:
+        The number of samples, or None where the tars have to be copied first.
+    """
+    check_images_wanted(config, what="A tar of images")
+    check_tokenizer_folder(config.tokenizer_folder)
+    parse_filters(config.filters)
+    _read_class_prompts(config.class_prompts)
+    if any(is_url(name) for name in find_tars(config.remote or config.local)):
+        return None
+    num_samples = len(open_samples(config))
+    check_enough_samples(config, num_samples=num_samples)
+    return num_samples
+
+
+def open_samples(config: SourceConfig) -> WebDatasetSamples:
+    """Open the tars that `config` names; what is elsewhere is copied here first.
+
+    Raises:
+        ConfigError: As `find_tars` and `WebDatasetSamples`.
+        RunError: A tar cannot be had, or is damaged.
+    """
+    place = config.remote or config.local
+    cache = cache_folder(place, config.local if config.remote else None)
+    names = find_tars(place)
+    urls = [name for name in names if is_url(name)]
+    copies = dict(zip(urls, fetch_all(urls, cache=cache), strict=True)) if urls else {}
+    tars = [copies[name] if name in copies else Path(name) for name in names]
+    return WebDatasetSamples(tars, config=config)

@@ -1,0 +1,1 @@
+"""From stored samples to batches: order, decoding, tokens, workers."""

@@ -1,0 +1,315 @@
+"""How do stored samples become a batch?
+
+A batch is read, decoded and tokenized as a whole by the process that loads it: a worker, or the
+training process. What that cost, and which samples were bad, travels with the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sdbench.base.errors import RunError
+from sdbench.data.latent_columns import array_shapes, check_array, check_finite
+from sdbench.data.pipeline.order import Key
+from sdbench.data.pipeline.shared_batches import Layout, SharedBatches
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.pipeline.transforms import decode_image, to_float
+from sdbench.data.samples import BadSampleError, Records, check_whole, undecodable
+from sdbench.data.source import SourceConfig
+
+# What reading a batch consists of, in order.
+PHASES = ("read", "decode", "transform", "tokenize", "collate")
+
+
+@dataclass
+class BatchReport:
+    """What a batch cost and what was wrong with it.
+
+    Attributes:
+        num_images: Images in the batch.
+        bytes_read: Bytes of the stored samples, as they lie in the data set.
+        seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
+        bad: A sentence for each sample that could not be used.
+        slot: Of a worker's batch, which of its slots it was made in (see `slots.SharedBatches`).
+    """
+
+    num_images: int = 0
+    bytes_read: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    bad: list[str] = field(default_factory=list)
+    slot: int | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's time to a phase."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started_s
+
+
+class Batch(NamedTuple):
+    """Tensors by name, all of the same length, and how they came about."""
+
+    tensors: dict[str, torch.Tensor]
+    report: BatchReport
+
+
+class GoodBatch(NamedTuple):
+    """The samples of a batch that can be used.
+
+    Attributes:
+        tensors: Their values, in the order of `keys`.
+        keys: Which samples they are.
+        report: What it cost, with the bad ones.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    keys: list[Key]
+    report: BatchReport
+
+
+class Batches:
+    """Makes batches of the samples of a data set; each kind of sample has its subclass.
+
+    A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
+    its place, so that every batch is full and all ranks take equally many steps.
+    """
+
+    def __init__(
+        self, *, blocks: Sequence[int], num_dropped: int = 0, config: SourceConfig
+    ) -> None:
+        """Set up; nothing is read yet.
+
+        Args:
+            blocks: Sizes of the runs of samples that are cheap to read together.
+            num_dropped: Samples left out because a flag says so.
+            config: What is to be made of the samples.
+        """
+        self.blocks = blocks
+        self.num_dropped = num_dropped
+        self.config = config
+        self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        return sum(self.blocks)
+
+    def __call__(self, keys: Sequence[Key]) -> Batch:
+        """Make a batch of the samples that `keys` name.
+
+        Raises:
+            RunError: A sample is bad and may not be skipped, or all are, or a file is damaged.
+        """
+        good = self.read_good(keys)
+        if len(good.keys) == len(keys):
+            return Batch(good.tensors, good.report)
+        if not good.keys:
+            raise RunError(f"All {len(keys)} samples of a batch are bad: {good.report.bad[0]}")
+        # A good sample stands in for each bad one: 0 1 2 0 for a batch of 4 with a bad one.
+        positions = torch.arange(len(keys)) % len(good.keys)
+        tensors = {name: tensor[positions] for name, tensor in good.tensors.items()}
+        return Batch(tensors, good.report)
+
+    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+        """Make a batch of those samples that can be used.
+
+        Raises:
+            RunError: A sample is bad and may not be skipped, or a file is damaged.
+        """
+        raise NotImplementedError
+
+
+class SampleBatches(Batches):
+    """Batches of stored samples, read one after the other into one place."""
+
+    def __init__(self, records: Records, *, config: SourceConfig) -> None:
+        """Set up; nothing is read yet.
+
+        Args:
+            records: The stored samples.
+            config: What is to be made of them.
+        """
+        super().__init__(blocks=records.blocks, num_dropped=records.num_dropped, config=config)
+        self.records = records
+
+    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+        """Read as `Batches.read_good` says."""
+        report = BatchReport(num_images=len(keys))
+        target, report.slot = self._slots.take(self._layout(len(keys)))
+        self._begin(target)
+        good = []
+        for key in keys:
+            try:
+                self._read_into(len(good), key=key, report=report)
+            except BadSampleError as error:
+                if self.config.on_bad_sample == "error":
+                    raise RunError(
+                        f"{error} (--on_bad_sample skip goes on without such samples)"
+                    ) from error
+                report.bad.append(str(error))
+            else:
+                good.append(key)
+        tensors = {name: tensor[: len(good)] for name, tensor in target.items()}
+        return GoodBatch(self._finish(tensors, good, report), good, report)
+
+    def _layout(self, num_samples: int) -> Layout:
+        """Name, shape and type of the tensors that samples are read into."""
+        raise NotImplementedError
+
+    def _begin(self, target: dict[str, torch.Tensor]) -> None:
+        """A batch begins."""
+        # Indexing arrays takes a fraction of the time that indexing tensors takes.
+        self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
+
+    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
+        raise NotImplementedError
+
+    def _finish(
+        self, tensors: dict[str, torch.Tensor], keys: list[Key], report: BatchReport
+    ) -> dict[str, torch.Tensor]:
+        return tensors
+
+
+class ImageBatches(SampleBatches):
+    """Makes ``{image: (B, 3, S, S) uint8 or float32, input_ids: (B, 77) int64}``."""
+
+    def __init__(self, records: Records, *, config: SourceConfig) -> None:
+        super().__init__(records, config=config)
+        self._tokenizer = CaptionTokenizer(
+            folder=config.tokenizer_folder, pad_token_id=config.pad_token_id
+        )
+        self._captions: list[str] = []
+
+    def _layout(self, num_samples: int) -> Layout:
+        size = self.config.image_size
+        return {"image": ((num_samples, 3, size, size), torch.uint8)}
+
+    def _begin(self, target: dict[str, torch.Tensor]) -> None:
+        super()._begin(target)
+        self._captions = []
+
+    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
+        with report.phase("read"):
+            record = self.records.read(key.index)
+        augmentation = self._augmentation(key)
+        check_whole(record)
+        report.bytes_read += len(record.image) + len(record.caption)
+        try:
+            decoded = decode_image(
+                record.image,
+                image_size=self.config.image_size,
+                crop=augmentation.crop,
+                flip=augmentation.flip,
+                phase=report.phase,
+            )
+        except (OSError, ValueError) as error:
+            raise undecodable(record, error) from error
+        with report.phase("collate"):
+            self._arrays["image"][position] = decoded
+        self._captions.append("" if augmentation.drop_caption else record.caption)
+
+    def _finish(
+        self, tensors: dict[str, torch.Tensor], keys: list[Key], report: BatchReport
+    ) -> dict[str, torch.Tensor]:
+        if self.config.image_dtype == "float32":
+            with report.phase("transform"):
+                tensors["image"] = torch.from_numpy(to_float(tensors["image"].numpy()))
+        with report.phase("tokenize"):
+            tensors["input_ids"] = torch.from_numpy(self._tokenizer(self._captions))
+        return tensors
+
+    def _augmentation(self, key: Key) -> Augmentation:
+        config = self.config
+        if config.crop == "center" and not (
+            config.horizontal_flip_probability or config.caption_drop_probability
+        ):
+            return UNCHANGED
+        # Of the sample and its epoch, so that neither workers nor ranks nor a resume change it.
+        generator = np.random.default_rng([config.seed, key.epoch, key.index])
+        x, y, flip, drop = generator.random(4)
+        return Augmentation(
+            crop=(x, y) if config.crop == "random" else None,
+            flip=bool(flip < config.horizontal_flip_probability),
+            drop_caption=bool(drop < config.caption_drop_probability),
+        )
+
+
+class Augmentation(NamedTuple):
+    """What chance decided for one sample.
+
+    Attributes:
+        crop: Where the square lies along each side, 0 to 1; None for the centre.
+        flip: Whether the image is mirrored.
+        drop_caption: Whether the caption becomes the empty text.
+    """
+
+    crop: tuple[float, float] | None
+    flip: bool
+    drop_caption: bool
+
+
+UNCHANGED = Augmentation(crop=None, flip=False, drop_caption=False)
+
+
+# The VAE's moments are stored as one array and delivered as two.
+_PARTS = {"moments": ("latent_mean", "latent_logvar")}
+
+
+class LatentBatches(SampleBatches):
+    """Makes ``{latent_mean, latent_logvar | latent: (B, 4, S / 8, S / 8), text_embedding}``.
+
+    All are float16; ``text_embedding`` is (B, 77, D). Each value is copied once, from the file's
+    pages into the batch.
+    """
+
+    def __init__(self, records: Records, *, config: SourceConfig) -> None:
+        """Set up.
+
+        Args:
+            records: The stored samples.
+            config: What is to be made of them.
+        """
+        super().__init__(records, config=config)
+        self._shapes = array_shapes(records.columns, config=config)
+
+    def _layout(self, num_samples: int) -> Layout:
+        layout = {}
+        for name, (first, *others) in self._shapes.items():
+            parts = _PARTS.get(name, (name,))
+            for part in parts:
+                layout[part] = ((num_samples, first // len(parts), *others), torch.float16)
+        return layout
+
+    def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
+        with report.phase("read"):
+            record = self.records.read(key.index)
+        with report.phase("collate"):
+            for name, shape in self._shapes.items():
+                stored = record.arrays[name]
+                check_array(f"{record.name}, {name}", stored, shape=shape)
+                report.bytes_read += stored.nbytes
+                parts = _PARTS.get(name, (name,))
+                length = shape[0] // len(parts)
+                for number, part in enumerate(parts):
+                    copy = self._arrays[part][position]
+                    with np.errstate(over="ignore"):
+                        copy[:] = stored[number * length : (number + 1) * length]
+                    # Of the copy: it is aligned, in the processor's cache, and float16.
+                    check_finite(f"{record.name}, {name}", copy)
+
+
+def make_batches(records: Records, *, config: SourceConfig) -> SampleBatches:
+    """Choose what makes batches of these records: images, or latents."""
+    if config.latents == "online":
+        return ImageBatches(records, config=config)
+    return LatentBatches(records, config=config)

@@ -1,0 +1,257 @@
+"""Did the loader deliver what it promised?
+
+Streaming 0.13.0 can end an epoch early without an exception, or hang, when a background thread
+fails. A benchmark that trained on fewer images than it counts would lie, so every source of this
+suite delivers through `CheckedLoader`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.pipeline.batches import PHASES, Batch, Batches, BatchReport
+from sdbench.data.pipeline.order import EpochOrder, Keys
+from sdbench.data.pipeline.shared_batches import SharedBatch
+from sdbench.data.pipeline.watchdog import time_limit
+from sdbench.data.source import SourceConfig
+
+# Bad samples that are named as they are met; the others are only counted.
+NUM_BAD_NAMED = 5
+
+_RUN_ERROR = f"{RunError.__module__}.{RunError.__qualname__}: "
+
+
+class Order(Protocol):
+    """Who decides which samples come, and remembers where an epoch stands."""
+
+    def epoch_ended(self) -> None:
+        """All batches of the epoch have been delivered."""
+        ...
+
+    def state(self, *, num_images: int) -> dict[str, Any]:
+        """What `resume` needs after `num_images` of this epoch on all ranks."""
+        ...
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken."""
+        ...
+
+
+@dataclass
+class LoaderStats:
+    """What a loader has delivered since it was built, or since `reset`.
+
+    Attributes:
+        num_images_delivered: Images handed out.
+        num_bad_samples: Samples among them that could not be used and had a stand-in.
+        num_dropped_samples: Samples left out of the data set because a flag says so; not
+            reset.
+        bytes_read: Bytes of the stored samples.
+        seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
+    """
+
+    num_images_delivered: int = 0
+    num_bad_samples: int = 0
+    num_dropped_samples: int = 0
+    bytes_read: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def add(self, report: BatchReport) -> None:
+        """Count a batch."""
+        self.num_images_delivered += report.num_images
+        self.num_bad_samples += len(report.bad)
+        self.bytes_read += report.bytes_read
+        for name, seconds in report.seconds.items():
+            self.seconds[name] += seconds
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.__init__(num_dropped_samples=self.num_dropped_samples)
+
+
+def _check_folder_of_sockets() -> None:
+    """Refuse a folder in which a worker's batches would be lost, and waited for in vain.
+
+    Workers hand tensors over through a socket, whose path multiprocessing makes of the folder for
+    temporary files. Of 108 bytes (unix(7)) the last is a zero.
+    """
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > longest:
+        raise ConfigError(
+            "the path of the folder for temporary files is too long for sockets of loader workers",
+            value=folder,
+            allowed=f"at most {longest} bytes, or --num_workers 0",
+            flag="TMPDIR",
+        )
+
+
+class CheckedLoader(DataLoader):
+    """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
+
+    Attributes:
+        stats: What has been delivered.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batches: Batches,
+        order: Order,
+        config: SourceConfig,
+    ) -> None:
+        """Set the loader up as `config` says.
+
+        Args:
+            dataset: Gives keys: an iterable one this rank's, one after the other; a map-style one
+                whatever `order` asks for.
+            batches: Makes a batch of keys.
+            order: Knows which samples come; for a map-style data set it is the sampler.
+            config: Batch size, workers and the like.
+        """
+        if config.num_workers:
+            _check_folder_of_sockets()
+        super().__init__(
+            dataset,
+            sampler=None if isinstance(dataset, IterableDataset) else order,
+            collate_fn=batches,
+            timeout=config.data_timeout_s if config.num_workers else 0,
+            **config.loader_options(),
+        )
+        self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
+        self._config = config
+        self._order = order
+        self._received = SharedBatch()
+        self._num_in_epoch = 0
+        self._num_resumed = 0
+
+    @property
+    def num_images_delivered(self) -> int:
+        """Images handed out since the loader was built."""
+        return self.stats.num_images_delivered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, the same on every rank."""
+        return self._order.state(num_images=self._num_in_epoch * self._config.world_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken: the next epoch has the remaining batches only.
+
+        Args:
+            state: What `state_dict` gave, with the same data, seed and global batch.
+        """
+        self._order.resume(state)
+        self._num_resumed = state["num_images"] // self._config.world_size
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the batches of one epoch.
+
+        Raises:
+            RunError: The loader failed, was silent for too long, or ended its epoch early; or too
+                many samples are bad.
+        """
+        self._num_in_epoch, self._num_resumed = self._num_resumed, 0
+        try:
+            yield from self._deliver()
+        except RunError:
+            self._stop_workers()
+            raise
+        self._order.epoch_ended()
+        self._num_in_epoch = 0
+
+    def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
+        expected = len(self) * self.batch_size
+        num_bad = 0
+        batches = None
+        while True:
+            with self._limit():
+                # Not before: starting the workers may get stuck as well.
+                batches = super().__iter__() if batches is None else batches
+                batch = self._next(batches)
+            if batch is None:
+                break
+            self._num_in_epoch += batch.report.num_images
+            self.stats.add(batch.report)
+            num_bad = self._check_bad(batch.report, num_bad=num_bad, expected=expected)
+            yield self._own(batch)
+        if self._num_in_epoch != expected:
+            raise RunError(
+                f"The data ended early: an epoch of this rank has {expected} images, and "
+                f"{self._num_in_epoch} were delivered. A shard is missing or damaged, or a "
+                "download failed; the log above may name it.",
+                status="invalid",
+            )
+
+    def _stop_workers(self) -> None:
+        """End the workers now: left to the garbage collector, torch waits 5 s for each of them."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+            self._iterator = None
+
+    def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The batch's tensors, out of the memory that their worker writes to again."""
+        # Page-locked tensors are copies already.
+        if batch.report.slot is None or self.pin_memory:
+            return batch.tensors
+        return self._received.copy(batch.tensors, slot=batch.report.slot)
+
+    def _limit(self):
+        """A limit for a process that loads by itself; workers are watched by torch's timeout."""
+        # Starting workers and their first batch count as one wait, hence twice the time.
+        factor = 2 if self.num_workers else 1
+        return time_limit(
+            factor * self._config.data_timeout_s, message=self._describe_silence("no batch")
+        )
+
+    def _describe_silence(self, what: str) -> str:
+        return (
+            f"The data loader gave {what} for {self._config.data_timeout_s:g} s, after "
+            f"{self._num_in_epoch} images of this epoch: a download or a disk is stuck. "
+            "--data_timeout_s sets how long to wait."
+        )
+
+    def _next(self, batches: Iterator) -> Batch | None:
+        """The next batch, or None at the end; torch's loader errors come out as RunError."""
+        try:
+            return next(batches, None)
+        except RunError as error:
+            # From a worker it arrives with its traceback in the message; the last line says it.
+            sentence = str(error).strip().splitlines()[-1].removeprefix(_RUN_ERROR)
+            raise RunError(sentence) from error
+        except RuntimeError as error:
+            if "timed out" in str(error):
+                raise RunError(self._describe_silence("no batch")) from error
+            # torch says so when a worker has been killed.
+            raise RunError(
+                f"The data loader failed after {self._num_in_epoch} images of this epoch "
+                f"({self.num_workers} workers): {error}"
+            ) from error
+
+    def _check_bad(self, report: BatchReport, *, num_bad: int, expected: int) -> int:
+        """Count an epoch's bad samples, name the first ones, and stop when there are too many."""
+        for sentence in report.bad[: max(NUM_BAD_NAMED - num_bad, 0)]:
+            print(f"Skipped a bad sample: {sentence}", file=sys.stderr)
+        num_bad += len(report.bad)
+        limit = self._config.max_bad_fraction
+        if num_bad > limit * expected:
+            raise RunError(
+                f"{num_bad} samples of this epoch are bad, more than {limit:.2%} of {expected} "
+                f"(--max_bad_fraction), the last: {report.bad[-1]}"
+            )
+        return num_bad
+
+
+def build_from_samples(batches: Batches, *, config: SourceConfig) -> CheckedLoader:
+    """Build the loader of samples that can be read by number in any order."""
+    order = EpochOrder(batches.blocks, config=config)
+    return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)

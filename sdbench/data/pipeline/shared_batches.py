@@ -1,0 +1,81 @@
+"""How does a batch cross from the worker that made it to the trainer?
+
+Through shared memory that the worker uses again and again. New shared memory for each batch, as
+torch's default_collate takes it, costs a page fault for every 4 KiB on either side: with latents at
+512 px two workers then deliver a third less (results/comparisons/2-core-cpu_latents_transport.json,
+made by tests/reference/compare_transport.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.utils.data import get_worker_info
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class SharedBatches:
+    """Memory that batches are made in.
+
+    In a worker it is a ring of as many slots as there can be batches of one worker under way:
+    `prefetch_factor` that are being made or wait, and the one that the trainer has just taken and
+    copies (`SharedBatch`). In the training process each batch has new memory.
+    """
+
+    def __init__(self, *, prefetch_factor: int) -> None:
+        """Set up; nothing is allocated yet.
+
+        Args:
+            prefetch_factor: Batches that a worker prepares in advance.
+        """
+        self._num_slots = prefetch_factor + 1
+        self._layout: Layout = {}
+        self._slots: list[dict[str, torch.Tensor]] = []
+        self._turn = 0
+
+    def take(self, layout: Layout) -> tuple[dict[str, torch.Tensor], int | None]:
+        """Uninitialised tensors to make a batch in.
+
+        Args:
+            layout: Name to shape and type.
+
+        Returns:
+            The tensors, and a number for the slot, different in each worker; None in the training
+            process.
+        """
+        worker = get_worker_info()
+        if worker is None:
+            tensors = {
+                name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()
+            }
+            return tensors, None
+        if layout != self._layout:
+            self._layout, self._turn = layout, 0
+            self._slots = [
+                {name: _share(*kind) for name, kind in layout.items()}
+                for _ in range(self._num_slots)
+            ]
+        turn, self._turn = self._turn, (self._turn + 1) % self._num_slots
+        return dict(self._slots[turn]), worker.id * self._num_slots + turn
+
+
+def _share(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    # As torch's default_collate allocates; share_memory_() would copy.
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+
+
+class SharedBatch:
+    """The trainer's side: copies a batch out of its slot, which is then written to again."""
+
+    def __init__(self) -> None:
+        # torch maps a slot's memory anew for each batch, unless somebody still holds the old one.
+        self._held: dict[int, dict[str, torch.Tensor]] = {}
+
+    def copy(self, tensors: dict[str, torch.Tensor], *, slot: int) -> dict[str, torch.Tensor]:
+        """A copy of the tensors in memory of this process's own."""
+        self._held[slot] = tensors
+        return {name: tensor.clone() for name, tensor in tensors.items()}

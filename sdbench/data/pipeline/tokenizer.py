@@ -1,0 +1,110 @@
+"""Which token ids does a caption become?
+
+transformers' own fast CLIP tokenizer does the work, over the tokenizer folder of a model if there
+is one, else over the vocabulary in ``clip_vocabulary/``, so that no network is needed. The fast
+and the slow class differ on some non-Latin captions; the fast one is what this suite uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from transformers import CLIPTokenizerFast
+
+from sdbench.data.source import BOS_TOKEN_ID, EOS_TOKEN_ID, NUM_TOKENS, VOCABULARY_SIZE
+
+END_OF_WORD = "</w>"
+BOS_TOKEN = "<|startoftext|>"
+EOS_TOKEN = "<|endoftext|>"
+
+
+class CaptionTokenizer:
+    """A callable that turns captions into 77 token ids each: bos, the caption, eos, padding."""
+
+    def __init__(self, *, folder: Path | None = None, pad_token_id: int) -> None:
+        """Load the tokenizer.
+
+        Args:
+            folder: A folder with ``vocab.json`` and ``merges.txt``, or ``tokenizer.json``; None
+                for the vocabulary that we carry.
+            pad_token_id: What follows eos. SD 2 pads with "!", id 0; SD 1 with eos, id 49407.
+        """
+        self.pad_token_id = pad_token_id
+        if folder is None:
+            self._tokenizer = load_carried_tokenizer()
+        else:
+            self._tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+    def __call__(self, captions: Sequence[str]) -> np.ndarray:
+        """Tokenize the captions of a batch.
+
+        Returns:
+            (B, 77) int64. A longer caption is cut so that eos is still the last id.
+        """
+        padded = np.full((len(captions), NUM_TOKENS), self.pad_token_id, dtype=np.int64)
+        if captions:
+            encoded = self._tokenizer(list(captions), truncation=True, max_length=NUM_TOKENS)
+            for row, ids in zip(padded, encoded["input_ids"], strict=True):
+                row[: len(ids)] = ids
+        return padded
+
+
+@functools.cache
+def load_carried_tokenizer() -> CLIPTokenizerFast:
+    """Build transformers' tokenizer from the merges in ``clip_vocabulary/``.
+
+    The class takes files in every version (the arguments of its constructor changed with
+    transformers 5), so those that it wants are written to a temporary folder. That takes 1 s with
+    transformers 4.57 and 0.1 s with 5, hence once per process.
+    """
+    merges = read_merges()
+    vocabulary = {symbol: index for index, symbol in enumerate(list_symbols(merges))}
+    assert len(vocabulary) == VOCABULARY_SIZE
+    assert (vocabulary[BOS_TOKEN], vocabulary[EOS_TOKEN]) == (BOS_TOKEN_ID, EOS_TOKEN_ID)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+        text = "\n".join(["#version: 0.2", *merges, ""])
+        Path(folder, "merges.txt").write_text(text, encoding="utf-8")
+        # Without a class transformers guesses one from the folder's name, and warns.
+        settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": NUM_TOKENS}
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def read_merges() -> list[str]:
+    """The 48,894 merges of CLIP, each "left right", most frequent first."""
+    packed = resources.files("sdbench.data.pipeline").joinpath("clip_vocabulary", "merges.txt.gz")
+    return gzip.decompress(packed.read_bytes()).decode("utf-8").splitlines()
+
+
+def list_symbols(merges: list[str]) -> list[str]:
+    """All symbols in the order of their ids, which CLIP's reference code defines.
+
+    256 bytes, 256 bytes that end a word, 48,894 merged pairs, 2 special tokens: 49,408.
+    """
+    symbols = byte_symbols()
+    return [
+        *symbols,
+        *(symbol + END_OF_WORD for symbol in symbols),
+        *(merge.replace(" ", "") for merge in merges),
+        BOS_TOKEN,
+        EOS_TOKEN,
+    ]
+
+
+def byte_symbols() -> list[str]:
+    """The characters that stand for the 256 bytes, in the order of their ids.
+
+    GPT-2's byte-level BPE lets each printable byte stand for itself (188 of them: "!" to "~" and
+    two ranges of Latin-1) and numbers the 68 others from U+0100 on, after the printable ones.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    num_others = 256 - len(printable)
+    return [chr(code) for code in [*printable, *range(0x100, 0x100 + num_others)]]

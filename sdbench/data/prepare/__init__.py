@@ -1,0 +1,1 @@
+"""Converting, verifying and writing data sets."""

@@ -1,0 +1,366 @@
+"""How does a data set of one format become one of another?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data import SOURCES
+from sdbench.data.prepare.chunk_formats import FORMATS
+from sdbench.data.prepare.pool import WorkReport, run_work, show_progress
+from sdbench.data.prepare.rows import Rows, describe_source, open_rows, read_columns
+from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK, Output, open_output
+from sdbench.data.remote import identify
+from sdbench.data.samples import BadSampleError
+
+EPILOG = """\
+examples:
+  a folder:           python -m sdbench convert photos data/photos
+                      (photos/a.jpg with photos/a.txt, or photos/captions.csv: file,caption)
+  one tar:            python -m sdbench convert pairs.tar data/pairs
+  many tars:          python -m sdbench convert 's3://bucket/{00000..00127}.tar' data/laion
+  back to tars:       python -m sdbench convert data/pairs data/tars --to webdataset
+  latents:            python -m sdbench convert data/latents data/latents-parquet \\
+                      --latents precomputed --to parquet
+then train on it:     composer benchmark.py --remote data/pairs
+
+Stopped at any moment, the same command goes on where it was: finished shards are kept in
+OUT.partial until all are there.
+
+exit codes: 0 ok, 1 a sample or file is bad or OUT cannot be written, 2 bad input, 130 Ctrl-C
+"""
+
+# Without --samples_per_shard there are about so many shards: that lets workers share a small data
+# set, and a training run that is far from its data begin with a part of it. None gets so small that
+# opening it costs more than reading it, or so large that a kill loses minutes of work (512 images
+# of LAION at 512 px are about 50 MB).
+NUM_SHARDS_WANTED = 16
+MIN_SAMPLES_PER_SHARD = 32
+MAX_SAMPLES_PER_SHARD = 512
+
+# Formats that store images as files, whose readers know them by the extension.
+FILE_FORMATS = ("webdataset", "folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What is to be converted, and to what; goes to each worker.
+
+    Attributes:
+        rows: The samples of the source.
+        output: Where they go.
+        num_samples: How many of them, from the first one.
+        samples_per_shard: How many of the source make a chunk.
+        skip_bad: Whether bad ones are left out.
+    """
+
+    rows: Rows
+    output: Output
+    num_samples: int
+    samples_per_shard: int
+    skip_bad: bool
+
+    def indices(self, number: int) -> range:
+        """Which samples of the source make a chunk."""
+        first = number * self.samples_per_shard
+        return range(first, min(first + self.samples_per_shard, self.num_samples))
+
+    def write_chunk(self, number: int) -> WorkReport:
+        """Convert one chunk.
+
+        Raises:
+            RunError: A sample is bad and may not be left out, or a file is damaged.
+        """
+        bad: list[str] = []
+        self.output.write_chunk(number, self._read_good(number, bad), bad=bad)
+        return WorkReport(len(self.indices(number)), bad)
+
+    def _read_good(self, number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
+        for index in self.indices(number):
+            try:
+                yield self.rows.read(index)
+            except BadSampleError as error:
+                if not self.skip_bad:
+                    raise RunError(
+                        f"{error} Finished shards are kept; the same command with "
+                        "--on_bad_sample skip goes on without such samples."
+                    ) from error
+                bad.append(str(error))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert as the command line says; return the exit code.
+
+    Raises:
+        ConfigError: The source or the target cannot be used.
+        RunError: A sample is bad and may not be left out, a file is damaged, or OUT cannot be
+            written.
+    """
+    flags = _parse(argv)
+    _check_flags(flags)
+    try:
+        _run(flags)
+    except KeyboardInterrupt:
+        print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(flags: argparse.Namespace) -> None:
+    conversion = plan(flags)
+    started_s = time.monotonic()
+    with conversion.output.lock():
+        num_read = convert(
+            conversion, num_workers=flags.num_workers, max_bad_fraction=flags.max_bad_fraction
+        )
+        totals = conversion.output.finish()
+    duration_s = time.monotonic() - started_s
+    print(
+        f"Wrote {totals.num_written} samples to {flags.out}, {totals.num_bad} bad ones left out: "
+        f"together the {conversion.num_samples} of {flags.source!r}. "
+        f"{num_read} in {duration_s:.1f} s, {num_read / duration_s:.1f} samples/s."
+    )
+    for sentence in totals.bad:
+        print(f"  {sentence}")
+
+
+def plan(flags: argparse.Namespace) -> Conversion:
+    """Open source and target.
+
+    Raises:
+        ConfigError: The source has no samples of the kind asked for, or the target is taken.
+    """
+    source = describe_source(
+        flags.source,
+        data_format=flags.source_format,
+        local=flags.local,
+        latents=flags.latents,
+        filters=flags.filters,
+        class_prompts=flags.class_prompts,
+        text_embedding_dim=flags.text_embedding_dim,
+    )
+    rows = open_rows(source, as_files=flags.target_format in FILE_FORMATS)
+    if rows.num_dropped:
+        print(f"{rows.num_dropped} samples are left out by --filters.")
+    columns = read_columns(source)
+    if left_out := columns and columns - rows.taken - rows.columns.keys():
+        print(f"Of the columns of {flags.source} {', '.join(sorted(left_out))} are not taken over.")
+    num_samples = min(len(rows), flags.max_samples or len(rows))
+    samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
+    job = {
+        "source": identify(flags.source),
+        "from": source.data_format,
+        "latents": source.latents,
+        "filters": dict(source.filters),
+        "class_prompts": source.class_prompts,
+        "num_samples": num_samples,
+        "samples_per_shard": samples_per_shard,
+    }
+    output = open_output(
+        Path(flags.out),
+        data_format=flags.target_format,
+        columns=rows.columns,
+        num_chunks=-(-num_samples // samples_per_shard),
+        job=job,
+    )
+    return Conversion(
+        rows=rows,
+        output=output,
+        num_samples=num_samples,
+        samples_per_shard=samples_per_shard,
+        skip_bad=flags.on_bad_sample == "skip",
+    )
+
+
+def choose_samples_per_shard(num_samples: int) -> int:
+    """How many samples a shard gets when nobody says."""
+    wanted = -(-num_samples // NUM_SHARDS_WANTED)
+    return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
+
+
+def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction: float) -> int:
+    """Write the chunks that are missing.
+
+    Args:
+        conversion: What is to be converted.
+        num_workers: As `pool.run_work` takes it.
+        max_bad_fraction: Share of bad samples above which the conversion gives up.
+
+    Returns:
+        How many samples were read now.
+
+    Raises:
+        RunError: A sample is bad and may not be left out, or too many are.
+    """
+    output = conversion.output
+    missing = output.missing_chunks()
+    num_missing = sum(len(conversion.indices(number)) for number in missing)
+    num_done = conversion.num_samples - num_missing
+    num_there = output.num_chunks - len(missing)
+    if num_there:
+        print(f"resuming: {num_there} of {output.num_chunks} shards are there", flush=True)
+    bad = output.totals().bad
+    check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
+    with run_work(conversion.write_chunk, missing, num_workers=num_workers) as reports:
+        for report in show_progress(reports, num_samples=conversion.num_samples, num_done=num_done):
+            bad += report.bad
+            check_bad_fraction(bad, num_samples=conversion.num_samples, allowed=max_bad_fraction)
+    totals = output.totals()
+    if totals.num_written + totals.num_bad != conversion.num_samples:
+        raise RunError(
+            f"Of {conversion.num_samples} samples {totals.num_written} were written and "
+            f"{totals.num_bad} left out, which is not all: delete {output.partial} and begin anew."
+        )
+    return num_missing
+
+
+def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:
+    """Give up when too many samples are bad.
+
+    Raises:
+        RunError: They are; the first of them are named.
+    """
+    if len(bad) > allowed * num_samples:
+        raise RunError(
+            f"{len(bad)} of {num_samples} samples are bad, more than the {allowed:.2%} of "
+            f"--max_bad_fraction: {' '.join(bad[:5])}"
+        )
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    bounds = {"max_samples": 1, "samples_per_shard": 1, "num_workers": 0}
+    for name, smallest in bounds.items():
+        value = getattr(flags, name)
+        if value is not None and value < smallest:
+            raise ConfigError(
+                "Too small", value=value, allowed=f"{smallest} or more", flag=f"--{name}"
+            )
+    if (flags.samples_per_shard or 0) > MAX_ROWS_PER_CHUNK:
+        raise ConfigError(
+            "Too many samples per shard",
+            value=flags.samples_per_shard,
+            allowed=f"at most {MAX_ROWS_PER_CHUNK}",
+            flag="--samples_per_shard",
+        )
+    if not 0 <= flags.max_bad_fraction <= 1:
+        raise ConfigError(
+            "No fraction",
+            value=flags.max_bad_fraction,
+            allowed="0 to 1",
+            flag="--max_bad_fraction",
+        )
+    if flags.latents == "precomputed" and flags.target_format in FILE_FORMATS:
+        raise ConfigError(
+            "Latents have no form in this format",
+            value=flags.target_format,
+            allowed="mds or parquet",
+            flag="--to",
+        )
+
+
+def _parse_filters(text: str) -> dict[str, str]:
+    import yaml
+
+    try:
+        filters = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"no YAML: {error}") from error
+    if not isinstance(filters, dict) or not all(isinstance(c, str) for c in filters.values()):
+        raise argparse.ArgumentTypeError('write {field: "<=0.5", other: ">=512"}')
+    return {str(name): condition for name, condition in filters.items()}
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench convert",
+        description="Turn a data set of images with captions, or of latents, into another format.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    stored = [name for name, source in SOURCES.items() if source.open]
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a folder, file or URL; several in braces; pipe:COMMAND"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder of the new data set")
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=("auto", *stored),
+        default="auto",
+        help="format of SOURCE (default: auto, told from the names of files)",
+    )
+    parser.add_argument(
+        "--to",
+        dest="target_format",
+        choices=tuple(FORMATS),
+        default="mds",
+        help="format of OUT (default: mds)",
+    )
+    parser.add_argument(
+        "--samples_per_shard",
+        type=int,
+        metavar="N",
+        help=f"samples of SOURCE that make a file of OUT (default: for about {NUM_SHARDS_WANTED} "
+        f"files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
+    )
+    parser.add_argument(
+        "--num_workers",
+        type=int,
+        metavar="N",
+        help="processes that share the work; 0 for none (default: one per core if it takes long)",
+    )
+    parser.add_argument(
+        "--on_bad_sample",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
+    )
+    parser.add_argument(
+        "--max_bad_fraction",
+        type=float,
+        metavar="X",
+        default=0.01,
+        help="share of bad samples above which skipping gives up (default: 0.01)",
+    )
+    parser.add_argument(
+        "--max_samples", type=int, metavar="N", help="take only the first N (default: all)"
+    )
+    parser.add_argument(
+        "--latents",
+        choices=("online", "precomputed"),
+        default="online",
+        help="what SOURCE holds: images, or latents, of which every resolution is taken over "
+        "(default: online, images)",
+    )
+    parser.add_argument(
+        "--text_embedding_dim",
+        type=int,
+        metavar="N",
+        default=1024,
+        help="width of the text embeddings of latents (default: 1024, SD 2)",
+    )
+    parser.add_argument(
+        "--filters",
+        type=_parse_filters,
+        metavar="YAML",
+        default={},
+        help="take only those WebDataset samples whose json meets the conditions, e.g. "
+        "'{pwatermark: \"<=0.5\"}'",
+    )
+    parser.add_argument(
+        "--class_prompts",
+        metavar="FILE",
+        help="JSON file of a caption for each class number (WebDataset member cls)",
+    )
+    parser.add_argument(
+        "--local",
+        metavar="CACHE",
+        help="folder for copies of what a URL names (default: one of the user's cache)",
+    )
+    return parser.parse_args(argv)

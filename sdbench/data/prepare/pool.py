@@ -1,0 +1,169 @@
+"""How do processes share work on a data set, and what does a person see of it?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+from sdbench.base.errors import RunError
+
+# Starting a process that imports torch takes seconds: less work than this is done without any.
+WORTH_PROCESSES_S = 20.0
+
+# Pieces done to find out how long one takes; the first one's time is that of imports.
+NUM_PIECES_TRIED = 2
+
+# Seconds between two progress lines where the output is no terminal.
+LINE_INTERVAL_S = 10.0
+
+
+class WorkReport(NamedTuple):
+    """What became of a piece of work.
+
+    Attributes:
+        num_read: Samples of the data set that it was about.
+        bad: One sentence for each that cannot be used, or for the file that holds them.
+    """
+
+    num_read: int
+    bad: list[str]
+
+
+Work = Callable[[int], WorkReport]
+
+
+@contextlib.contextmanager
+def run_work(
+    work: Work, numbers: Sequence[int], *, num_workers: int | None
+) -> Iterator[Iterator[WorkReport]]:
+    """Do numbered pieces of work, in processes of their own where there are several.
+
+    Processes are started anew instead of forked, as libraries with threads of their own demand.
+    They end with this one, whatever ends it.
+
+    Args:
+        work: Does one piece; is pickled once for each process.
+        numbers: Of the pieces.
+        num_workers: Processes; 0 does the work in this one. None: one per core, if the first
+            pieces show that it is worth starting them.
+
+    Yields:
+        The reports, each as soon as it is there.
+
+    Raises:
+        RunError: A process died.
+    """
+    tried: list[WorkReport] = []
+    if num_workers is None:
+        for number in numbers[:NUM_PIECES_TRIED]:
+            started_s = time.monotonic()
+            tried.append(work(number))
+            piece_s = time.monotonic() - started_s
+        numbers = numbers[len(tried) :]
+        is_worth = len(numbers) and piece_s * len(numbers) > WORTH_PROCESSES_S
+        num_workers = len(os.sched_getaffinity(0)) if is_worth else 0
+    num_workers = min(num_workers, len(numbers))
+    if num_workers <= 1:
+        yield itertools.chain(tried, map(work, numbers))
+        return
+    executor = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(work,),
+    )
+    try:
+        with _interrupts_ignored():
+            futures = [executor.submit(_work_in_worker, number) for number in numbers]
+        yield itertools.chain(tried, (future.result() for future in as_completed(futures)))
+    except BrokenProcessPool as error:
+        raise RunError(
+            "A worker process died, as happens when memory runs out: try again with fewer "
+            "--num_workers."
+        ) from error
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """What is started meanwhile leaves Ctrl-C and SIGHUP, which reach all, to its parent."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    former = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in former:
+            signal.signal(number, handler)
+
+
+_work: Work | None = None
+
+
+def _start_worker(work: Work) -> None:
+    global _work
+    _work = work
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A parent that is killed can tell nobody; a worker would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work_in_worker(number: int) -> WorkReport:
+    assert _work is not None
+    return _work(number)
+
+
+def show_progress(
+    reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
+) -> Iterator[WorkReport]:
+    """Pass reports on, showing rate and time left: a bar on a terminal, else lines.
+
+    Args:
+        reports: Of `run_work`.
+        num_samples: Samples in all.
+        num_done: How many of them an earlier run has done.
+    """
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=num_samples, initial=num_done, unit=" samples") as bar:
+            for report in reports:
+                yield report
+                bar.update(report.num_read)
+        return
+    started_s = last_line_s = time.monotonic()
+    num_read = 0
+    for report in reports:
+        yield report
+        num_read += report.num_read
+        now_s = time.monotonic()
+        if now_s - last_line_s >= LINE_INTERVAL_S:
+            last_line_s = now_s
+            rate = num_read / (now_s - started_s)
+            left_s = (num_samples - num_done - num_read) / rate
+            print(
+                f"{num_done + num_read} of {num_samples} samples, {rate:.1f} samples/s, "
+                f"{left_s:.0f} s left",
+                file=sys.stderr,
+            )

@@ -1,0 +1,323 @@
+"""Is a data set whole, file by file and on request sample by sample?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data import SOURCES
+from sdbench.data.formats.missing_latents import describe_missing
+from sdbench.data.formats.validate import INDEX_NAME, Place, copied_file, locate_mds, parse_index
+from sdbench.data.latent_columns import find_image_sizes
+from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
+from sdbench.data.prepare.rows import Rows, describe_source, open_rows, read_columns
+from sdbench.data.remote import is_url
+from sdbench.data.samples import BadSampleError, MissingLatentError
+from sdbench.data.source import SourceConfig
+
+EPILOG = """\
+examples:
+  every shard against index.json:   python -m sdbench verify-data data/pairs
+  and every sample:                 python -m sdbench verify-data data/pairs --deep
+  in an object store:               python -m sdbench verify-data s3://bucket/pairs --local /cache
+
+exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 Ctrl-C
+"""
+
+# Samples of a format without an index that a process opens in a row.
+SAMPLES_PER_PIECE = 256
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Verify as the command line says; return the exit code.
+
+    Raises:
+        ConfigError: There is no data set at that place.
+    """
+    flags = _parse(argv)
+    if flags.num_workers is not None and flags.num_workers < 0:
+        raise ConfigError(
+            "Too small", value=flags.num_workers, allowed="0 or more", flag="--num_workers"
+        )
+    config = describe_source(
+        flags.place,
+        data_format=flags.data_format,
+        local=flags.local,
+        text_embedding_dim=flags.text_embedding_dim,
+        # The shards' hashes are compared here, all of them.
+        validate_hash="none",
+    )
+    try:
+        verify = verify_mds if config.data_format == "mds" else verify_samples
+        num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
+    except KeyboardInterrupt:
+        return 130
+    return 1 if num_broken else 0
+
+
+def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
+    """Compare the shards of an MDS data set with its index.json, and say what is broken.
+
+    Args:
+        config: The data set.
+        deep: Whether every sample is opened, if all shards are sound.
+        num_workers: As `pool.run_work` takes it.
+
+    Returns:
+        How many things are broken.
+
+    Raises:
+        ConfigError: There is no index.json.
+    """
+    (place,) = locate_mds(config)
+    try:
+        shards = parse_index(place.index, source=place.source)
+    except ConfigError as error:
+        return _report([f"{error.value}: {error.what}."])
+    for name in _find_orphans(place, shards):
+        print(f"note: {name} is not named in {INDEX_NAME}")
+    # Here, because it brings torch, which --help has no use for.
+    from sdbench.data.formats.mds_shards import make_streams
+
+    # A compressed copy is gone once it is unpacked.
+    streams = make_streams(dataclasses.replace(config, validate_hash="auto"))
+    work = ShardWork(place=place, shards=shards, streams=streams)
+    num_samples = sum(shard["samples"] for shard in shards)
+    broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
+    if not broken:
+        for sentence in describe_missing(place, shards):
+            print(f"note: {sentence}")
+    if broken or not deep:
+        return _conclude(broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
+    return verify_samples(config, deep=True, num_workers=num_workers)
+
+
+def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
+    """Open a data set as training does, and its samples, and say what is broken.
+
+    Args:
+        config: The data set.
+        deep: Whether every sample is opened, or only the lists of them.
+        num_workers: As `pool.run_work` takes it.
+
+    Returns:
+        How many things are broken.
+
+    Raises:
+        ConfigError: There is no data set.
+    """
+    try:
+        rows = open_rows(tell_kind(config))
+    except RunError as error:
+        return _report([str(error)])
+    if not deep:
+        return _conclude([], checked=f"{len(rows)} samples are listed (--deep opens them)")
+    work = SampleWork(rows)
+    num_pieces = -(-len(rows) // SAMPLES_PER_PIECE)
+    broken = _collect(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
+    return _conclude(broken, checked=f"each of the {len(rows)} samples can be used")
+
+
+def tell_kind(config: SourceConfig) -> SourceConfig:
+    """Say of a data set whether it holds images or latents, by its columns."""
+    holds_latents = find_image_sizes(read_columns(config))
+    return dataclasses.replace(config, latents="precomputed" if holds_latents else "online")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """Verifies one shard of MDS; goes to each process.
+
+    Attributes:
+        place: The data set.
+        shards: Entries of its index.json.
+        streams: Streaming's description of it.
+    """
+
+    place: Place
+    shards: Sequence[dict]
+    streams: Sequence[Any]
+
+    def __call__(self, number: int) -> WorkReport:
+        """Verify a shard by its number."""
+        return WorkReport(self.shards[number]["samples"], list(self._check_files(number)))
+
+    def _check_files(self, number: int) -> Iterator[str]:
+        shard, place = self.shards[number], self.place
+        files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
+        sound = True
+        if not is_url(place.source):
+            faults = list(_check_present(Path(place.source), files))
+            yield from faults
+            sound = not faults
+        if place.remote is None:
+            if not any(Path(place.local, file["basename"]).is_file() for file in files):
+                yield f"{Path(place.local, files[-1]['basename'])}: missing."
+        elif sound:
+            error = self._download(number)
+            if error:
+                yield error
+                return
+            origin = f" (a copy from {place.remote})"
+            yield from _check_present(Path(place.local), files, origin=origin)
+
+    def _download(self, number: int) -> str | None:
+        from streaming.base.world import World
+
+        (stream,) = self.streams
+        try:
+            stream.prepare_shard(stream.get_shards(World.detect(), False)[number])
+        except Exception as error:
+            # Each object store raises its own types; all mean that the shard cannot be had.
+            name = f"{self.place.remote}/{copied_file(self.shards[number])['basename']}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return f"{name}: cannot be had ({reason})."
+        return None
+
+
+def _check_present(
+    folder: Path, files: Sequence[Mapping[str, Any]], *, origin: str = ""
+) -> Iterator[str]:
+    """A sentence for each fault of those files of a shard that are in a folder."""
+    for file in files:
+        path = folder / file["basename"]
+        if path.is_file():
+            for fault in _find_faults(path, file):
+                yield f"{path}{origin}: {fault}."
+
+
+def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
+    """How a file differs from its entry in the index."""
+    from streaming.base.hashing import get_hash, is_hash
+
+    num_bytes = path.stat().st_size
+    if num_bytes != file["bytes"]:
+        yield f"{num_bytes} bytes, {file['bytes']} by {INDEX_NAME}"
+        return
+    with (
+        path.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        for algorithm, digest in file["hashes"].items():
+            if not is_hash(algorithm):
+                yield f"its hash in {INDEX_NAME}, {algorithm}, is an unknown one"
+            elif get_hash(algorithm, content) != digest:
+                yield f"its {algorithm} is not the one in {INDEX_NAME}"
+
+
+@dataclass(frozen=True)
+class SampleWork:
+    """Opens a run of samples; goes to each process."""
+
+    rows: Rows
+
+    def __call__(self, number: int) -> WorkReport:
+        """Open the samples of a piece by its number."""
+        first = number * SAMPLES_PER_PIECE
+        indices = range(first, min(first + SAMPLES_PER_PIECE, len(self.rows)))
+        bad = []
+        for index in indices:
+            try:
+                self.rows.read(index)
+            except MissingLatentError:
+                # Not broken, and counted by `describe_missing`.
+                continue
+            except (BadSampleError, RunError) as error:
+                bad.append(str(error))
+        return WorkReport(len(indices), bad)
+
+
+def _find_orphans(place: Place, shards: Sequence[dict]) -> list[str]:
+    """Files in the folder that the index does not name; of a URL's cache it is none's business."""
+    if is_url(place.source):
+        return []
+    folder = Path(place.source)
+    known = {INDEX_NAME} | {
+        file["basename"]
+        for shard in shards
+        for file in (shard["raw_data"], shard["zip_data"])
+        if file
+    }
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return sorted(found - known)
+
+
+def _collect(
+    work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None
+) -> list[str]:
+    """Do all the work, printing a line for each broken thing as soon as it is found."""
+    broken: dict[str, None] = {}
+    with run_work(work, range(num_pieces), num_workers=num_workers) as reports:
+        for report in show_progress(reports, num_samples=num_samples):
+            # A damaged file spoils many samples, and is named once.
+            for sentence in dict.fromkeys(report.bad):
+                if sentence not in broken:
+                    broken[sentence] = None
+                    print(f"broken: {sentence}", flush=True)
+    return list(broken)
+
+
+def _report(broken: list[str]) -> int:
+    """Name what kept anything else from being looked at; return the number of broken things."""
+    for sentence in broken:
+        print(f"broken: {sentence}")
+    return _conclude(broken, checked="")
+
+
+def _conclude(broken: list[str], *, checked: str) -> int:
+    """Print the last sentence; return the number of broken things."""
+    if broken:
+        print(f"{len(broken)} broken thing{'s were' if len(broken) > 1 else ' was'} found.")
+    else:
+        print(f"All is well: {checked}.")
+    return len(broken)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench verify-data",
+        description="Compare the files of a data set with its index, and open its samples.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    stored = [name for name, source in SOURCES.items() if source.open]
+    parser.add_argument(
+        "place", metavar="PLACE", help="a folder, file or URL; several in braces; pipe:COMMAND"
+    )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="open every sample too: decode images wholly, look for captions, and for NaN and "
+        "wrong shapes in latents",
+    )
+    parser.add_argument(
+        "--data_format",
+        choices=("auto", *stored),
+        default="auto",
+        help="format of PLACE (default: auto, told from the names of files)",
+    )
+    parser.add_argument(
+        "--num_workers",
+        type=int,
+        metavar="N",
+        help="processes that share the work; 0 for none (default: one per core if it takes long)",
+    )
+    parser.add_argument(
+        "--text_embedding_dim",
+        type=int,
+        metavar="N",
+        default=1024,
+        help="width of the text embeddings of latents (default: 1024, SD 2)",
+    )
+    parser.add_argument(
+        "--local",
+        metavar="CACHE",
+        help="folder for copies of what a URL names (default: one of the user's cache)",
+    )
+    return parser.parse_args(argv)

@@ -1,0 +1,354 @@
+"""How does a data set come into being so that a kill at any moment costs one chunk at most?
+
+A chunk is a fixed run of samples that becomes one file (a folder, for a folder of images). It is
+written under a temporary name, brought to the disk and renamed; after that a small note says what
+is in it. All of it happens in ``OUT.partial``, whose data becomes OUT at the end by one rename, so
+OUT is either whole or absent::
+
+    OUT.partial/job.json            what is being written; a resume must want the same
+    OUT.partial/chunks/00007.json   what the finished chunk 7 holds
+    OUT.partial/tmp/                chunks that are being written, or were when a process died
+    OUT.partial/data/               what becomes OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.prepare.chunk_formats import FORMATS, ChunkFormat, Rows, remove, write_json
+
+# Room for the number of a row in a file name, so that names sort as rows do.
+NUM_ROW_DIGITS = 6
+MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
+
+# What is in OUT.partial.
+JOB_NAME = "job.json"
+PARTIAL_FOLDERS = ("chunks", "tmp", "data")
+
+
+class Totals(NamedTuple):
+    """What has been written.
+
+    Attributes:
+        num_written: Samples in finished chunks.
+        num_bad: Samples that were left out of them.
+        bad: One sentence for each of those, with its name.
+    """
+
+    num_written: int
+    num_bad: int
+    bad: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A data set that is being written; made by `open_output`, may be pickled.
+
+    Attributes:
+        out: Folder that the data set will be.
+        data_format: A key of `FORMATS`.
+        columns: Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
+        num_chunks: Into how many chunks the samples are cut.
+    """
+
+    out: Path
+    data_format: str
+    columns: Mapping[str, str]
+    num_chunks: int
+
+    @property
+    def partial(self) -> Path:
+        """Folder that everything is written to."""
+        return self.out.with_name(self.out.name + ".partial")
+
+    def missing_chunks(self) -> list[int]:
+        """Numbers of the chunks that are not yet whole on disk."""
+        return [number for number in range(self.num_chunks) if not self._is_whole(number)]
+
+    def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
+        """Write one chunk: afterwards it is whole, or after any error or kill absent.
+
+        Several processes may write chunks at once, each its own.
+
+        Args:
+            number: Of the chunk, from 0.
+            rows: Columns to values; may be empty.
+            bad: One sentence for each sample left out; may grow while `rows` is consumed.
+
+        Raises:
+            RunError: The disk is full, writing is not permitted, a row cannot be read, or a shard
+                is beyond the 4 GiB that MDS can address.
+        """
+        target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
+        note = self.partial / "tmp" / f"{number}.json"
+        with self._errors_named():
+            remove(temporary)
+            try:
+                num_rows, details = self._format.write(temporary, _name_source_errors(rows), self)
+            except BaseException:
+                remove(temporary)
+                raise
+            remove(target)
+            num_bytes = 0
+            if num_rows:
+                num_bytes = _synchronize(temporary)
+                temporary.rename(target)
+            remove(temporary)
+            facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
+            write_json(note, facts._asdict())
+            note.rename(self._note(number))
+
+    def totals(self) -> Totals:
+        """Count what the finished chunks hold."""
+        notes = [self._read_note(number) for number in range(self.num_chunks)]
+        notes = [note for note in notes if note is not None]
+        bad = [sentence for note in notes for sentence in note.bad]
+        return Totals(num_written=sum(note.rows for note in notes), num_bad=len(bad), bad=bad)
+
+    def finish(self) -> Totals:
+        """Check every chunk's file against what was noted of it, and make OUT of them all.
+
+        Only one process may call this, when none writes any more.
+
+        Raises:
+            RunError: A chunk is missing, another size or number of rows is found, or there is not
+                a single sample.
+        """
+        if missing := self.missing_chunks():
+            raise RunError(
+                f"{len(missing)} of {self.num_chunks} chunks of {self.out} are missing, the first "
+                f"is {missing[0]}: the same command again writes them."
+            )
+        totals = self.totals()
+        if not totals.num_written:
+            raise RunError(
+                f"Nothing can be written to {self.out}: all {totals.num_bad} samples are bad. "
+                f"{' '.join(totals.bad[:1])}"
+            )
+        with self._errors_named():
+            for number in range(self.num_chunks):
+                self._verify(number)
+            self._format.finish(self)
+            _synchronize(self.partial / "data")
+            (self.partial / "data").rename(self.out)
+            shutil.rmtree(self.partial)
+        return totals
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep a second command from writing to the same OUT; its death ends the lock.
+
+        Raises:
+            ConfigError: Another process has it.
+        """
+        with (self.partial / JOB_NAME).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    "Another command is writing to this folder",
+                    value=str(self.out),
+                    allowed="another folder, or the same one when that command has ended",
+                    flag="OUT",
+                ) from error
+            yield
+
+    def details(self) -> list[Any]:
+        """What the format noted of each chunk that holds rows, in order."""
+        notes = [self._read_note(number) for number in range(self.num_chunks)]
+        return [note.details for note in notes if note is not None and note.rows]
+
+    def row_name(self, chunk: str, row: int) -> str:
+        """Name of a sample's files: the chunk's number and its own in it."""
+        return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
+
+    @property
+    def _format(self) -> ChunkFormat:
+        return FORMATS[self.data_format]
+
+    def _number(self, number: int) -> str:
+        return f"{number:0{max(5, len(str(self.num_chunks - 1)))}d}"
+
+    def _data(self, number: int) -> Path:
+        return self.partial / "data" / self._format.name.format(self._number(number))
+
+    def _note(self, number: int) -> Path:
+        return self.partial / "chunks" / f"{self._number(number)}.json"
+
+    def _read_note(self, number: int) -> _ChunkNote | None:
+        note = self._note(number)
+        return _ChunkNote(**json.loads(note.read_bytes())) if note.is_file() else None
+
+    def _is_whole(self, number: int) -> bool:
+        note = self._read_note(number)
+        return note is not None and (not note.rows or self._data(number).exists())
+
+    def _verify(self, number: int) -> None:
+        note, path = self._read_note(number), self._data(number)
+        if not note.rows:
+            return
+        num_bytes, num_rows = _count_bytes(path), self._format.count_rows(path)
+        if (num_bytes, num_rows) != (note.bytes, note.rows):
+            raise RunError(
+                f"{path} has {num_bytes} bytes and {num_rows} rows, and {note.bytes} bytes and "
+                f"{note.rows} rows were written: delete it and give the same command again."
+            )
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = "finished chunks are kept, and the same command goes on from them"
+            if error.errno == errno.ENOSPC:
+                raise RunError(f"No space is left for {self.out}; {kept}.") from error
+            raise RunError(f"{self.out} cannot be written ({error}); {kept}.") from error
+
+
+def open_output(
+    out: Path,
+    *,
+    data_format: str,
+    columns: Mapping[str, str],
+    num_chunks: int,
+    job: Mapping[str, object],
+) -> Output:
+    """Begin a data set, or go on with one that was not finished.
+
+    Args:
+        out: Folder of the new data set.
+        data_format: A key of `FORMATS`.
+        columns: Column to its MDS encoding. Tars and folders take ``jpg`` and ``caption`` alone.
+        num_chunks: Into how many chunks the samples are cut.
+        job: What decides the content of the chunks, as JSON can hold it. How the work is done
+            (workers, what happens on bad samples) is no part of it.
+
+    Raises:
+        ConfigError: `out` exists, or holds the beginnings of another job.
+        RunError: The folder cannot be made.
+    """
+    out = out.resolve()
+    output = Output(out=out, data_format=data_format, columns=dict(columns), num_chunks=num_chunks)
+    facts = {
+        "job": job,
+        "data_format": data_format,
+        "columns": output.columns,
+        "num_chunks": num_chunks,
+    }
+    with output._errors_named():
+        _check_absent(output)
+        output.partial.mkdir(parents=True, exist_ok=True)
+        _check_ours(output.partial)
+        for name in PARTIAL_FOLDERS:
+            (output.partial / name).mkdir(exist_ok=True)
+        path = output.partial / JOB_NAME
+        if not path.is_file():
+            note = output.partial / "tmp" / f"job.{os.getpid()}.json"
+            write_json(note, facts)
+            note.rename(path)
+        found = json.loads(path.read_bytes())
+    _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
+    return output
+
+
+def _check_absent(output: Output) -> None:
+    out = output.out
+    if out.is_dir() and not any(out.iterdir()) and not out.is_mount():
+        return
+    if not out.exists():
+        return
+    if (output.partial / JOB_NAME).is_file() and not (output.partial / "data").exists():
+        # Killed between the rename that made OUT and the removal of the notes.
+        shutil.rmtree(output.partial)
+    raise ConfigError(
+        "The output exists",
+        value=str(out),
+        allowed="a new or an empty folder, not a mount point",
+        flag="OUT",
+    )
+
+
+def _check_ours(partial: Path) -> None:
+    """Never take, and in the end delete, a folder of somebody else."""
+    is_own = partial.lstat().st_uid == os.geteuid()
+    if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
+        raise ConfigError(
+            "The folder that OUT is to be prepared in is a link, or another user has made it",
+            value=str(partial),
+            allowed="another OUT, or one in a folder that others cannot write to",
+            flag="OUT",
+        )
+    names = {path.name for path in partial.iterdir()}
+    if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
+        raise ConfigError(
+            "The folder that OUT is to be prepared in holds other files",
+            value=str(partial),
+            allowed="another OUT, or move that folder away",
+            flag="OUT",
+        )
+
+
+def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
+    if found == wanted:
+        return
+    flat = [{**facts, **facts["job"]} for facts in (found, wanted)]
+    differing = sorted(
+        key
+        for key in flat[0].keys() | flat[1].keys()
+        if key != "job" and flat[0].get(key) != flat[1].get(key)
+    )
+    key = differing[0]
+    raise ConfigError(
+        f"{output.partial} holds the beginnings of another job, with another "
+        f"{', '.join(differing)}",
+        value=flat[1].get(key),
+        allowed=f"{flat[0].get(key)!r} as before, another OUT, or delete that folder",
+        flag="OUT",
+    )
+
+
+class _ChunkNote(NamedTuple):
+    """What a finished chunk holds, as its note says; `details` belong to the format."""
+
+    rows: int
+    bytes: int
+    bad: list[str]
+    details: Any
+
+
+def _name_source_errors(rows: Rows) -> Rows:
+    """Pass rows on; where they cannot be read, it is not the output's fault."""
+    try:
+        yield from rows
+    except OSError as error:
+        raise RunError(f"A sample cannot be read ({error}).") from error
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def _count_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def _synchronize(path: Path) -> int:
+    """Bring a file, or a folder with its files, to the disk; return the number of bytes."""
+    for file in {*_files(path), path}:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return _count_bytes(path)

@@ -1,0 +1,262 @@
+"""How do files behind a URL, or the output of a command, come to this machine?
+
+Whole files, once: tars and parquet files are read by number, which needs all of them at hand. (MDS
+shards are copied one by one, as they are needed, by Streaming.)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sdbench.base.cache import new_file, private_folder
+from sdbench.base.errors import ConfigError, RunError
+
+PIPE = "pipe:"
+S3 = "s3://"
+
+# Seconds that a server may be silent, and attempts of boto3 with growing pauses in between: a store
+# that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
+SILENCE_TIMEOUT_S = 20.0
+NUM_ATTEMPTS = 5
+# A command may have to think before it prints.
+PIPE_SILENCE_TIMEOUT_S = 300.0
+NUM_PARALLEL_DOWNLOADS = 8
+PLAIN_LINE_PERIOD_S = 10.0
+
+
+def is_url(place: str) -> bool:
+    """Whether `place` is elsewhere: behind a URL, or what a command prints."""
+    return "://" in place or place.startswith(PIPE)
+
+
+def cache_folder(place: str, local: str | None) -> Path:
+    """The folder for copies of the files at `place`.
+
+    Args:
+        place: As the user gave it.
+        local: Value of ``--local``, or None for a folder of the user's cache, one for each place.
+
+    Raises:
+        ConfigError: As `private_folder`.
+    """
+    if local is not None:
+        return Path(local)
+    return private_folder(hashlib.sha256(place.encode()).hexdigest()[:12])
+
+
+def identify(place: str) -> str:
+    """What tells a place from others in a file that is kept: a path, or a digest.
+
+    A URL or a command may hold a password.
+    """
+    if is_url(place):
+        return hashlib.sha256(place.encode()).hexdigest()
+    return str(Path(place).resolve()) if Path(place).exists() else place
+
+
+def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
+    """Copy files, several at a time, saying how far it is.
+
+    Args:
+        urls: What to copy.
+        cache: Folder for the copies.
+
+    Returns:
+        The copies, in the same order.
+
+    Raises:
+        RunError: As `fetch`.
+    """
+    from tqdm import tqdm
+
+    with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
+        copies = pool.map(functools.partial(fetch, cache=cache), urls)
+        on_terminal = sys.stderr.isatty()
+        interval_s = 0.1 if on_terminal else PLAIN_LINE_PERIOD_S
+        # A first line after the interval only: copies that are there already need none.
+        return list(
+            tqdm(
+                copies,
+                desc=f"copying to {cache}",
+                total=len(urls),
+                unit=" files",
+                mininterval=interval_s,
+                delay=interval_s,
+                ascii=not on_terminal,
+            )
+        )
+
+
+def fetch(url: str, *, cache: Path) -> Path:
+    """Copy a file, unless this version of it has been copied before.
+
+    The ranks of a machine wait for the one that copies. A copy has a temporary name until it is
+    whole, and its final name holds a digest of the URL and of the version that the store tells
+    (its ETag), so that another file, or another version, is never taken for it. What a command
+    prints has no version: it is asked again only when the copy has been deleted.
+
+    Args:
+        url: ``s3://``, ``http(s)://``, another scheme that Streaming knows, or ``pipe:`` and a
+            command.
+        cache: Folder for the copy.
+
+    Returns:
+        The copy.
+
+    Raises:
+        RunError: The file cannot be had; the URL and the reason are named.
+    """
+    from filelock import FileLock
+
+    try:
+        version = _version(url)
+        digest = hashlib.sha256(f"{url}\n{version}".encode()).hexdigest()[:12]
+        name = "pipe" if url.startswith(PIPE) else urlsplit(url).path.rsplit("/", 1)[-1]
+        path = cache / f"{digest}-{name}"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(cache / f".{path.name}.lock", mode=0o600):
+            if not path.is_file():
+                with new_file(path) as new:
+                    _copy(url, new)
+        return path
+    except RunError:
+        raise
+    except Exception as error:
+        # Each store raises its own types; all mean that the file cannot be had.
+        raise RunError(f"{url!r} cannot be read: {_explain(error)}") from error
+
+
+def list_urls(folder: str, *, suffix: str) -> list[str]:
+    """The files of an S3 folder whose names end with `suffix`, sorted.
+
+    Raises:
+        ConfigError: The store is another one, whose files have to be named.
+        RunError: The store cannot be asked.
+    """
+    if not folder.startswith(S3):
+        raise ConfigError(
+            "Only folders of S3 can be listed",
+            value=folder,
+            allowed=f"an s3:// folder, or each file by name, e.g. {folder}/{{00..15}}{suffix}",
+            flag="--remote",
+        )
+    bucket, prefix = _split_s3(folder.rstrip("/") + "/")
+    try:
+        pages = _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+    except Exception as error:
+        raise RunError(f"{folder} cannot be listed: {_explain(error)}") from error
+    return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(suffix))
+
+
+def _version(url: str) -> str:
+    if url.startswith(S3):
+        bucket, key = _split_s3(url)
+        return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
+    if url.startswith(("http://", "https://")):
+        # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
+        answer = _get(url)
+        answer.close()
+        return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+    return ""
+
+
+def _copy(url: str, path: Path) -> None:
+    if url.startswith(PIPE):
+        _run(url.removeprefix(PIPE), path)
+    elif url.startswith(S3):
+        bucket, key = _split_s3(url)
+        _s3_client().download_file(bucket, key, str(path))
+    elif url.startswith(("http://", "https://")):
+        _download(url, path)
+    else:
+        from streaming.base.storage import CloudDownloader
+
+        CloudDownloader.direct_download(url, str(path), SILENCE_TIMEOUT_S)
+
+
+def _run(command: str, path: Path) -> None:
+    """Write what a command prints, as long as it prints something now and then."""
+    with path.open("wb") as file, tempfile.TemporaryFile() as errors:
+        # WebDataset's "pipe:" is a command line for the shell, given by the user.
+        process = subprocess.Popen(command, shell=True, stdout=file, stderr=errors)
+        num_bytes = -1
+        while True:
+            try:
+                exit_code = process.wait(PIPE_SILENCE_TIMEOUT_S)
+                break
+            except subprocess.TimeoutExpired:
+                if path.stat().st_size == num_bytes:
+                    process.kill()
+                    process.wait()
+                    raise RunError(
+                        f"{PIPE + command!r} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s."
+                    ) from None
+                num_bytes = path.stat().st_size
+        errors.seek(0)
+        said = " ".join(errors.read().decode(errors="replace").split())[-500:]
+    if exit_code:
+        raise RunError(f"{PIPE + command!r} ended with exit code {exit_code}: {said}")
+
+
+def _download(url: str, path: Path) -> None:
+    answer = _get(url)
+    with path.open("wb") as file:
+        # Shorter than promised is an error of urllib3's.
+        for piece in answer.stream(2**20):
+            file.write(piece)
+
+
+def _get(url: str) -> Any:
+    """An answer whose content has not been read yet."""
+    import urllib3
+
+    retries = urllib3.Retry(
+        NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
+    )
+    answer = urllib3.request(
+        "GET", url, preload_content=False, timeout=SILENCE_TIMEOUT_S, retries=retries
+    )
+    if answer.status != 200:
+        raise RunError(f"{url} cannot be read: the server answers {answer.status}")
+    return answer
+
+
+def _split_s3(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.netloc, parts.path.lstrip("/")
+
+
+def _s3_client() -> Any:
+    """A client of the store that S3_ENDPOINT_URL names, as Streaming reads it, or of Amazon's."""
+    return _make_s3_client(os.environ.get("S3_ENDPOINT_URL"), os.getpid())
+
+
+@functools.cache
+def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=SILENCE_TIMEOUT_S,
+        read_timeout=SILENCE_TIMEOUT_S,
+        retries={"mode": "standard", "total_max_attempts": NUM_ATTEMPTS},
+    )
+    return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+
+
+def _explain(error: Exception) -> str:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        return f"no S3 credentials are set, by AWS_ACCESS_KEY_ID, a profile or a role ({reason})"
+    return reason

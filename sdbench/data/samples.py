@@ -1,0 +1,114 @@
+"""What is a stored sample, whatever stores it?
+
+Each data format has one class of `Records`: samples in their stored order, by number, as they lie
+there. What is made of them (decoded, cropped, tokenized, batched) is the same for all formats and
+happens in sdbench/data/pipeline/batches.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ImageSample(NamedTuple):
+    """One image with its caption, as stored.
+
+    Attributes:
+        name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
+            ``shard.00002.mds, sample 17``.
+        image: Bytes of an image file of any kind; None when there is a caption without an image.
+        caption: Text as `clean_caption` gives it; None when there is none.
+    """
+
+    name: str
+    image: bytes | None
+    caption: str | None
+
+
+class LatentSample(NamedTuple):
+    """One encoded image with its encoded caption, as stored.
+
+    Attributes:
+        name: Where it is, for messages.
+        arrays: ``text_embedding`` (77, D), and ``moments`` (8, S / 8, S / 8), mean and log-variance
+            of the VAE one after the other as it gives them, or ``latent`` (4, S / 8, S / 8), a
+            sample of them times the scaling factor. Of any floating type; may be views of a file.
+    """
+
+    name: str
+    arrays: dict[str, np.ndarray]
+
+
+class Records(Protocol):
+    """Samples of one data set by number, in stored order.
+
+    Can be pickled or forked before its first `read`: files are opened by the process that reads.
+
+    Attributes:
+        blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
+            parquet, a shard); a single run of all samples where any order is as cheap as any other.
+            They add up to the length.
+        num_dropped: Samples that are stored but left out because a flag says so.
+        columns: What a column holds (``image``, ``caption``, or a name of `LatentSample.arrays`)
+            to its name; empty where the format has no columns.
+    """
+
+    blocks: Sequence[int]
+    num_dropped: int
+    columns: Mapping[str, str]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def read(self, index: int) -> ImageSample | LatentSample:
+        """Read one sample.
+
+        Raises:
+            BadSampleError: This sample cannot be used; others may.
+            RunError: The file that holds it is missing or damaged; the file is named.
+        """
+        ...
+
+
+class BadSampleError(ValueError):
+    """One sample cannot be trained on: what ``--on_bad_sample`` is about.
+
+    The message is one sentence that begins with the sample's name.
+    """
+
+
+class MissingLatentError(BadSampleError):
+    """A sample has no encoded image of the size asked for: its picture was smaller."""
+
+
+def clean_caption(text: str) -> str | None:
+    """A caption without a byte-order mark and white space around it, or None when nothing is left.
+
+    Some editors begin each text file with a mark, and copies of such texts keep it; to a tokenizer
+    it would be three tokens.
+    """
+    return text.strip().removeprefix("\ufeff").strip() or None
+
+
+def check_whole(record: ImageSample) -> None:
+    """Check that a sample has an image and a caption.
+
+    Raises:
+        BadSampleError: One of them is missing, or the image is empty.
+    """
+    if not record.image:
+        what = "no image" if record.image is None else "the image has 0 bytes"
+        raise BadSampleError(f"{record.name}: {what}.")
+    if record.caption is None:
+        raise BadSampleError(f"{record.name}: no caption.")
+
+
+def undecodable(record: ImageSample, error: Exception) -> BadSampleError:
+    """The error for an image that a decoder refuses."""
+    reason = " ".join(str(error).split())
+    return BadSampleError(f"{record.name}: the image cannot be decoded ({reason}).")

@@ -1,0 +1,1 @@
+"""What will be done here: a request, this machine and these ranks become a plan."""

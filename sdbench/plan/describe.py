@@ -1,0 +1,84 @@
+"""How is a plan told: to a person, to a config file, to a record?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sdbench.base.secrets import redact_values
+from sdbench.measure import hardware
+from sdbench.plan.resolve import Plan
+from sdbench.settings.config import Request
+
+
+def for_person(plan: Plan) -> str:
+    """What will run, and every value that the program chose.
+
+    Returns:
+        A few lines.
+    """
+    lines = list(plan.notes)
+    if plan.chosen:
+        where = "No GPU here. " if plan.machine.device_type == "cpu" else ""
+        values = ", ".join(f"{name}={getattr(plan.config, name)}" for name in plan.chosen)
+        lines.append(f"{where}Chosen for this machine, each by a flag of its name: {values}")
+    config = plan.config
+    lines.append(
+        f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
+        f"{plan.ranks.world_size} x {plan.machine.device_name}, global batch {config.batch_size}, "
+        f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
+        f"{plan.memory.total_gib:.1f} GiB per rank"
+    )
+    return "\n".join(lines)
+
+
+def _share_of_a_rank(plan: Plan) -> str:
+    microbatch = plan.config.device_train_microbatch_size
+    num_images = plan.config.batch_size // plan.ranks.world_size
+    num_microbatches = -(-num_images // microbatch)
+    plural = "" if num_microbatches == 1 else "es"
+    return f"{num_images} images per rank in {num_microbatches} micro-batch{plural} of {microbatch}"
+
+
+def as_yaml(plan: Plan, request: Request) -> str:
+    """Every value of the run in YAML that --config accepts, each line with who chose its value."""
+    import yaml
+
+    lines = []
+    for name, value in redact_values(dataclasses.asdict(plan.config)).items():
+        text = yaml.safe_dump({name: value}, default_flow_style=False).strip()
+        chosen = plan.chosen.get(name)
+        comment = f"chosen: {chosen}" if chosen else request.origin[name]
+        lines.append(f"{text}  # {comment}")
+    return "\n".join(lines)
+
+
+def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, Any]:
+    """The part of a record that is known before the run.
+
+    Args:
+        plan: Of the run.
+        request: What it was made from.
+        num_restarts: How often the run has been started again.
+    """
+    memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
+    return {
+        "config": dataclasses.asdict(plan.config),
+        "origin": dict(request.origin),
+        "chosen": plan.chosen,
+        "workload": {
+            "architecture": plan.architecture.name,
+            "weights": "random" if plan.architecture.weights_folder is None else "loaded",
+            "revision": plan.architecture.revision,
+            "num_steps": plan.num_steps,
+        },
+        "machine": hardware.as_dict(plan.machine),
+        "ranks": {
+            "world_size": plan.ranks.world_size,
+            "num_nodes": plan.ranks.num_nodes,
+            "ranks_per_node": plan.ranks.local_world_size,
+            "restarts": num_restarts,
+        },
+        "memory_estimate_gib": memory,
+        "notes": list(plan.notes),
+    }

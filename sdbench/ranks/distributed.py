@@ -1,0 +1,219 @@
+"""Which rank is this, and what do the other ranks say?
+
+The launchers (`composer`, `torchrun`, an operator) tell each process its place in the environment;
+a plain `python benchmark.py` is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from sdbench.base.errors import RunError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all processes of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; unset means a single process."""
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines in the run, each with the same number of ranks."""
+        return self.world_size // self.local_world_size
+
+
+def num_restarts() -> int:
+    """How often a scheduler or torchrun has started this process again.
+
+    Each node's torchrun counts the times that a rank of its own was the cause: of a run it is the
+    largest of all ranks' numbers.
+    """
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return sum(int(os.environ.get(name, "0")) for name in names)
+
+
+def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
+    """Join the process group, unless this process is alone.
+
+    Args:
+        ranks: The place of this process.
+        device_type: ``cuda`` or ``cpu``; the backend is the one that Composer expects for it.
+        timeout_s: How long the ranks wait for each other here, and later a collective for the
+            slowest of them, before it fails.
+
+    Raises:
+        RunError: Not all ranks came.
+    """
+    if ranks.world_size == 1:
+        return
+    import torch
+
+    if device_type == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
+    _wait_for_all(store, ranks, timeout_s=timeout_s)
+    torch.distributed.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def hosts_store(ranks: Ranks) -> bool:
+    """Whether the store is in this process: that of the first rank, unless torchrun has one.
+
+    torchrun's serves all its attempts to run.
+    """
+    return ranks.rank == 0 and not _is_store_of_torchrun()
+
+
+def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
+    """A new connection to the store at which the ranks meet.
+
+    Args:
+        name: Of the part of the store that is wanted.
+        is_host: The store is to be in this process.
+        timeout_s: How long to wait for an answer.
+
+    Raises:
+        RunError: There is no store, or it cannot be opened here.
+    """
+    import torch
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch.distributed.TCPStore(
+            address,
+            port,
+            is_master=is_host,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        if is_host:
+            raise RunError(
+                f"port {port} cannot be opened for the ranks to meet at; another one is set by "
+                f"MASTER_PORT or --master_port ({_first_line(error)})"
+            ) from None
+        raise RunError(
+            f"nothing answered within {timeout_s:g} s (--dist_timeout) at {address}:{port}, where "
+            f"rank 0 should be ({_first_line(error)})",
+            status="timeout",
+        ) from None
+    # torchrun's own store outlives an attempt. Each node counts its own restarts: the number is the
+    # same for all ranks on one machine, and on several start-ranks.sh has torchrun keep no store.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_store_of_torchrun() else "0"
+    return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
+
+
+def _is_store_of_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
+    """Wait until every rank is there, and name those that do not come."""
+    import torch
+
+    everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
+    try:
+        store.set(everyone[ranks.rank], "")
+        store.wait(everyone, datetime.timedelta(seconds=timeout_s))
+    except torch.distributed.DistStoreError:
+        missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+        raise RunError(
+            f"within {timeout_s:g} s (--dist_timeout) {name_ranks(missing, ranks)} did not come",
+            status="timeout",
+        ) from None
+
+
+def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:
+    """Ranks by their numbers and those of their nodes."""
+    return ", ".join(f"rank {rank} on node {rank // ranks.local_world_size}" for rank in numbers)
+
+
+def is_about_connections(error: BaseException) -> bool:
+    """Whether an error says that ranks lost touch, which tells nothing about this one."""
+    import torch
+
+    message = str(error)
+    return isinstance(error, torch.distributed.DistError) or "gloo" in message or "NCCL" in message
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one, together with the other ranks.
+
+    Only after a good end: it waits for all of them.
+    """
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return
+    torch.distributed.barrier()
+    # Right after a gather torch 2.7 may wait for ever: ending a gloo group holds the interpreter's
+    # lock, and freeing the gather's tensors in gloo's thread asks for it. 6 of 43 runs hung so;
+    # sleeping gives the lock to that thread, and none of 150 hung.
+    time.sleep(0.1)
+    torch.distributed.destroy_process_group()
+
+
+def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
+    """Wait on all ranks of a machine but its first, until a launcher that saw it end stops them.
+
+    When a rank ends with an error the `composer` launcher stops the others and passes on the exit
+    code of the first rank: that of the error only if that rank was not stopped itself.
+
+    Args:
+        ranks: The place of this process.
+        timeout_s: When to go on all the same, because nobody stops this process.
+    """
+    if ranks.local_rank != 0:
+        time.sleep(timeout_s)
+
+
+def gather(value: T, ranks: Ranks) -> list[T]:
+    """The value of every rank, in rank order, on every rank."""
+    if ranks.world_size == 1:
+        return [value]
+    import torch
+
+    values: list[T | None] = [None] * ranks.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def broadcast(value: T, ranks: Ranks) -> T:
+    """The value of rank 0, on every rank."""
+    if ranks.world_size == 1:
+        return value
+    import torch
+
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]

@@ -1,0 +1,71 @@
+"""What does somebody need to repeat this run: versions, commit, command line, environment?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from sdbench.base.secrets import is_secret_name
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "mosaicml",
+    "mosaicml-streaming",
+    "webdataset",
+    "pyarrow",
+    "pillow",
+    "diffusers",
+    "transformers",
+    "numpy",
+    "nvidia-nccl-cu12",
+    "nvidia-cudnn-cu12",
+)
+# Settings that change speed. By prefix and by name, never the whole environment: it holds secrets.
+ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
+ENVIRONMENT_NAMES = ("MALLOC_CONF", "LD_PRELOAD")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of each package that matters; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except (metadata.PackageNotFoundError, KeyError):  # KeyError: its installation was cut off
+            versions[package] = None
+    return versions
+
+
+def speed_environment() -> dict[str, str]:
+    """Environment variables that change speed."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES)
+        and not is_secret_name(name)
+    }
+
+
+def git_state() -> dict[str, str | bool | None]:
+    """Commit of the suite and whether files differ from it; None where nobody knows.
+
+    An image has no checkout: its build leaves the commit in SDBENCH_GIT_COMMIT.
+    """
+    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT") or None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        completed = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return completed.stdout.strip()

@@ -1,0 +1,198 @@
+"""What is one run as one row of a long table?
+
+The columns are those of the tables of other people's published figures, and more, so that measured
+and quoted rows stand side by side. Unknown is an empty cell. A text that a spreadsheet would take
+for a formula gets an apostrophe in front.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import io
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from sdbench.base.escape import for_csv
+from sdbench.record.configuration import describe_other_settings
+
+COLUMNS = (
+    "source",
+    "kind",
+    "gpu",
+    "num_gpus",
+    "image_size",
+    "latents",
+    "ema",
+    "micro_batch",
+    "num_workers",
+    "global_batch",
+    "images_per_step",
+    "images_per_second",
+    "images_per_second_low",
+    "images_per_second_high",
+    "precision",
+    "engine",
+    "status",
+    "model",
+    "preset",
+    "data_format",
+    "device",
+    "num_devices",
+    "num_cpu_cores",
+    "num_nodes",
+    "other_settings",
+    "step_time_p50_s",
+    "step_time_p95_s",
+    "data_wait_percent",
+    "peak_memory_gib",
+    "mfu_percent",
+    "num_measured_steps",
+    "num_warmup_steps",
+    "stability",
+    "flags",
+    "step_time_cv_percent",
+    "num_outliers",
+    "matmul_tflops",
+    "mfu_of_matmul_percent",
+    "power_w",
+    "energy_j_per_image",
+    "loss_first",
+    "loss_last",
+    "started_utc",
+    "git_commit",
+    "reason",
+)
+
+
+def make_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Flatten a record.
+
+    Args:
+        record: A record of any status.
+
+    Returns:
+        A value for every column; None where the run gave none.
+    """
+    config, machine = record["config"], record["machine"]
+    summary = record["summary"] or {}
+    interval = summary.get("images_per_second_interval") or {}
+    on_gpu = machine["device_type"] == "cuda"
+    num_devices = record["ranks"]["world_size"]
+    row = {
+        "source": record["run_id"],
+        "kind": "measured",
+        "gpu": machine["device_name"] if on_gpu else None,
+        "num_gpus": num_devices if on_gpu else 0,
+        "ema": config["use_ema"],
+        "micro_batch": config["device_train_microbatch_size"],
+        "global_batch": config["batch_size"],
+        "images_per_step": config["batch_size"],
+        "images_per_second_low": interval.get("low"),
+        "images_per_second_high": interval.get("high"),
+        "model": record["workload"]["architecture"],
+        "device": machine["device_name"],
+        "num_devices": num_devices,
+        "num_cpu_cores": machine["num_cpu_cores"],
+        "num_nodes": record["ranks"]["num_nodes"],
+        "other_settings": describe_other_settings(record),
+        # Records made before flags existed have none.
+        "flags": ";".join(summary.get("flags", ())) or None,
+        "power_w": (summary.get("gpu") or {}).get("power_w"),
+        "energy_j_per_image": _energy_per_image(record),
+        "git_commit": record["git"]["commit"],
+    }
+    for name in ("image_size", "latents", "num_workers", "precision", "engine", "preset"):
+        row[name] = config[name]
+    row["data_format"] = config["data_format"]
+    for name in ("status", "started_utc", "reason"):
+        row[name] = record[name]
+    return {column: row.get(column, summary.get(column)) for column in COLUMNS}
+
+
+def _energy_per_image(record: dict[str, Any]) -> float | None:
+    """Energy of the measured window over its images, in joules; None where it was not metered."""
+    summary = record["summary"] or {}
+    energy_j = (summary.get("gpu") or {}).get("energy_j")
+    if energy_j is None:
+        return None
+    return energy_j / (summary["num_measured_steps"] * record["config"]["batch_size"])
+
+
+def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str:
+    """Rows as CSV with a header, unrounded.
+
+    Args:
+        rows: Values by column; a column that a row lacks is an empty cell.
+        columns: The header.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([for_csv(column) for column in columns])
+    writer.writerows([_format_cell(row.get(column)) for column in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def _format_cell(value: Any) -> Any:
+    """A boolean is written as the tables of other people's figures write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return for_csv(value)
+
+
+def append_row(path: Path, record: dict[str, Any]) -> None:
+    """Add a record's row to a CSV file, which gets its header with its first row.
+
+    A lock keeps the rows of runs that end at the same moment apart. A file with the columns of
+    another version of the suite is set aside under another name, so that no cell lands under a
+    wrong column.
+
+    Args:
+        path: The CSV file.
+        record: The record, without secrets.
+
+    Raises:
+        OSError: The disk is full; the file is as before.
+    """
+    while True:
+        with path.open("a+", encoding="utf-8", newline="") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_still(path, file):
+                continue  # another run has set it aside while this one waited for the lock
+            file.seek(0)
+            header = next(csv.reader(file), None)
+            if header is not None and tuple(header) != COLUMNS:
+                aside = _set_aside(path)
+                print(
+                    f"{path} has other columns than this version of the suite writes: it is now "
+                    f"{aside.name}, and {path.name} begins anew",
+                    file=sys.stderr,
+                )
+                continue
+            text = format_csv([make_row(record)], columns=COLUMNS)
+            text = text if header is None else text.partition("\n")[2]
+            size = os.fstat(file.fileno()).st_size
+            if os.write(file.fileno(), content := text.encode()) < len(content):
+                os.ftruncate(file.fileno(), size)  # no part of a row
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return
+
+
+def _is_still(path: Path, file: TextIO) -> bool:
+    """Whether this name still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a file to the first free name of the form runs.old-1.csv; its lock must be held."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)

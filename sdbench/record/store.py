@@ -1,0 +1,336 @@
+"""What is written down about a run, and how is it kept whole?
+
+A run has a folder of its own: record.json (everything needed to repeat it), stdout.log and, where a
+model was trained, steps.csv (every step). A record is replaced in one piece, never edited in place.
+It exists from the first moment with the status `failed`, so that even a run killed without warning
+leaves one that says so, and with it space is set aside for the last record, should the disk be full
+by then. What is printed and cannot be shown or logged is dropped: a lost terminal never ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import functools
+import io
+import json
+import os
+import reprlib
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.secrets import redact, redact_environment, redact_values
+
+SCHEMA_VERSION = 1
+# What a record is about. That of a benchmark run has no key "kind"; every other one says it.
+BENCHMARK = "benchmark"
+FEED = "feed"
+PRECOMPUTE = "precompute"
+SCHEMA_FILE = Path(__file__).with_name("schemas") / "record.schema.json"
+SCHEMA_FILES = {
+    BENCHMARK: SCHEMA_FILE,
+    FEED: SCHEMA_FILE.with_name("feed.schema.json"),
+    PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
+}
+# Settings that are younger than some records, with what every run did before there was a choice.
+CAME_LATER = {"convolution": "torch", "missing_latents": "error"}
+
+OK = "ok"
+INVALID = "invalid"
+FAILED = "failed"
+OOM = "oom"
+TIMEOUT = "timeout"
+INTERRUPTED = "interrupted"
+
+UNFINISHED_REASON = (
+    "the run did not end: it is still running, or it was killed before it could say why "
+    "(SIGKILL, the out-of-memory killer, power)"
+)
+RECORD_NAME = "record.json"
+STEPS_NAME = "steps.csv"
+LOG_NAME = "stdout.log"
+RESERVE_NAME = ".reserve"
+RESERVE_BYTES = 256 * 1024  # records take about 10 KB
+STEP_COLUMNS = ("index", "phase", "step_time_s", "data_wait_s", "loss")
+
+
+def utc_now() -> str:
+    """The present moment as ISO 8601 in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def create(results_dir: str, *, machine: str, name: str) -> Path:
+        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` that nobody else has.
+
+        Args:
+            results_dir: Parent folder, made if it is not there.
+            machine: Hardware slug.
+            name: What ran, safe in a file name.
+
+        Raises:
+            ConfigError: The parent folder cannot be written.
+        """
+        try:
+            return RunFolder._create(results_dir, machine=machine, name=name)
+        except OSError as error:
+            raise ConfigError(
+                f"the results folder cannot be written ({error.strerror})",
+                value=results_dir,
+                allowed="a folder that this user may write",
+                flag="--results_dir",
+            ) from None
+
+    @staticmethod
+    def _create(results_dir: str, *, machine: str, name: str) -> Path:
+        Path(results_dir).mkdir(parents=True, exist_ok=True)
+        while True:
+            stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+            path = Path(results_dir) / f"{stamp}_{machine}_{name}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                time.sleep(0.1)  # another run began within the same second
+            else:
+                return path
+
+    def reserve_space(self) -> None:
+        """Keep space on the disk for the last record.
+
+        Raises:
+            OSError: There is none.
+        """
+        reserve = self.path / RESERVE_NAME
+        try:
+            with reserve.open("wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            reserve.unlink(missing_ok=True)
+            raise
+
+    def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Put `record` in place of the one before it, in one piece; it as written, no secrets."""
+        return write_json(self.path / RECORD_NAME, record)
+
+    def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        """As `write_record`, if need be in the space that was reserved, which is given back."""
+        path, reserve = self.path / RECORD_NAME, self.path / RESERVE_NAME
+        record = redact_values(record)
+        try:
+            replace_file(path, _format_json(record))
+        except OSError:
+            if not reserve.exists():
+                raise
+            # Written over and renamed: nobody else can take the space in between.
+            _replace_file(path, _format_json(record), reserve, mode="r+")
+        reserve.unlink(missing_ok=True)
+        return record
+
+    def write_steps(self, steps: Iterable[Any]) -> None:
+        """Write every step to steps.csv."""
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(STEP_COLUMNS)
+        writer.writerows([getattr(step, column) for column in STEP_COLUMNS] for step in steps)
+        replace_file(self.path / STEPS_NAME, buffer.getvalue())
+
+    def claim_failure(self) -> bool:
+        """Whether this rank is the first to report a failure and so writes the reason."""
+        if not self.path.is_dir():
+            return False  # a node that does not share the results folder
+        try:
+            os.close(os.open(self.path / ".failed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # the disk is full: rather two reasons, one over the other, than none
+        return True
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    Secrets of the environment are left out of it. What else may be one is for the caller to leave
+    out, who knows where a value ends, and which URL is a link of a page.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _replace_file(path, text, temporary, mode="w")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _replace_file(path: Path, text: str, temporary: Path, *, mode: str) -> None:
+    try:
+        with temporary.open(mode, encoding="utf-8") as file:
+            file.write(redact_environment(text))
+            file.truncate()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:  # one of a write does not say of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: Path, content: Any) -> Any:
+    """Write a value as JSON, in one piece and without secrets; return what was written."""
+    content = redact_values(content)
+    replace_file(path, _format_json(content))
+    return content
+
+
+def _format_json(content: Any) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """Read a record of any kind; of one older than a setting, with what the run did in its place.
+
+    Args:
+        path: record.json, or the run folder that holds it.
+
+    Raises:
+        ValueError: If it was written by a version of the suite with another schema, is of a kind
+            that this one does not know, or does not satisfy its schema.
+    """
+    file = path / RECORD_NAME if path.is_dir() else path
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{file} has schema_version {record.get('schema_version')!r}; "
+            f"this version of the suite reads {SCHEMA_VERSION}"
+        )
+    if kind_of(record) not in list(SCHEMA_FILES):  # a list cannot be looked up in a dictionary
+        raise ValueError(
+            f"{file} is a record of kind {kind_of(record)!r}; "
+            f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
+        )
+    fault = next(_find_faults(record), None)
+    if fault is not None:
+        raise ValueError(f"{file}: {fault}")
+    if kind_of(record) == BENCHMARK:
+        record["config"] = {**CAME_LATER, **record["config"]}
+    return record
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """What a record is about: a key of `SCHEMA_FILES`."""
+    return record.get("kind", BENCHMARK)
+
+
+@functools.cache
+def make_validator(kind: str) -> Any:
+    """A ``jsonschema`` validator; the schemas of all kinds refer to that of a benchmark run.
+
+    Args:
+        kind: A key of `SCHEMA_FILES`.
+    """
+    import jsonschema  # 70 ms, which not every command needs
+    from referencing import Registry, Resource
+
+    common = Resource.from_contents(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+    return jsonschema.Draft202012Validator(
+        json.loads(SCHEMA_FILES[kind].read_text(encoding="utf-8")),
+        registry=Registry().with_resource(SCHEMA_FILE.name, common),
+    )
+
+
+def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a record, with the JSON path of each."""
+    for path, value in _find_non_finite(record, "$"):
+        yield f"{path}: {value} is no finite number"
+    for fault in make_validator(kind_of(record)).iter_errors(record):
+        # The message quotes the value, which may be a whole summary.
+        value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
+        yield f"{fault.json_path}: {fault.message.replace(value, shortened)}"
+
+
+def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """NaN and infinity, which Python reads and JSON does not know, and integers beyond a double."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _find_non_finite(part, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _find_non_finite(part, f"{path}[{index}]")
+    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        yield path, value
+
+
+class OutputLog:
+    """Keeps a copy of what the program prints, from before its run folder is known.
+
+    Where the log cannot be written, that is said once, and the run goes on without it.
+    """
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = io.StringIO()  # None: the log is lost
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Copy stdout and stderr while the block runs."""
+        stdout, stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                yield
+            finally:
+                if self._file is not None:
+                    with self._loss_told():
+                        self._file.flush()
+                if self._file is not None:
+                    self._file.close()
+
+    def move_to(self, folder: Path) -> None:
+        """Go on in this folder's stdout.log, beginning with what was printed before."""
+        assert isinstance(self._file, io.StringIO)
+        kept = self._file.getvalue()
+        with self._loss_told():
+            self._file = (folder / LOG_NAME).open("w", encoding="utf-8", buffering=1)
+            self._file.write(kept)
+
+    def write(self, text: str) -> None:
+        """Take one piece of output; a progress bar, which draws over itself, leaves nothing."""
+        if self._file is not None and not text.startswith("\r"):
+            with self._loss_told():
+                self._file.write(redact(text))
+
+    @contextlib.contextmanager
+    def _loss_told(self) -> Iterator[None]:
+        """Where the file cannot be written, say so once and go on without it."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()  # which tries again to write what is in its buffer
+            print(f"warning: {LOG_NAME} ends here: {error.strerror}", file=sys.stderr)
+
+
+class _Tee:
+    """A text stream that also writes to a log; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, log: OutputLog) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,1 @@
+"""Running a plan: its outcome, progress and logs."""

@@ -1,0 +1,311 @@
+"""How fast on other numbers of GPUs, and what would a full training take?
+
+python -m sdbench scaling fit | predict | cost | plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.report.figures import as_text
+from sdbench.scaling import printout
+from sdbench.scaling.cost import Recipe, estimate, load_power, load_price, load_recipe
+from sdbench.scaling.flags import DEFAULT_GPU_COUNTS, parse
+from sdbench.scaling.plan import Limits, choose_best, make_candidates
+from sdbench.scaling.rates import Rates, find_rates, parse_rates, split_complete
+from sdbench.scaling.sentences import (
+    advise,
+    describe_figures,
+    describe_limits,
+    describe_recipe,
+    describe_tariffs,
+)
+from sdbench.scaling.table import (
+    IMAGE_SIZE,
+    KIND_OF_WORK,
+    Row,
+    check_one_kind,
+    known_values,
+    make_points,
+    parse_counts,
+    read_rows,
+    split_batch,
+)
+from sdbench.statistics.law import Prediction, Setup, StepLaw, fit_law
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands.
+
+    Args:
+        argv: The command and its arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: For figures that the command cannot work with.
+    """
+    arguments = parse(argv)
+    commands = {"fit": run_fit, "predict": run_predict, "cost": run_cost, "plan": run_plan}
+    return commands[arguments.command](arguments)
+
+
+def run_fit(arguments: argparse.Namespace) -> int:
+    """Print the constants and the error at each figure."""
+    rows = _read(arguments)
+    law = _fit(rows, arguments)
+    print(printout.format_lines(describe_figures(rows, law)))
+    print(f"\n{printout.format_law(law)}")
+    return 0
+
+
+def run_predict(arguments: argparse.Namespace) -> int:
+    """Print, and on request write, what the law gives for other GPU counts."""
+    rows = _read(arguments)
+    law = _fit(rows, arguments)
+    micro_batch = _one_micro_batch(law, arguments)
+    global_batch = _global_batch(rows, arguments)
+    predictions = [
+        law.predict(_setup(num_gpus, global_batch, arguments.device_batch, micro_batch))
+        for num_gpus in sorted(parse_counts(arguments.num_gpus, flag="--num_gpus"))
+    ]
+    kind = (
+        f"weak scaling: {arguments.device_batch} images of each GPU in a step"
+        if global_batch is None
+        else f"strong scaling: a global batch of {global_batch}"
+    )
+    print(printout.format_lines([*describe_figures(rows, law), kind]))
+    print(f"\n{printout.format_predictions(predictions, asked_images=global_batch)}")
+    if arguments.out is not None:
+        _write_predictions(predictions, rows, arguments, global_batch=global_batch)
+    return 0
+
+
+def run_cost(arguments: argparse.Namespace) -> int:
+    """Print, and on request write, what a recipe takes."""
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
+    rows = [] if arguments.images_per_second else _read(arguments)
+    check_one_kind(rows)
+    gpu = arguments.gpu or _only(rows, "gpu")
+    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
+    power = load_power(gpu, path=arguments.prices)
+    rates, left_out = split_complete(_rates(rows, recipe, arguments), recipe)
+    estimates = [
+        estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power)
+        for num_gpus in sorted(rates)
+    ]
+    lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
+    print(printout.format_lines(lines))
+    print(f"\n{printout.format_estimates(estimates)}")
+    if arguments.out is not None:
+        common = {
+            "source": f"recipe {recipe.name} at {_source_of(rows) or 'a throughput given'}",
+            "gpu": gpu,
+            "recipe": recipe.name,
+            "latents": _only(rows, "latents"),
+        }
+        printout.write_csv(
+            arguments.out,
+            printout.estimate_rows(estimates, common=common),
+            columns=printout.COST_COLUMNS,
+        )
+    return 0
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the candidates and which of them to take."""
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
+    limits = _limits(arguments)
+    rows = _read(arguments)
+    check_one_kind(rows)
+    gpu = _only(rows, "gpu")
+    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
+    power = load_power(gpu, path=arguments.prices)
+    if limits.max_cost_usd is not None and price is None:
+        raise ConfigError(
+            "a sum is set and the price of this GPU is not known",
+            value=gpu,
+            allowed="a GPU with a row under prices, or a price",
+            flag=f"--price, or a row for it in {arguments.prices.name}",
+        )
+    laws = _laws_of(rows, recipe, arguments)
+    global_batch = arguments.global_batch or recipe.global_batch
+    candidates = make_candidates(
+        recipe,
+        laws,
+        gpu_counts=_gpu_counts_to_try(arguments, global_batch),
+        global_batch=global_batch,
+        micro_batches=[arguments.micro_batch] if arguments.micro_batch else [],
+        limits=limits,
+        price=price,
+        power=power,
+    )
+    best = choose_best(candidates, limits=limits)
+    lines = [
+        *describe_recipe(recipe),
+        *describe_tariffs(gpu, price, power),
+        f"limits: {describe_limits(limits)}",
+        f"global batch: {global_batch}",
+    ]
+    print(printout.format_lines(lines))
+    print(f"\n{printout.format_candidates(candidates, best=best)}")
+    print(f"\n{advise(candidates, best, limits)}")
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> list[Row]:
+    if not arguments.tables:
+        raise ConfigError(
+            "no table is given",
+            value="",
+            allowed="at least one CSV file, or --images_per_second where a command has it",
+            flag="TABLE",
+        )
+    return read_rows(
+        arguments.tables, where=arguments.where, required=("num_gpus", "images_per_second")
+    )
+
+
+def _fit(rows: Sequence[Row], arguments: argparse.Namespace) -> StepLaw:
+    check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
+    points = make_points(rows, micro_batch=arguments.micro_batch)
+    return fit_law(points, gpus_per_node=arguments.gpus_per_node)
+
+
+def _laws_of(
+    rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace
+) -> dict[int, StepLaw]:
+    laws = {}
+    for stage in recipe.stages:
+        chosen = [row for row in rows if row.get(IMAGE_SIZE) == stage.image_size]
+        if not chosen:
+            raise ConfigError(
+                f"the recipe {recipe.name} has a stage at {stage.image_size} px, and the tables "
+                "have no figure there",
+                value=known_values(rows, IMAGE_SIZE),
+                allowed="figures at every resolution of the recipe",
+                flag="TABLE, --where or --recipe",
+            )
+        laws[stage.image_size] = _fit(chosen, arguments)
+    return laws
+
+
+def _one_micro_batch(law: StepLaw, arguments: argparse.Namespace) -> int:
+    if arguments.micro_batch is not None:
+        return arguments.micro_batch
+    if len(law.micro_batches) > 1:
+        raise ConfigError(
+            "the figures have several micro-batches, and a prediction is for one",
+            value="no --micro_batch",
+            allowed=" | ".join(map(str, law.micro_batches)) + ", or another",
+            flag="--micro_batch",
+        )
+    return law.micro_batches[0]
+
+
+def _global_batch(rows: Sequence[Row], arguments: argparse.Namespace) -> int | None:
+    """The batch of strong scaling; None where it grows with the GPUs."""
+    if arguments.device_batch is not None:
+        if arguments.global_batch is not None:
+            raise ConfigError(
+                "the batch is either the same for all numbers of GPUs or grows with them",
+                value=f"--global_batch {arguments.global_batch} "
+                f"--device_batch {arguments.device_batch}",
+                allowed="one of the two",
+                flag="--global_batch or --device_batch",
+            )
+        return None
+    if arguments.global_batch is not None:
+        return arguments.global_batch
+    values = known_values(rows, "global_batch")
+    if len(values) != 1:
+        raise ConfigError(
+            "the figures do not have one global batch to go on with",
+            value=", ".join(map(as_text, values)) or "none",
+            allowed="a global batch (strong scaling) or images of each GPU (weak scaling)",
+            flag="--global_batch or --device_batch",
+        )
+    return values[0]
+
+
+def _only(rows: Sequence[Row], column: str) -> Any:
+    """The value of a column that has one at most."""
+    return next(iter(known_values(rows, column)), None)
+
+
+def _rates(rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace) -> Rates:
+    counts = parse_counts(arguments.num_gpus, flag="--num_gpus") if arguments.num_gpus else []
+    if not arguments.images_per_second:
+        return find_rates(rows, recipe, gpu_counts=counts)
+    if arguments.tables:
+        raise ConfigError(
+            "a throughput is given and a table too",
+            value=" ".join(map(str, arguments.tables)),
+            allowed="one of the two",
+            flag="TABLE or --images_per_second",
+        )
+    return parse_rates(arguments.images_per_second, gpu_counts=counts)
+
+
+def _gpu_counts_to_try(arguments: argparse.Namespace, global_batch: int) -> list[int]:
+    if arguments.num_gpus is not None:
+        return parse_counts(arguments.num_gpus, flag="--num_gpus")
+    counts = parse_counts(DEFAULT_GPU_COUNTS, flag="--num_gpus")
+    return [count for count in counts if count <= global_batch]
+
+
+def _setup(
+    num_gpus: int, global_batch: int | None, device_batch: int | None, micro_batch: int
+) -> Setup:
+    if global_batch is None:
+        return Setup(num_gpus, device_batch, micro_batch)
+    return split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
+
+
+def _write_predictions(
+    predictions: Sequence[Prediction],
+    rows: Sequence[Row],
+    arguments: argparse.Namespace,
+    *,
+    global_batch: int | None,
+) -> None:
+    common: dict[str, Any] = {column: _only(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)}
+    names = " and ".join(path.name for path in arguments.tables)
+    common["source"] = f"step law fitted to {names} ({_source_of(rows)})"
+    printout.write_csv(
+        arguments.out,
+        printout.prediction_rows(predictions, common=common, asked_images=global_batch),
+        columns=printout.PREDICTION_COLUMNS,
+    )
+
+
+def _source_of(rows: Sequence[Row]) -> str:
+    sources = known_values(rows, "source")
+    return f"{len(sources)} sources" if len(sources) > 3 else " and ".join(map(as_text, sources))
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    if (arguments.max_days, arguments.by, arguments.max_cost) == (None, None, None):
+        raise ConfigError(
+            "no limit is given to plan for",
+            value="none",
+            allowed="a number of days, a date or a sum",
+            flag="--max_days, --by or --max_cost",
+        )
+    max_days = arguments.max_days
+    if arguments.by is not None:
+        start = arguments.start or datetime.date.today()
+        max_days = float((arguments.by - start).days)
+        if max_days <= 0:
+            raise ConfigError(
+                "the date is not after the start",
+                value=f"{arguments.by} after {start}",
+                allowed="a later date",
+                flag="--by or --start",
+            )
+    return Limits(max_days, arguments.max_cost)

@@ -1,0 +1,1 @@
+"""What can be asked for: flags, YAML keys, presets."""

@@ -1,0 +1,275 @@
+"""How long does one optimizer step take on any number of GPUs?
+
+    step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
+    num_micro_batches = ceil(device_batch / micro_batch), device_batch = floor(global_batch / N)
+
+and the images in a step are N x device_batch, which is less than the global batch where it does not
+divide. On many GPUs with small micro-batches, training is bound by the host, and a micro-batch of 1
+or 2 images takes nearly the time of one of 4: this is why the law counts micro-batches. With
+several micro-batch sizes in the table, device_batch x time_per_image_s joins it, and where nodes
+differ enough to show it, (nodes - 1) / nodes x communication_s: the share of a ring all-reduce
+between nodes that is not hidden behind the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from sdbench.base.errors import ConfigError
+from sdbench.statistics.intervals import t_quantile
+
+MICRO_BATCH = "time per micro-batch"
+IMAGE = "time per image"
+OVERHEAD = "overhead per step"
+COMMUNICATION = "communication"
+# A constant below this is a rounding error: nothing in a step takes less than a nanosecond.
+NO_TIME_S = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a step is made on so many GPUs.
+
+    Attributes:
+        num_gpus: GPUs, one rank each.
+        device_batch: Images of a step on one GPU.
+        micro_batch: Images of a micro-batch on one GPU; the last one may have fewer.
+    """
+
+    num_gpus: int
+    device_batch: int
+    micro_batch: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step on one GPU."""
+        return math.ceil(self.device_batch / self.micro_batch)
+
+    @property
+    def last_micro_batch(self) -> int:
+        """Images in the last micro-batch."""
+        return self.device_batch - (self.num_micro_batches - 1) * self.micro_batch
+
+    @property
+    def images_per_step(self) -> int:
+        """Images of a step on all GPUs."""
+        return self.num_gpus * self.device_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One figure of a table.
+
+    Attributes:
+        setup: How its step was made.
+        images_per_second: What was measured.
+    """
+
+    setup: Setup
+    images_per_second: float
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.setup.images_per_step / self.images_per_second
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the law gives for a setup.
+
+    Attributes:
+        setup: The setup.
+        step_time_s: Seconds of a step.
+        images_per_second: Images of all GPUs.
+        images_per_second_low: Lower end of the 95 % interval of a figure measured there.
+        images_per_second_high: Upper end; None if it has no bound.
+        is_extrapolated: Whether it has fewer or more GPUs than every figure that was fitted, or a
+            smaller or larger micro-batch.
+    """
+
+    setup: Setup
+    step_time_s: float
+    images_per_second: float
+    images_per_second_low: float
+    images_per_second_high: float | None
+    is_extrapolated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLaw:
+    """A fitted law.
+
+    Attributes:
+        terms: Names of the terms in it.
+        seconds: The constant of each term.
+        covariance: Of the constants.
+        relative_error: Standard deviation of a figure from the law, as a fraction.
+        degrees_of_freedom: Points less terms.
+        gpus_per_node: What counts as a node for the communication term.
+        points: What was fitted.
+        notes: Terms that the points cannot tell, in words.
+    """
+
+    terms: tuple[str, ...]
+    seconds: tuple[float, ...]
+    covariance: np.ndarray
+    relative_error: float
+    degrees_of_freedom: int
+    gpus_per_node: int
+    points: tuple[Point, ...]
+    notes: tuple[str, ...]
+
+    def constant(self, term: str) -> tuple[float, float, float]:
+        """A term's seconds with the 95 % interval: value, low, high."""
+        index = self.terms.index(term)
+        half = t_quantile(self.degrees_of_freedom) * math.sqrt(self.covariance[index, index])
+        return self.seconds[index], max(0.0, self.seconds[index] - half), self.seconds[index] + half
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The micro-batch sizes that were fitted."""
+        return sorted({point.setup.micro_batch for point in self.points})
+
+    def predict(self, setup: Setup) -> Prediction:
+        """What a figure measured with this setup would be.
+
+        The interval holds the doubt about the constants and the distance of single figures from
+        the law.
+
+        Raises:
+            ConfigError: If nothing is known about this micro-batch.
+        """
+        if IMAGE not in self.terms and setup.micro_batch not in self.micro_batches:
+            raise ConfigError(
+                "the figures say nothing about this micro-batch",
+                value=setup.micro_batch,
+                allowed=f"{self.micro_batches}, or figures of several micro-batches to fit",
+                flag="--micro_batch",
+            )
+        row = _make_row(setup, self.terms, gpus_per_node=self.gpus_per_node)
+        step_time_s = float(row @ np.asarray(self.seconds))
+        doubt = float(row @ self.covariance @ row) / step_time_s**2
+        half = t_quantile(self.degrees_of_freedom) * math.sqrt(doubt + self.relative_error**2)
+        rate = setup.images_per_step / step_time_s
+        gpus = [point.setup.num_gpus for point in self.points]
+        sizes = self.micro_batches
+        return Prediction(
+            setup=setup,
+            step_time_s=step_time_s,
+            images_per_second=rate,
+            images_per_second_low=rate / (1 + half),
+            images_per_second_high=rate / (1 - half) if half < 1 else None,
+            is_extrapolated=not (
+                min(gpus) <= setup.num_gpus <= max(gpus)
+                and sizes[0] <= setup.micro_batch <= sizes[-1]
+            ),
+        )
+
+    def errors(self) -> list[float]:
+        """How far the law is from each figure, as a fraction of the figure."""
+        return [
+            self.predict(point.setup).images_per_second / point.images_per_second - 1
+            for point in self.points
+        ]
+
+
+def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
+    """Fit the constants by least squares of the relative errors of the step times.
+
+    Args:
+        points: Figures of one kind of GPU and one kind of work.
+        gpus_per_node: GPUs of a node.
+
+    Raises:
+        ConfigError: If there are too few different points.
+    """
+    notes: list[str] = []
+    several_sizes = len({point.setup.micro_batch for point in points}) > 1
+    terms: list[str] = []
+    for term in (MICRO_BATCH, *([IMAGE] if several_sizes else []), OVERHEAD):
+        if _can_tell(points, [*terms, term], gpus_per_node=gpus_per_node):
+            terms.append(term)
+        else:
+            notes.append(f"{term}: not told apart from the other terms by these points")
+    if len(points) <= len(terms):
+        raise ConfigError(
+            "too few figures to fit the step law and to say how sure it is",
+            value=len(points),
+            allowed=f"at least {len(terms) + 1}, with different GPU counts or batches",
+            flag="TABLE and --where",
+        )
+    law = _fit_terms(points, terms, notes, gpus_per_node=gpus_per_node)
+    with_communication = [*law.terms, COMMUNICATION]
+    if len(points) > len(with_communication) and _can_tell(
+        points, with_communication, gpus_per_node=gpus_per_node
+    ):
+        longer = _fit_terms(points, with_communication, notes, gpus_per_node=gpus_per_node)
+        if COMMUNICATION in longer.terms and longer.constant(COMMUNICATION)[1] > 0:
+            return longer
+    note = f"{COMMUNICATION}: not told apart from the other terms by these points"
+    return dataclasses.replace(law, notes=(*law.notes, note))
+
+
+def _fit_terms(
+    points: Sequence[Point], terms: Sequence[str], notes: Sequence[str], *, gpus_per_node: int
+) -> StepLaw:
+    from scipy import optimize
+
+    steps_s = np.array([point.step_time_s for point in points])
+    rows = _make_rows(points, terms, gpus_per_node=gpus_per_node) / steps_s[:, None]
+    # No term takes less than no time.
+    seconds, _ = optimize.nnls(rows, np.ones(len(points)))
+    kept = [term for term, value in zip(terms, seconds, strict=True) if value > NO_TIME_S]
+    if kept != list(terms):
+        gone = [f"{term}: comes out as 0" for term in terms if term not in kept]
+        return _fit_terms(points, kept, [*notes, *gone], gpus_per_node=gpus_per_node)
+    degrees = len(points) - len(terms)
+    residuals = rows @ seconds - 1
+    variance = float(residuals @ residuals) / degrees
+    return StepLaw(
+        terms=tuple(terms),
+        seconds=tuple(map(float, seconds)),
+        covariance=variance * np.linalg.inv(rows.T @ rows),
+        relative_error=math.sqrt(variance),
+        degrees_of_freedom=degrees,
+        gpus_per_node=gpus_per_node,
+        points=tuple(points),
+        notes=tuple(notes),
+    )
+
+
+def _can_tell(points: Sequence[Point], terms: Sequence[str], *, gpus_per_node: int) -> bool:
+    rows = _make_rows(points, terms, gpus_per_node=gpus_per_node)
+    return np.linalg.matrix_rank(rows) == len(terms)
+
+
+def _make_rows(points: Sequence[Point], terms: Sequence[str], *, gpus_per_node: int) -> np.ndarray:
+    return np.array(
+        [_make_row(point.setup, terms, gpus_per_node=gpus_per_node) for point in points]
+    )
+
+
+def communication_share(num_nodes: int) -> float:
+    """How much of the communication constant is in a step.
+
+    Of what a ring all-reduce exchanges, each of n nodes sends (n - 1) / n twice: once to add it up,
+    once to hand the sums on. The constant is the time for all of it twice.
+    """
+    return (num_nodes - 1) / num_nodes
+
+
+def _make_row(setup: Setup, terms: Sequence[str], *, gpus_per_node: int) -> np.ndarray:
+    """How often each term's constant is in a step."""
+    num_nodes = math.ceil(setup.num_gpus / gpus_per_node)
+    counts = {
+        MICRO_BATCH: setup.num_micro_batches,
+        IMAGE: setup.device_batch,
+        OVERHEAD: 1,
+        COMMUNICATION: communication_share(num_nodes),
+    }
+    return np.array([counts[term] for term in terms], dtype=float)

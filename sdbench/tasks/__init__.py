@@ -1,0 +1,1 @@
+"""What is done: pre-training, encoding a data set, profiling a step."""

@@ -1,0 +1,1 @@
+"""Encoding a data set of images into one of latents."""

@@ -1,0 +1,621 @@
+"""How does a data set of images become one of latents, and how fast did that go?
+
+    python -m sdbench precompute --remote photos --out latents
+    torchrun --nproc_per_node 8 -m sdbench precompute --remote photos --out latents
+
+The ranks share the shards that are missing; rank 0 joins them at the end. The work itself is in
+encode.py, which needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
+from sdbench.base.stop import stop_signals_raise
+from sdbench.data.prepare.convert import choose_samples_per_shard
+from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK, Output, Totals, open_output
+from sdbench.data.remote import identify
+from sdbench.data.source import SourceConfig
+from sdbench.measure import hardware
+from sdbench.measure.hardware import Machine
+from sdbench.measure.summary import interval_for_record
+from sdbench.models.architecture import resolve_architecture
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import PRECOMPUTE, OutputLog, RunFolder
+from sdbench.run.outcome import RunRecord, explain
+from sdbench.settings.config import POSITIVE, add_flags, reader
+from sdbench.statistics.intervals import within_run_interval
+
+if TYPE_CHECKING:
+    from sdbench.tasks.encode.encoder import EncodeJob, ImageReader, Step
+
+EPILOG = """\
+examples:
+  python -m sdbench precompute --remote photos --out latents
+      a folder of pictures with captions, at the model's own resolution, to an MDS data set
+  torchrun --nproc_per_node 8 -m sdbench precompute --remote 's3://bucket/{00000..00127}.tar' \\
+      --image_size 256,512 --batch_size 64 --num_workers 8 --out latents
+      many tars at two resolutions, on 8 GPUs
+  python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --out latents
+      a miniature in seconds
+then train on it:  composer benchmark.py --remote latents --latents precomputed
+
+Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
+shards are kept in OUT.partial until all are there.
+
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+"""
+
+# Flags that mean the same in benchmark.py.
+SHARED_FLAGS = (
+    "model_name",
+    "model_revision",
+    "seed",
+    "encoder_dtype",
+    "data_format",
+    "remote",
+    "local",
+    "filters",
+    "class_prompts",
+    "crop",
+    "horizontal_flip_probability",
+    "caption_drop_probability",
+    "max_bad_fraction",
+    "data_timeout_s",
+    "validate_hash",
+    "num_workers",
+    "prefetch_factor",
+    "results_dir",
+)
+# The flags that a data source takes as they are.
+SOURCE_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(SourceConfig)
+    if field.name in {*SHARED_FLAGS, "on_bad_sample"} - {"filters"}
+)
+
+# At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
+GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
+GPU_NUM_WORKERS = 8
+# A rank that has done its share waits for the others, which may have a shard more to do.
+RANK_TIMEOUT_S = 24 * 3600.0
+# The first batches pay for allocations and for the choice of kernels.
+NUM_WARMUP_STEPS = 2
+NUM_BAD_NAMED = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Encode a data set as the command line says, and record how fast that went.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return _run(_parse(argv), command=list(sys.argv[1:] if argv is None else argv))
+    except (ConfigError, RunError) as error:  # before there is a record
+        if Ranks.from_environment().rank == 0:  # every rank has been told the same
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+# --- The command line ----------------------------------------------------------------------------
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench precompute",
+        description="Encode images and captions once, so that training reads latents instead.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder of the new data set")
+    parser.add_argument(
+        "--out_format",
+        choices=("mds", "parquet"),
+        default="mds",
+        help="how latents are stored (default: mds)",
+    )
+    parser.add_argument(
+        "--latents",
+        choices=("moments", "sampled"),
+        default="moments",
+        help="what is stored of the VAE: mean and log-variance, so that training draws another "
+        "sample each epoch, or one sample times the scaling factor (default: moments)",
+    )
+    parser.add_argument(
+        "--image_size",
+        type=_read_sizes,
+        metavar="N,...",
+        help="side of the square images in pixels, or several (default: the model's own, "
+        "at most 256 without a GPU, as benchmark.py)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=reader(POSITIVE),
+        metavar="N",
+        help=f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
+        f"{CPU_BATCH_SIZE} on a CPU)",
+    )
+    parser.add_argument(
+        "--samples_per_shard",
+        type=reader(POSITIVE),
+        metavar="N",
+        help="samples of the source that make a file of OUT; what a kill costs (default: for "
+        "about 16 files, 32 to 512, whole batches)",
+    )
+    parser.add_argument(
+        "--max_samples",
+        type=reader(POSITIVE),
+        metavar="N",
+        help="take only the first N (default: all)",
+    )
+    parser.add_argument(
+        "--use_synth_data", action="store_true", help="encode synthetic images, to measure speed"
+    )
+    parser.add_argument(
+        "--on_bad_sample",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
+    )
+    add_flags(parser, SHARED_FLAGS)
+    return parser.parse_args(argv)
+
+
+def _read_sizes(text: str) -> list[int]:
+    return sorted({reader(POSITIVE)(size) for size in text.split(",")})
+
+
+# --- The plan ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run with nothing left open.
+
+    Attributes:
+        job: What is to be encoded.
+        reader: Reads the images.
+        out: Folder of the result.
+        out_format: ``mds`` or ``parquet``.
+        config: The value of every flag.
+        note: A sentence about the model that the user must read, or None.
+        keep_memory: Whether freed main memory is kept for the next batch.
+    """
+
+    job: EncodeJob
+    reader: ImageReader
+    out: Path
+    out_format: str
+    config: dict[str, Any]
+    note: str | None
+    keep_memory: bool
+
+
+def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Plan:
+    """Fill in what was left open, and open the source.
+
+    Raises:
+        ConfigError: The request cannot be run here.
+        RunError: The source cannot be reached.
+    """
+    from sdbench.plan.resolve import default_image_size
+    from sdbench.tasks.encode.encoder import EncodeJob, ImageReader
+
+    architecture, note = resolve_architecture(flags.model_name, revision=flags.model_revision)
+    config = vars(flags) | _choose(flags, machine=machine, ranks=ranks)
+    on_gpu = machine.device_type == "cuda"
+    sizes = flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]
+    for size in sizes:
+        architecture.check_image_size(size)
+    # Every rank may read every sample, so the source is the same for all.
+    source = SourceConfig(
+        **{name: config[name] for name in SOURCE_FIELDS},
+        filters=flags.filters or {},
+        image_size=sizes[0],
+        device_batch_size=1,
+        shuffle=False,
+        tokenizer_folder=architecture.tokenizer_folder,
+        pad_token_id=architecture.tokenizer["pad_token_id"],
+        text_embedding_dim=architecture.text_encoder["hidden_size"],
+        num_images=flags.max_samples if config["data_format"] == "synthetic" else None,
+    )
+    configs = tuple(dataclasses.replace(source, image_size=size) for size in sizes)
+    reader = ImageReader(configs)
+    num_samples = min(reader.num_samples, flags.max_samples or reader.num_samples)
+    if flags.samples_per_shard is None:
+        # Whole batches, as a short one at the end of each shard would leave the device idle.
+        wanted, batch_size = choose_samples_per_shard(num_samples), config["batch_size"]
+        config["samples_per_shard"] = -(-wanted // batch_size) * batch_size
+    config["image_size"] = sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
+    job = EncodeJob(
+        configs=configs,
+        architecture=architecture,
+        latents=flags.latents,
+        encoder_dtype=config["encoder_dtype"],
+        batch_size=config["batch_size"],
+        num_samples=num_samples,
+        samples_per_shard=config["samples_per_shard"],
+    )
+    return Plan(
+        job=job,
+        reader=reader,
+        out=Path(flags.out),
+        out_format=flags.out_format,
+        config=config,
+        note=note,
+        keep_memory=machine.device_type == "cpu" and can_keep_freed_memory(),
+    )
+
+
+def _choose(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> dict[str, Any]:
+    """Values that depend on the machine, and the format of the data.
+
+    Raises:
+        ConfigError: There is no data, or this machine cannot do what was asked for.
+    """
+    on_gpu = machine.device_type == "cuda"
+    data_format = data.resolve_format(
+        data_format=flags.data_format,
+        use_synth_data=flags.use_synth_data,
+        remote=flags.remote,
+        local=flags.local,
+    )
+    if data_format == "synthetic" and not (flags.use_synth_data or flags.data_format != "auto"):
+        raise ConfigError(
+            "There is nothing to encode",
+            value=None,
+            allowed="a folder or URL of images, or --use_synth_data",
+            flag="--remote or --local",
+        )
+    if (flags.samples_per_shard or 0) > MAX_ROWS_PER_CHUNK:
+        raise ConfigError(
+            "Too many samples per shard",
+            value=flags.samples_per_shard,
+            allowed=f"at most {MAX_ROWS_PER_CHUNK}",
+            flag="--samples_per_shard",
+        )
+    if flags.encoder_dtype == "fp16" and not on_gpu:
+        raise ConfigError(
+            "A CPU cannot run the encoders in this type",
+            value="fp16",
+            allowed="fp32 | bf16",
+            flag="--encoder_dtype",
+        )
+    fast_dtype = "bf16" if machine.has_fast_bf16 else "fp16" if on_gpu else "fp32"
+    cores_per_rank = machine.num_cpu_cores // ranks.local_world_size
+    chosen = {
+        "encoder_dtype": fast_dtype,
+        "batch_size": GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE,
+        # Without a GPU the cores are for the encoders.
+        "num_workers": min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu else 0,
+    }
+    chosen = {name: value for name, value in chosen.items() if getattr(flags, name) is None}
+    return chosen | {"data_format": data_format}
+
+
+def _job_facts(plan: Plan) -> dict[str, Any]:
+    """What decides the content of each shard: a resume must have the same."""
+    config, architecture = plan.config, plan.job.architecture
+    names = (
+        "data_format",
+        "image_size",
+        "latents",
+        "encoder_dtype",
+        "seed",
+        "crop",
+        "horizontal_flip_probability",
+        "caption_drop_probability",
+        "filters",
+        "class_prompts",
+        "samples_per_shard",
+    )
+    place = config["remote"] or config["local"]
+    return {
+        "source": None if place is None else identify(place),
+        "model_name": str(architecture.weights_folder or architecture.name),
+        "model_revision": architecture.revision,
+        "num_samples": plan.job.num_samples,
+        **{name: config[name] for name in names},
+    }
+
+
+# --- The run -------------------------------------------------------------------------------------
+
+
+def _run(flags: argparse.Namespace, *, command: list[str]) -> int:
+    ranks = Ranks.from_environment()
+    log = OutputLog()
+    with log.capture(), stop_signals_raise(), contextlib.ExitStack() as locks:
+        machine = hardware.inspect_machine(local_rank=ranks.local_rank)
+        plan = _agree_on_plan(flags, machine=machine, ranks=ranks)
+        output, numbers = _open_output(plan, ranks=ranks, locks=locks)
+        path = None
+        if ranks.rank == 0:
+            path = _make_folder(plan, machine=machine)
+            log.move_to(path)
+            print(_describe(plan, ranks=ranks, num_missing=len(numbers)), flush=True)
+        folder = RunFolder(distributed.broadcast(path, ranks))
+        record = RunRecord(
+            folder,
+            kind=PRECOMPUTE,
+            program="python -m sdbench precompute",
+            command=command,
+            described=_describe_for_record(plan, machine=machine, ranks=ranks),
+        )
+        return _run_in_folder(
+            plan, record, folder, machine=machine, ranks=ranks, output=output, numbers=numbers
+        )
+
+
+def _agree_on_plan(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Plan:
+    """Resolve on every rank; an error on one of them is an error on all."""
+    plan, error = None, None
+    try:
+        plan = _resolve(flags, machine=machine, ranks=ranks)
+    except (ConfigError, RunError) as found:
+        error = found
+    distributed.connect(ranks, device_type=machine.device_type, timeout_s=RANK_TIMEOUT_S)
+    errors = [error for error in distributed.gather(error, ranks) if error is not None]
+    if errors:
+        raise errors[0]
+    assert plan is not None
+    return plan
+
+
+def _open_output(
+    plan: Plan, *, ranks: Ranks, locks: contextlib.ExitStack
+) -> tuple[Output, list[int]]:
+    """Let rank 0 begin or resume the output and say what is missing, the same to all ranks.
+
+    Raises:
+        ConfigError: The folder is taken.
+        RunError: It cannot be made.
+    """
+    answer = None
+    if ranks.rank == 0:
+        try:
+            output = open_output(
+                plan.out,
+                data_format=plan.out_format,
+                columns=plan.job.columns(),
+                num_chunks=plan.job.num_shards,
+                job=_job_facts(plan),
+            )
+            locks.enter_context(output.lock())
+            answer = output, output.missing_chunks()
+        except (ConfigError, RunError) as error:
+            answer = error
+    answer = distributed.broadcast(answer, ranks)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _make_folder(plan: Plan, *, machine: Machine) -> Path:
+    size = str(plan.config["image_size"]).replace(",", "-")
+    name = f"precompute-{plan.config['data_format']}-{size}px"
+    return RunFolder.create(plan.config["results_dir"], machine=machine.slug, name=name)
+
+
+def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
+    """What is about to be done, for a person."""
+    job, config = plan.job, plan.config
+    place = config["remote"] or config["local"]
+    values = ", ".join(
+        f"{name} {config[name]}"
+        for name in ("batch_size", "encoder_dtype", "num_workers", "samples_per_shard")
+    )
+    lines = [
+        f"Encoding {job.num_samples} {config['data_format']} images"
+        f"{f' of {place!r}' if place else ''} at {config['image_size']} px by "
+        f"{job.architecture.name} to {plan.out} ({plan.out_format}, {job.latents}): {values}, "
+        f"ranks {ranks.world_size}"
+    ]
+    if job.architecture.weights_folder is None:
+        lines.append(
+            f"{job.architecture.name} has random weights: such latents are for measuring speed."
+        )
+    if plan.note is not None:
+        lines.append(plan.note)
+    if plan.reader.num_dropped:
+        lines.append(f"{plan.reader.num_dropped} samples are left out by --filters.")
+    if num_missing < job.num_shards:
+        num_there = job.num_shards - num_missing
+        lines.append(f"resuming: {num_there} of {job.num_shards} shards are there")
+    return "\n".join(lines)
+
+
+def _describe_for_record(plan: Plan, *, machine: Machine, ranks: Ranks) -> dict[str, Any]:
+    architecture = plan.job.architecture
+    return {
+        "config": plan.config | {"cpu_allocator": "keep" if plan.keep_memory else "default"},
+        "workload": {
+            "architecture": architecture.name,
+            "weights": "random" if architecture.weights_folder is None else "loaded",
+            "revision": architecture.revision,
+            "num_samples": plan.job.num_samples,
+            "num_shards": plan.job.num_shards,
+        },
+        "machine": hardware.as_dict(machine),
+        "ranks": {
+            "world_size": ranks.world_size,
+            "num_nodes": ranks.num_nodes,
+            "ranks_per_node": ranks.local_world_size,
+        },
+    }
+
+
+def _run_in_folder(
+    plan: Plan,
+    record: RunRecord,
+    folder: RunFolder,
+    *,
+    machine: Machine,
+    ranks: Ranks,
+    output: Output,
+    numbers: list[int],
+) -> int:
+    """Encode, and leave a record whatever happens."""
+    if ranks.rank == 0:
+        record.write_unfinished()
+    try:
+        steps = _encode(plan, machine=machine, ranks=ranks, output=output, numbers=numbers)
+        everyone = distributed.gather((steps, _peak_memory_gib(machine)), ranks)
+        totals = _finish(plan, output) if ranks.rank == 0 else None
+    except BaseException as error:  # also Ctrl-C: the record has to say why
+        failure = explain(error, rank=ranks.rank)
+        record.end_badly(failure)
+        print(f"{failure.status}: {failure.reason}\nrecord: {folder.path}", file=sys.stderr)
+        print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
+        return failure.exit_code
+    if totals is not None:
+        num_stored = plan.config["num_workers"] * plan.config["prefetch_factor"]
+        summary = summarize(
+            [steps for steps, _ in everyone], num_warmup_steps=num_stored + NUM_WARMUP_STEPS
+        )
+        content = record.end_well(
+            summary=summary
+            | {
+                "peak_memory_gib": max(peak for _, peak in everyone),
+                "num_images_written": totals.num_written,
+                "num_bad_samples": totals.num_bad,
+                "num_dropped_samples": plan.reader.num_dropped,
+            }
+        )
+        print(f"\n{_describe_result(plan, content, totals)}\n\nrecord: {folder.path}")
+    distributed.disconnect()
+    return 0
+
+
+def _encode(
+    plan: Plan, *, machine: Machine, ranks: Ranks, output: Output, numbers: list[int]
+) -> list[Step]:
+    """Do this rank's part of the missing shards."""
+    from sdbench.tasks.encode.encoder import Encoder, ShardWriter
+
+    if plan.keep_memory:
+        keep_freed_memory()
+    on_gpu = machine.device_type == "cuda"
+    encoder = Encoder(plan.job, device=f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
+    writer = ShardWriter(plan.job, reader=plan.reader, encoder=encoder, output=output)
+    num_missing = sum(len(plan.job.indices(number)) for number in numbers)
+    writer.write(
+        numbers[ranks.rank :: ranks.world_size],
+        num_missing=num_missing if ranks.rank == 0 else None,
+    )
+    return writer.steps
+
+
+def _peak_memory_gib(machine: Machine) -> float:
+    if machine.device_type == "cpu":
+        return hardware.peak_resident_memory_gib()
+    import torch
+
+    return torch.cuda.max_memory_allocated() / hardware.BYTES_PER_GIB
+
+
+def _finish(plan: Plan, output: Output) -> Totals:
+    """Join the shards.
+
+    Raises:
+        RunError: A shard is damaged, or samples are missing.
+    """
+    totals = output.finish()
+    num_expected = plan.job.num_samples
+    if totals.num_written + totals.num_bad != num_expected:
+        raise RunError(
+            f"{num_expected} samples were to be encoded, {totals.num_written} were written and "
+            f"{totals.num_bad} left out",
+            status="invalid",
+        )
+    return totals
+
+
+def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
+    """The figures of a run.
+
+    The window is as many batches of each rank as all of them have after the warm-up. As ranks do
+    not wait for each other, it lasts as long as the slowest of them takes.
+
+    Args:
+        ranks: The batches of each rank, in order.
+        num_warmup_steps: Batches at the beginning that are not counted.
+
+    Returns:
+        The part of the record's `summary` that follows from them. What a window would tell is None
+        where the run was too short for one.
+    """
+    from sdbench.tasks.encode.encoder import STEP_PHASES
+
+    num_images = sum(step.num_images for steps in ranks for step in steps)
+    at_work = [steps[num_warmup_steps:] for steps in ranks if steps]
+    num_measured = min(map(len, at_work), default=0)
+    windows = [steps[:num_measured] for steps in at_work]
+    measured = [step for window in windows for step in window]
+    num_measured_images = sum(step.num_images for step in measured)
+    if not num_measured_images:
+        unknown = (
+            "images_per_second",
+            "images_per_second_interval",
+            "images_per_second_per_device",
+            "window_s",
+            "megabytes_per_second",
+            "ms_per_image",
+            "step_ms_per_image",
+        )
+        return {**dict.fromkeys(unknown), "num_measured_steps": 0, "num_images": num_images}
+    times_s = max(([step.step_time_s for step in window] for window in windows), key=sum)
+    window_s = sum(times_s)
+    rate = num_measured_images / window_s
+    interval = within_run_interval(times_s, images_per_step=num_measured_images / num_measured)
+    ms_per_image = {
+        name: 1000 * sum(step.seconds[name] for step in measured) / num_measured_images
+        for name in measured[0].seconds
+    }
+    return {
+        "images_per_second": rate,
+        "images_per_second_interval": interval_for_record(interval),
+        "images_per_second_per_device": rate / len(windows),
+        "num_measured_steps": num_measured,
+        "window_s": window_s,
+        "megabytes_per_second": sum(step.bytes_read for step in measured) / 1e6 / window_s,
+        "ms_per_image": {n: ms for n, ms in ms_per_image.items() if n not in STEP_PHASES},
+        "step_ms_per_image": {name: ms_per_image[name] for name in STEP_PHASES},
+        "num_images": num_images,
+    }
+
+
+def _describe_result(plan: Plan, content: dict[str, Any], totals: Totals) -> str:
+    from sdbench.report.terminal import format_rate
+
+    summary = content["summary"]
+    lines = [
+        f"Wrote {totals.num_written} samples to {plan.out}, {totals.num_bad} bad ones left out; "
+        f"{summary['num_images']} of them now, in {content['duration_s']:.1f} s."
+    ]
+    if summary["images_per_second"] is None:
+        lines.append("Too few batches to measure a rate after the first ones.")
+    else:
+        split = ", ".join(f"{name} {ms:.3g}" for name, ms in summary["step_ms_per_image"].items())
+        lines.append(f"images/s: {format_rate(summary)}; ms per image: {split}")
+    lines += [f"left out: {sentence}" for sentence in totals.bad[:NUM_BAD_NAMED]]
+    if totals.num_bad > NUM_BAD_NAMED:
+        lines.append(f"and {totals.num_bad - NUM_BAD_NAMED} more")
+    return "\n".join(lines)

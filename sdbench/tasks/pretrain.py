@@ -1,0 +1,86 @@
+"""What does pre-training Stable Diffusion consist of?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sdbench import data
+from sdbench.engines.job import EmaSpec, TrainJob
+from sdbench.engines.optimizers import make_optimizer
+from sdbench.models.blocks import SHARDED_BLOCKS
+from sdbench.models.flops import count_flops
+from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
+from sdbench.plan.resolve import Plan
+from sdbench.tasks.tuning import tune_model
+
+# mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
+EMA_HALF_LIFE_BATCHES = 1000
+
+
+def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
+    """Build model and loader, and describe the rest.
+
+    Args:
+        plan: The resolved run.
+        phase: The model enters it around the work of each of its job.
+
+    Returns:
+        The job for an engine.
+    """
+    config = plan.config
+    model = build_stable_diffusion(
+        plan.architecture,
+        seed=config.seed if config.weights_seed is None else config.weights_seed,
+        precision=config.precision,
+        encoder_dtype=config.encoder_dtype,
+        memory_format=config.memory_format,
+        attention=config.attention,
+        encoders=config.latents == "online",
+        device=plan.machine.device_type,
+        phase=phase,
+    )
+    tune_model(model, config)
+    flops = count_flops(plan.architecture, image_size=config.image_size)
+    flops_per_image = flops.unet_forward_backward
+    if config.latents == "online":
+        flops_per_image += flops.vae_encode + flops.text_encode
+    return TrainJob(
+        model=model,
+        trained=model.unet,
+        loss=_loss,
+        loader=data.build(plan.source),
+        make_optimizer=functools.partial(make_optimizer, config=config),
+        schedule=_constant,
+        ema=_ema_spec(config) if config.use_ema else None,
+        images_per_step=config.batch_size,
+        num_steps=plan.max_num_steps,
+        flops_per_image=flops_per_image,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trainable_parameters=sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        ),
+        prepare=_encode_ahead(model, config),
+        sharded_blocks=SHARDED_BLOCKS,
+    )
+
+
+def _ema_spec(config: Any) -> EmaSpec:
+    return EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
+
+
+def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
+    if config.encoder_batch_size == "microbatch" or config.latents == "precomputed":
+        return None
+    return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
+
+
+def _loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return StableDiffusion.loss(*output)
+
+
+def _constant(step: int) -> float:
+    return 1.0

@@ -1,0 +1,95 @@
+"""What do the counted and the timed step come to?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from sdbench.measure.phases import PHASES
+from sdbench.tasks.profile.roofline import Ceilings, Operator, Row, Timing, group
+
+NO_OPERATOR = "no operator"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The figures of one average step.
+
+    Attributes:
+        rows: Of operators that were counted, timed or both; those of the longest time first.
+        kernels: Of a GPU, by name; empty on a CPU.
+        ceilings: Of the machine.
+        step_s: Length of a step as it is, in seconds.
+        profiled_step_s: Length of a step under the profiler, which shares refer to.
+        num_images: Images of a step.
+        model_flop: Operations of the model for these images, nothing computed a second time.
+    """
+
+    rows: Sequence[Row]
+    kernels: Mapping[str, Timing]
+    ceilings: Ceilings
+    step_s: float
+    profiled_step_s: float
+    num_images: int
+    model_flop: float
+
+    @property
+    def by_phase(self) -> list[Row]:
+        """Sums over the operators of each phase, in the order of a step, and what is left of it."""
+        phases = group(self.rows, lambda row: row.phase)
+        outside = Row.without_work(
+            Operator(NO_OPERATOR, "", ()), Timing(calls=0, time_s=self.outside_s)
+        )
+        return [*sorted(phases, key=lambda row: PHASES.index(row.phase)), outside]
+
+    @property
+    def by_operator(self) -> list[Row]:
+        """Sums over the shapes of each operator within a phase; the longest time first."""
+        operators = group(self.rows, lambda row: (row.phase, row.name))
+        return sorted(operators, key=lambda row: -(row.time_s or 0.0))
+
+    @property
+    def counted_flop(self) -> int:
+        """Operations that the step really does."""
+        return sum(row.flop or 0 for row in self.rows)
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds that the counted operators take at least, one after the other."""
+        return math.fsum(row.floor_s or 0.0 for row in self.rows)
+
+    @property
+    def main_dtype(self) -> str:
+        """The type in which most of the arithmetic is done."""
+        rows = group(self.rows, lambda row: row.dtypes)
+        return min(max(rows, key=lambda row: row.flop or 0).dtypes)
+
+    @property
+    def ideal_floor_s(self) -> float:
+        """Seconds that the model's operations take at the matmul ceiling of that type."""
+        return self.model_flop / (self.ceilings.tflops[self.main_dtype] * 1e12)
+
+    @property
+    def explained_percent(self) -> float:
+        """Share of the profiled step in operators whose work is known."""
+        return self.share(_time(row for row in self.rows if row.flop is not None))
+
+    @property
+    def unmatched(self) -> list[Row]:
+        """Operators and kernels that took time and were not counted; the longest time first."""
+        rows = group((row for row in self.rows if row.flop is None), lambda row: row.name)
+        return sorted(rows, key=lambda row: -(row.time_s or 0.0))
+
+    @property
+    def outside_s(self) -> float:
+        """Seconds of the profiled step in which no operator ran."""
+        return self.profiled_step_s - _time(self.rows)
+
+    def share(self, time_s: float) -> float:
+        """Percent of the profiled step."""
+        return 100 * time_s / self.profiled_step_s
+
+
+def _time(rows: Iterable[Row]) -> float:
+    return math.fsum(row.time_s or 0.0 for row in rows)

@@ -1,0 +1,70 @@
+"""How are the speed-ups of a config brought to the process and to a model that has been built?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from sdbench.base.cache import private_folder
+from sdbench.base.host_memory import keep_freed_memory
+from sdbench.models import blocks
+from sdbench.models.convolution import use_matrix_products
+from sdbench.models.stable_diffusion import StableDiffusion
+
+
+def set_up_process(config: Any) -> None:
+    """Set what holds for the whole process, to be called before any work on the device.
+
+    Args:
+        config: The resolved config.
+
+    Raises:
+        ConfigError: As `private_folder`.
+    """
+    # torch loads what it has compiled before, by default from a folder in /tmp that anybody can
+    # make. Each machine has its own: their processors may differ.
+    kernels = private_folder(f"kernels-{os.uname().nodename}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    torch.set_num_threads(config.num_threads)
+    # Threads inherit it, so it comes before torch starts any for a first computation.
+    torch.set_flush_denormal(config.flush_denormals)
+    if config.cpu_allocator == "keep":
+        keep_freed_memory()
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    # fp32 means fp32: torch allows TF32 in convolutions unless told otherwise.
+    if config.precision in ("fp32", "tf32"):
+        torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+
+
+def tune_model(model: StableDiffusion, config: Any) -> None:
+    """Change the blocks of the sub-models, and have them compiled, as the config asks.
+
+    Args:
+        model: Built and on its device; changed in place.
+        config: The resolved config.
+    """
+    convolutional = [module for module in (model.unet, model.vae) if module is not None]
+    for module in convolutional:
+        if config.unit_divisions == "drop":
+            blocks.drop_unit_divisions(module)
+        if config.group_norm == "fused":
+            blocks.fuse_group_norms(module)
+    if config.convolution == "matmul":
+        use_matrix_products(model.unet)
+    blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
+    compiled = {
+        "none": [],
+        "unet": [model.unet],
+        "encoders": [model.vae, model.text_encoder],
+        "all": [model.unet, model.vae, model.text_encoder],
+    }[config.compile]
+    for module in compiled:
+        if module is None:
+            continue
+        # Of the VAE only the encoder is used, through a method of the whole.
+        target = module.encoder if module is model.vae else module
+        # In place, so that the names of the weights stay as they are.
+        target.compile(mode=config.compile_mode, dynamic=False)

@@ -1,0 +1,67 @@
+"""Small image-caption data sets, made anew for each test that asks for one."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+
+
+def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format)
+    return buffer.getvalue()
+
+
+def make_png(value: int) -> bytes:
+    """A grey picture of 60 x 40 pixels, all of `value`, so that a sample can be recognised."""
+    return encode(Image.fromarray(np.full((40, 60, 3), value, dtype=np.uint8)))
+
+
+@pytest.fixture
+def png():
+    return make_png
+
+
+@pytest.fixture
+def encoded():
+    return encode
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch):
+    """A folder for temporary files and caches of the test alone, short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def mds_folder(tmp_path):
+    """49 samples, number i grey of value 5 i, in four shards."""
+    folder = tmp_path / "pairs"
+    datasets.write_mds(folder)
+    return folder
+
+
+@pytest.fixture
+def make_config(mds_folder):
+    """A function from what differs to the config of either source."""
+
+    def make(data_format: str, **changes) -> SourceConfig:
+        options = {"image_size": 32, "device_batch_size": 4, "seed": 3, **changes}
+        if data_format == "mds":
+            options.setdefault("remote", str(mds_folder))
+        else:
+            options.setdefault("num_images", 49)
+        return SourceConfig(data_format=data_format, **options)
+
+    return make

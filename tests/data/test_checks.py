@@ -1,0 +1,146 @@
+"""Is each mistake about data found before anything is built, and told by its message?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdbench import data
+from sdbench.base.errors import ConfigError
+from sdbench.settings.config import FIELDS
+
+NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "local": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "synthetic"),
+        ({"use_synth_data": True}, "synthetic"),
+        ({"data_format": "synthetic", "use_synth_data": True}, "synthetic"),
+        ({"remote": "x"}, "mds"),
+        ({"local": "x"}, "mds"),
+        ({"data_format": "mds", "remote": "s3://b/x", "local": "x"}, "mds"),
+    ],
+)
+def test_resolve_format(given, expected):
+    assert data.resolve_format(**NOTHING | given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_format": "tfrecord"}, "Unknown data format: got 'tfrecord'; allowed: auto, synth"),
+        ({"data_format": "mds", "use_synth_data": True}, "name different sources: got 'mds'"),
+        ({"remote": "x", "use_synth_data": True}, "a data folder was given too: got 'x'"),
+        ({"local": "x", "data_format": "synthetic"}, "a data folder was given too: got 'x'"),
+        ({"data_format": "mds"}, "format mds needs a place: .*change it with --remote or --local"),
+    ],
+)
+def test_resolve_format_contradictions(given, message):
+    with pytest.raises(ConfigError, match=message):
+        data.resolve_format(**NOTHING | given)
+
+
+def test_missing_empty_and_wrong_folders(make_config, tmp_path):
+    folder = tmp_path / "folder"
+    with pytest.raises(ConfigError, match=r"No such data folder: .*--remote or --local"):
+        data.check(make_config("mds", remote=str(folder)))
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="The data folder is empty"):
+        data.check(make_config("mds", remote=str(folder)))
+    (folder / "train").mkdir()
+    (folder / "train" / "index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no index.json: .*nearest: .*folder/train;"):
+        data.check(make_config("mds", local=str(folder), remote=None))
+    with pytest.raises(ConfigError, match=r"index.json is damaged or holds no shards"):
+        data.check(make_config("mds", remote=str(folder / "train")))
+
+
+def test_other_columns(make_config, mds_folder):
+    index = mds_folder / "index.json"
+    content = json.loads(index.read_text())
+    for shard in content["shards"]:
+        shard["column_names"] = ["image", "text"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="of images with captions: got 'columns image, text'"):
+        data.check(make_config("mds"))
+
+
+def test_missing_and_truncated_shards(make_config, mds_folder):
+    shard = mds_folder / "shard.00002.mds"
+    os.truncate(shard, 100)
+    with pytest.raises(ConfigError, match=r"A shard is damaged: .*shard.00002.mds has .*got 100"):
+        data.check(make_config("mds"))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"missing from .*got 'shard.00002.mds'"):
+        data.check(make_config("mds"))
+
+
+def test_other_mistakes(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="holds no latents: got 'columns caption, jpg'"):
+        data.check(make_config("mds", latents="precomputed"))
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: .*--model_name"):
+        data.check(make_config("mds", tokenizer_folder=Path(tmp_path)))
+    with pytest.raises(ConfigError, match=r"multiple of 8, e.g. 64"):
+        data.check(make_config("synthetic", latents="precomputed", image_size=70))
+
+
+def test_checks_import_neither_torch_nor_streaming(mds_folder, repository):
+    script = (
+        "import sys\n"
+        "import data\n"
+        "from sdbench import data as room\n"
+        "from sdbench.data.source import SourceConfig\n"
+        "room.check(SourceConfig(data_format='mds', image_size=64, device_batch_size=2, "
+        f"seed=1, remote={str(mds_folder)!r}))\n"
+        "assert not {'torch', 'streaming', 'transformers', 'PIL'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=repository, check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["index.json", "shard.00000.mds"], "mds"),
+        (["shard.00000.mds"], "mds"),
+        (["train/index.json"], "mds"),
+        ([], "mds"),
+        (["00000.tar", "a.txt"], "webdataset"),
+        (["part-0.parquet"], "parquet"),
+        (["a.jpg", "a.txt"], "folder"),
+        (["cats/a.jpg"], "folder"),
+    ],
+)
+def test_a_folders_format_is_told_from_its_names(files, expected, tmp_path):
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert data.resolve_format(**NOTHING | {"remote": str(tmp_path)}) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("s3://bucket/{00000..00009}.tar", "webdataset"),
+        ("pipe:aws s3 cp s3://bucket/a.tar -", "webdataset"),
+        ("s3://bucket/{0..3}.parquet", "parquet"),
+        ("s3://bucket/data", "mds"),
+    ],
+)
+def test_what_is_elsewhere_is_told_from_its_name(place, expected):
+    assert data.resolve_format(**NOTHING | {"remote": place}) == expected
+    assert data.resolve_format(**NOTHING | {"streams": f"{place}=1"}) == "mds"
+
+
+def test_the_flag_knows_every_format():
+    assert set(FIELDS["data_format"].metadata["kind"].allowed.split(" | ")) == {
+        "auto",
+        *data.SOURCES,
+    }

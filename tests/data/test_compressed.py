@@ -1,0 +1,161 @@
+"""Is an MDS data set of compressed shards read like its twin, and its folder left as it is?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from streaming.base.compression import compress
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+
+from data import main as data_main
+from sdbench import data
+from sdbench.cli import main as sdbench_main
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+
+
+@pytest.fixture(params=["zstd"])
+def packed(request, tmp_path, temporary_folder, monkeypatch) -> Path:
+    """The samples of `mds_folder`, compressed; what is unpacked is the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(temporary_folder))
+    datasets.write_mds(tmp_path / "packed", hashes=("xxh64",), compression=request.param)
+    return tmp_path / "packed"
+
+
+def state(folder: Path) -> dict[str, tuple[int, str]]:
+    """Each file's time of change and digest."""
+    return {
+        path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in [folder, *folder.rglob("*")]
+        if path.is_file()
+    } | {".": (folder.stat().st_mtime_ns, "")}
+
+
+def read_mds(folder: Path) -> list[dict]:
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
+    return [reader[index] for reader in readers for index in range(len(reader))]
+
+
+def tensors(folder: Path, **changes) -> dict[str, torch.Tensor]:
+    config = SourceConfig(
+        data_format="mds", remote=str(folder), image_size=32, device_batch_size=4, seed=3, **changes
+    )
+    batches = list(data.build(config))
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@pytest.mark.parametrize(
+    ("packed", "shuffle", "num_workers"),
+    [("zstd", True, 2), ("zstd", False, 2), ("gz", True, 0), ("br", False, 0)],
+    indirect=["packed"],
+)
+def test_training_sees_the_samples_of_the_twin(packed, mds_folder, shuffle, num_workers):
+    before = state(packed)
+    found = tensors(packed, shuffle=shuffle, num_workers=num_workers)
+    expected = tensors(mds_folder, shuffle=shuffle, num_workers=num_workers)
+    assert found.keys() == expected.keys() == {"image", "input_ids"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert len(found["image"]) == 48
+    assert state(packed) == before
+
+
+@pytest.mark.parametrize(("packed", "num_workers"), [("br", "0"), ("gz", "2")], indirect=["packed"])
+def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, num_workers, capsys):
+    before = state(packed)
+    workers = ("--num_workers", num_workers)
+    assert sdbench_main(["verify-data", str(packed), "--deep", *workers]) == 0
+    told = capsys.readouterr()
+    assert "each of the 49 samples can be used" in told.out
+    assert "GiB" in told.err
+    for command in (
+        ["data.py"],
+        ["convert", "--samples_per_shard", "10"],
+        ["precompute", "--model_name", "tiny", "--batch_size", "8"],
+    ):
+        outputs = []
+        for folder in (packed, mds_folder):
+            out = tmp_path / f"{command[0]}-{folder.name}"
+            run(command, folder, out, *(workers if folder == packed else ("--num_workers", "0")))
+            outputs.append([] if command[0] == "data.py" else read_mds(out))
+        assert len(outputs[0]) in (0, 49)
+        for found, expected in zip(*outputs, strict=True):
+            assert found.keys() == expected.keys()
+            assert all(np.array_equal(found[name], expected[name]) for name in found)
+    assert state(packed) == before
+
+
+def run(command: list[str], folder: Path, out: Path, *workers: str) -> None:
+    name, *flags = command
+    results = ("--results_dir", f"{out}-results")
+    if name == "convert":
+        arguments = [name, str(folder), str(out), *workers, *flags]
+    elif name == "precompute":
+        arguments = [name, "--remote", str(folder), "--out", str(out), *workers, *results, *flags]
+    else:
+        size = ("--image_size", "32", "--batch_size", "4", "--num_batches", "10")
+        assert data_main(["--remote", str(folder), *size, *workers, *results]) == 0
+        return
+    assert sdbench_main(arguments) == 0
+
+
+def test_data_that_was_packed_wrongly_is_named(packed, capsys):
+    """The compressed form is what the index says, and what it holds is not."""
+    index = json.loads((packed / "index.json").read_text())
+    shard = index["shards"][2]
+    path = packed / shard["zip_data"]["basename"]
+    data = compress(shard["compression"], bytes(shard["raw_data"]["bytes"]))
+    path.write_bytes(data)
+    shard["zip_data"] |= {"bytes": len(data), "hashes": {"xxh64": get_hash("xxh64", data)}}
+    (packed / "index.json").write_text(json.dumps(index))
+    check_both_name(packed, "shard.00002.mds", capsys)
+
+
+def test_a_damaged_compressed_form_is_named_until_it_is_repaired(packed, capsys):
+    index = json.loads((packed / "index.json").read_text())
+    path = packed / index["shards"][1]["zip_data"]["basename"]
+    sound = path.read_bytes()
+    for position in (len(sound) // 2, len(sound) - 1):
+        path.write_bytes(sound[:position] + bytes([sound[position] ^ 1]) + sound[position + 1 :])
+        check_both_name(packed, path.name, capsys)
+    path.write_bytes(sound)
+    assert sdbench_main(["verify-data", str(packed), "--deep"]) == 0
+    assert len(tensors(packed)["image"]) == 48
+
+
+def check_both_name(folder: Path, name: str, capsys) -> None:
+    before = state(folder)
+    for shuffle in ("--shuffle", "--no_shuffle"):
+        flags = ["--image_size", "32", "--batch_size", "4", "--num_workers", "2", shuffle]
+        flags += ["--results_dir", f"{folder}-results"]
+        assert data_main(["--remote", str(folder), *flags]) == 1
+        assert name in capsys.readouterr().err
+    assert sdbench_main(["verify-data", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert name in printed
+    assert "1 broken thing was found" in printed
+    assert state(folder) == before
+
+
+def test_a_shard_that_is_missing_is_named_before_anything_is_unpacked(packed, capsys):
+    path = next(packed.glob("shard.00003.mds.*"))
+    path.unlink()
+    assert data_main(["--remote", str(packed), "--image_size", "32"]) == 2
+    assert path.name in capsys.readouterr().err
+    assert sdbench_main(["verify-data", str(packed)]) == 1
+    assert path.name in capsys.readouterr().out
+
+
+def test_diffusion_benchmarks_data_set(packed):
+    from data import StreamingLAIONDataset
+
+    before = state(packed)
+    dataset = StreamingLAIONDataset(None, str(packed), None, False, image_size=32)
+    assert (dataset[7]["image"] == 35).all()
+    assert state(packed) == before

@@ -1,0 +1,260 @@
+"""Does every source keep the contract of `data.build`?"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import NUM_SAMPLES, indices
+
+KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
+STORED = tuple(datasets.WRITERS)
+# Streaming learns its rank from the environment, so those need a process for each rank.
+IN_ONE_PROCESS = tuple(kind for kind in KINDS if not kind.startswith("mds"))
+MDS = tuple(kind for kind in KINDS if kind.startswith("mds"))
+
+READ_AS_RANK = """
+import pickle, sys
+from sdbench import data
+from tests.data.datasets import indices
+with open(sys.argv[1], "rb") as file:
+    configs = pickle.load(file)
+read = [indices(list(data.build(config))) for config in configs]
+with open(sys.argv[2], "wb") as file:
+    pickle.dump(read, file)
+"""
+
+MakeConfig = Callable[..., SourceConfig]
+
+
+@pytest.fixture(scope="module")
+def make_config(tmp_path_factory) -> MakeConfig:
+    """A function from a kind of data, and what differs, to the config of its source."""
+    root = tmp_path_factory.mktemp("data")
+    for kind, write in datasets.WRITERS.items():
+        write(root / kind)
+
+    def make(kind: str, **changes) -> SourceConfig:
+        options = {
+            "data_format": kind.split()[0],
+            "latents": "precomputed" if kind.endswith("latents") else "online",
+            "image_size": datasets.IMAGE_SIZE,
+            "text_embedding_dim": datasets.EMBEDDING_SHAPE[1],
+            "device_batch_size": 4,
+            "seed": 3,
+        }
+        if kind in datasets.WRITERS:
+            options["remote"] = str(root / kind)
+        else:
+            options["num_images"] = NUM_SAMPLES
+        return SourceConfig(**{**options, **changes})
+
+    return make
+
+
+def same(left: list[dict], right: list[dict]) -> bool:
+    return all(
+        torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_epochs_have_whole_batches_of_the_contract(kind, num_workers, make_config):
+    loader = data.build(make_config(kind, num_workers=num_workers))
+    assert len(loader) == 12  # 49 // 4
+    first, second = list(loader), list(loader)
+    assert loader.stats.num_images_delivered == 2 * 48
+    assert loader.stats.num_bad_samples == 0
+    for batch in first + second:
+        check_batch(batch, kind=kind)
+    if kind in STORED:
+        assert loader.stats.bytes_read > 0
+        for epoch in (first, second):
+            assert len(set(indices(epoch))) == 48
+        assert indices(first) != indices(second)
+
+
+def check_batch(batch: dict[str, torch.Tensor], *, kind: str) -> None:
+    described = {name: (tuple(values.shape), values.dtype) for name, values in batch.items()}
+    latent = ((4, *datasets.LATENT_SHAPE), torch.float16)
+    embedding = ((4, *datasets.EMBEDDING_SHAPE), torch.float16)
+    if kind == "parquet latents":
+        assert described == {"latent": latent, "text_embedding": embedding}
+    elif kind.endswith("latents"):
+        expected = {"latent_mean": latent, "latent_logvar": latent, "text_embedding": embedding}
+        assert described == expected
+    else:
+        assert described == {
+            "image": ((4, 3, 32, 32), torch.uint8),
+            "input_ids": ((4, 77), torch.int64),
+        }
+        assert (batch["input_ids"][:, 0] == 49406).all()
+        assert (batch["input_ids"] == 49407).any(dim=1).all()
+    for values in batch.values():
+        assert torch.isfinite(values.float()).all()
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_each_sample_has_its_own_caption(kind, make_config):
+    batch = next(iter(data.build(make_config(kind))))
+    numbers = indices([batch])
+    if "image" in batch:
+        captions = [datasets.make_caption(number) for number in numbers]
+        expected = torch.from_numpy(CaptionTokenizer(pad_token_id=0)(captions))
+        assert torch.equal(batch["input_ids"], expected)
+    else:
+        assert batch["text_embedding"][:, 0, 0].tolist() == [number / 16 for number in numbers]
+    if "latent_logvar" in batch:
+        expected = [-number / 8 for number in numbers]
+        assert batch["latent_logvar"][:, 0, 0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seed_decides_samples_and_order_whatever_the_workers(kind, make_config):
+    first = list(data.build(make_config(kind)))
+    assert same(first, list(data.build(make_config(kind, num_workers=2))))
+    assert not same(first, list(data.build(make_config(kind, seed=4))))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_without_shuffling_the_order_is_the_stored_one(kind, make_config):
+    loader = data.build(make_config(kind, shuffle=False))
+    assert indices(list(loader)) == list(range(48))
+    assert indices(list(loader)) == list(range(48))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", STORED)
+def test_a_resumed_epoch_has_exactly_the_remaining_samples(kind, num_workers, make_config):
+    whole = data.build(make_config(kind))
+    epochs = [list(whole), list(whole), list(whole)]
+    del whole
+
+    stopped = data.build(make_config(kind, num_workers=num_workers))
+    list(stopped)
+    batches = iter(stopped)
+    seen = [next(batches) for _ in range(5)]
+    state = pickle.loads(pickle.dumps(stopped.state_dict()))
+    del stopped, batches
+
+    resumed = data.build(make_config(kind, num_workers=num_workers))
+    resumed.load_state_dict(state)
+    assert same(seen + list(resumed), epochs[1])
+    assert same(list(resumed), epochs[2])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "latents" not in kind])
+def test_float32_images_are_the_same_pixels_in_minus_one_to_one(kind, make_config):
+    pixels = next(iter(data.build(make_config(kind))))["image"]
+    floats = next(iter(data.build(make_config(kind, image_dtype="float32"))))["image"]
+    assert floats.dtype == torch.float32
+    assert floats.min() >= -1
+    assert floats.max() <= 1
+    assert torch.equal(((floats + 1) * 127.5).round().to(torch.uint8), pixels)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in IN_ONE_PROCESS if kind in STORED])
+def test_two_ranks_share_the_batches_of_one(kind, make_config):
+    alone = data.build(make_config(kind, device_batch_size=6))
+    ranks = [
+        data.build(make_config(kind, device_batch_size=3, rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    parts = [list(loader) for loader in ranks]
+    assert [len(part) for part in parts] == [8, 8]  # 49 // 6
+    for batch, *shares in zip(alone, *parts, strict=True):
+        assert indices([batch]) == indices(shares)
+
+
+def test_two_ranks_of_streaming_get_different_samples(make_config, repository, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        configs = [make_config(kind, rank=rank, world_size=2) for kind in MDS]
+        (tmp_path / f"config{rank}").write_bytes(pickle.dumps(configs))
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        place = {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        files = [str(tmp_path / f"config{rank}"), str(tmp_path / f"read{rank}")]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", READ_AS_RANK, *files],
+                cwd=repository,
+                env=os.environ | {key: str(value) for key, value in place.items()},
+            )
+        )
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    read = [pickle.loads((tmp_path / f"read{rank}").read_bytes()) for rank in range(2)]
+    for first, second in zip(*read, strict=True):
+        assert len(first) == len(second) == 24  # 49 // (2 x 4) x 4
+        assert len(set(first + second)) == 48
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_samples_than_a_batch(kind, make_config):
+    assert data.check(make_config(kind, device_batch_size=24, world_size=2)) == NUM_SAMPLES
+    message = r"has 49 samples, .*25 per rank x 2 ranks\): got 50; allowed: at most 48; .*--batch_"
+    with pytest.raises(ConfigError, match=message):
+        data.check(make_config(kind, device_batch_size=25, world_size=2))
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_place_that_is_not_there_is_named(kind, make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.*change it with --remote or --local"):
+        data.check(make_config(kind, remote=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORED if "latents" not in kind])
+def test_images_are_not_latents(kind, make_config):
+    with pytest.raises(ConfigError, match="change it with .*--(latents|remote)"):
+        data.check(make_config(kind, latents="precomputed"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["folder", "mds latents"])
+def test_silence_is_an_error(kind, num_workers, make_config, monkeypatch):
+    loader = data.build(make_config(kind, num_workers=num_workers, data_timeout_s=1))
+
+    def never(index: int) -> None:
+        import time
+
+        time.sleep(60)
+
+    monkeypatch.setattr(loader.collate_fn.records, "read", never)
+    with pytest.raises(RunError, match=r"no batch for 1 s, after 0 images.*--data_timeout_s"):
+        next(iter(loader))
+
+
+def test_a_short_epoch_is_an_error(make_config, monkeypatch):
+    loader = data.build(make_config("folder"))
+    monkeypatch.setattr(type(loader), "__len__", lambda self: 13)
+    with pytest.raises(RunError, match="has 52 images, and 48 were delivered") as caught:
+        list(loader)
+    assert caught.value.status == "invalid"
+
+
+def test_a_folder_that_workers_cannot_open_sockets_in_is_refused(
+    tmp_path, monkeypatch, make_config
+):
+    # 107 bytes less /pymp-12345678/listener-12345678.
+    longest = "/tmp/" + 70 * "x"
+    for folder, num_workers in ((longest, 2), (longest + "x", 0)):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        data.build(make_config("synthetic", num_workers=num_workers))
+    with pytest.raises(ConfigError, match="too long for sockets .*at most 75 bytes.*TMPDIR"):
+        data.build(make_config("synthetic", num_workers=2))

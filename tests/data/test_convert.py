@@ -1,0 +1,223 @@
+"""Does a conversion keep every image and caption, or say which not, however it is interrupted?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+from streaming.base.format.mds.reader import MDSReader
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.prepare.convert import choose_samples_per_shard
+from sdbench.data.prepare.convert import main as convert
+from tests.data import datasets
+
+ROOT = Path(__file__).parents[2]
+
+
+def main(*arguments: object) -> int:
+    """Convert in this process, unless told otherwise."""
+    return convert(["--num_workers", "0", *map(str, arguments)])
+
+
+def read_mds(folder: Path) -> list[dict]:
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
+    return [reader[index] for reader in readers for index in range(len(reader))]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_there_and_back_through_all_formats(tmp_path, mds_folder):
+    before = mds_folder
+    for data_format in ("webdataset", "parquet", "folder", "mds"):
+        after = tmp_path / data_format
+        assert main(before, after, "--to", data_format, "--samples_per_shard", 20) == 0
+        before = after
+    rows = read_mds(tmp_path / "mds")
+    original = read_mds(mds_folder)
+    assert len(rows) == datasets.NUM_SAMPLES
+    assert [row["jpg"] for row in rows] == [row["jpg"] for row in original]
+    assert [row["caption"] for row in rows] == [row["caption"] for row in original]
+    assert {(row["width"], row["height"]) for row in rows} == {(60, 40)}
+    assert len(list((tmp_path / "mds").glob("*.mds"))) == 3
+
+
+def test_latents_there_and_back(tmp_path, capsys):
+    datasets.write_mds_latents(tmp_path / "latents")
+    flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
+    assert main(tmp_path / "latents", tmp_path / "parquet", "--to", "parquet", *flags) == 0
+    assert "latents caption are not taken over" in capsys.readouterr().out
+    assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
+    rows = read_mds(tmp_path / "mds")
+    assert len(rows) == datasets.NUM_SAMPLES
+    for index, row in enumerate(rows):
+        arrays = datasets.make_arrays(index)
+        assert (row["latent_moments_32"] == arrays["moments"]).all()
+        assert (row["text_embedding"] == arrays["text_embedding"]).all()
+
+
+def test_latents_of_seed_000(tmp_path):
+    datasets.write_parquet_latents(tmp_path / "parquet")
+    flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
+    assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
+    rows = read_mds(tmp_path / "mds")
+    assert set(rows[0]) == {"latents_32", "text_embedding"}
+    for index, row in enumerate(rows):
+        arrays = datasets.make_arrays(index)
+        assert row["latents_32"].dtype == "float16"
+        assert (row["latents_32"] == arrays["latent"]).all()
+
+
+def test_tars_in_braces_with_a_filter_and_a_limit(tmp_path, capsys):
+    datasets.write_tars(tmp_path / "tars")
+    source = f"{tmp_path}/tars/{{00000..00001}}.tar"
+    flags = ("--filters", '{original_width: ">=100"}', "--max_samples", 3)
+    assert main(source, tmp_path / "out", *flags) == 0
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == ["picture 10", "picture 11", "picture 12"]
+    assert "10 samples are left out by --filters" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bad_folder(tmp_path):
+    """Number 0 is good, then 0 bytes, a cut image, no caption, no image; 5 to 9 are good."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    lines = ["file,caption"]
+    for number in range(10):
+        (folder / f"{number}.png").write_bytes(datasets.make_png(number))
+        lines.append(f"{number}.png,{'' if number == 3 else f'picture {number}'}")
+    (folder / "1.png").write_bytes(b"")
+    (folder / "2.png").write_bytes(datasets.make_png(2)[:60])
+    (folder / "4.png").unlink()
+    (folder / "captions.csv").write_text("\n".join(lines))
+    return folder
+
+
+BAD = ("1.png: the image has 0 bytes", "2.png: the image cannot", "3.png: no c", "4.png: no i")
+
+
+def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, bad_folder, capsys):
+    job = (bad_folder, tmp_path / "out", "--samples_per_shard", 1)
+    with pytest.raises(RunError, match=r"photos/1.png: the image has 0 bytes.*--on_bad_sample"):
+        main(*job)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RunError, match=r"1 of 10 samples are bad, more than the 5.00% of .*1.png"):
+        main(*job, "--on_bad_sample", "skip", "--max_bad_fraction", 0.05)
+    assert "resuming: 1 of 10 shards are there" in capsys.readouterr().out
+    assert main(*job, "--on_bad_sample", "skip", "--max_bad_fraction", 0.4) == 0
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == [f"picture {number}" for number in (0, 5, 6, 7, 8, 9)]
+    printed = capsys.readouterr().out
+    assert "resuming: 2 of 10 shards are there" in printed
+    assert "Wrote 6 samples" in printed and "4 bad ones left out: together the 10 of" in printed
+    assert all(sentence in printed for sentence in BAD)
+    with pytest.raises(ConfigError, match="The output exists"):
+        main(*job)
+
+
+def test_an_image_of_another_type_is_kept_where_types_have_no_names(tmp_path, encoded):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(encoded(Image.new("RGB", (4, 4)), file_format="BMP"))
+    (folder / "a.txt").write_text("a")
+    with pytest.raises(RunError, match=r"a.jpg: .*neither a JPEG, nor a PNG, nor a WebP"):
+        main(folder, tmp_path / "tars", "--to", "webdataset")
+    assert main(folder, tmp_path / "mds") == 0
+
+
+def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
+    main(mds_folder, tmp_path / "undisturbed", "--samples_per_shard", 10)
+
+    from sdbench.data.pipeline import transforms
+
+    measure, calls = transforms.measure_image, []
+
+    def interrupt(data):
+        calls.append(data)
+        if len(calls) == 25:
+            raise KeyboardInterrupt
+        return measure(data)
+
+    monkeypatch.setattr(transforms, "measure_image", interrupt)
+    job = (mds_folder, tmp_path / "out", "--samples_per_shard", 10)
+    assert main(*job) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert main(*job) == 0
+    assert "resuming: 2 of 5 shards are there" in capsys.readouterr().out
+    assert len(calls) == 25 + 29
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    image = encoded(Image.new("RGB", (1800, 1800)))  # Small, and slow to decode.
+    for number in range(40):
+        (folder / f"{number:02d}.png").write_bytes(image)
+        (folder / f"{number:02d}.txt").write_text(f"picture {number}")
+    job = (folder, tmp_path / "out", "--samples_per_shard", 1)
+    command = [sys.executable, "-m", "sdbench", "convert", *map(str, job), "--num_workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    notes = tmp_path / "out.partial" / "chunks"
+    while len(list(notes.glob("*.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert not (tmp_path / "out").exists()
+    num_there = len(list(notes.glob("*.json")))
+    assert 3 <= num_there < 40
+    assert main(*job) == 0
+    assert main(folder, tmp_path / "undisturbed", "--samples_per_shard", 1) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    captions = [row["caption"] for row in read_mds(tmp_path / "out")]
+    assert captions == [f"picture {number}" for number in range(40)]
+
+
+def test_progress_lines(tmp_path, mds_folder, monkeypatch, capsys):
+    monkeypatch.setattr("sdbench.data.prepare.pool.LINE_INTERVAL_S", 0)
+    main(mds_folder, tmp_path / "out", "--samples_per_shard", 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "20 of 49 samples",
+        "40 of 49 samples",
+        "49 of 49 samples",
+    ]
+    assert lines[-1].endswith("0 s left")
+
+
+def test_shards_are_neither_tiny_nor_huge():
+    assert [choose_samples_per_shard(num) for num in (1, 492, 3_200, 10**7)] == [32, 32, 200, 512]
+
+
+def test_mistakes(tmp_path, mds_folder):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"got 0; allowed: 1 or more; .*--max_samples"):
+        main(mds_folder, out, "--max_samples", 0)
+    with pytest.raises(ConfigError, match=r"got 1000001; .*--samples_per_shard"):
+        main(mds_folder, out, "--samples_per_shard", 1_000_001)
+    with pytest.raises(ConfigError, match=r"got 1.5; .*--max_bad_fraction"):
+        main(mds_folder, out, "--max_bad_fraction", 1.5)
+    with pytest.raises(ConfigError, match=r"got 'folder'; allowed: mds or parquet; .*--to"):
+        main(mds_folder, out, "--to", "folder", "--latents", "precomputed")
+    with pytest.raises(ConfigError, match=r"holds no latents"):
+        main(mds_folder, out, "--latents", "precomputed")
+    with pytest.raises(ConfigError, match="No such"):
+        main(tmp_path / "none", out)
+    with pytest.raises(ConfigError, match=r"The output exists: .*change it with OUT"):
+        main(mds_folder, mds_folder)
+    assert not out.exists()

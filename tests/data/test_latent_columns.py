@@ -1,0 +1,86 @@
+"""Are the columns of latents found under each of their names, and their values checked?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.latent_columns import (
+    check_array,
+    check_finite,
+    find_image_sizes,
+    find_latent_columns,
+)
+from sdbench.data.samples import BadSampleError
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (
+            ["latent_moments_256", "text_embedding"],
+            {"moments": "latent_moments_256", "text_embedding": "text_embedding"},
+        ),
+        (  # seed 000
+            ["image_latents_256", "image_latents_512", "caption_latents"],
+            {"latent": "image_latents_256", "text_embedding": "caption_latents"},
+        ),
+        (  # seed 002's text
+            ["image_latents_256", "caption_embeddings"],
+            {"latent": "image_latents_256", "text_embedding": "caption_embeddings"},
+        ),
+        (  # seed 002's program
+            ["latents_256_bytes", "caption_latents", "caption"],
+            {"latent": "latents_256_bytes", "text_embedding": "caption_latents"},
+        ),
+        (  # moments can be sampled anew, so they are preferred
+            ["latents_256", "latent_moments_256", "text_embedding"],
+            {"moments": "latent_moments_256", "text_embedding": "text_embedding"},
+        ),
+    ],
+)
+def test_each_spelling_is_found(columns, expected):
+    assert find_latent_columns(columns, image_size=256) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            ["latents_512", "latent_moments_768", "text_embedding"],
+            "got 256; allowed: 512, 768; .*--i",
+        ),
+        (["latents_256"], "no encoded captions: got 'columns latents_256'; .*caption_latents"),
+        (["jpg", "caption"], "no latents: .*--latents online for images; change it with --remote"),
+    ],
+)
+def test_what_is_missing_is_named(columns, message):
+    with pytest.raises(ConfigError, match=message):
+        find_latent_columns(columns, image_size=256)
+
+
+def test_resolutions_are_read_from_the_names():
+    columns = ["latents_512_bytes", "image_latents_256", "latent_moments_x", "caption_latents"]
+    assert find_image_sizes(columns) == [256, 512]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan])
+def test_one_bad_value_is_enough(value):
+    array = np.zeros((4, 8, 8), np.float16)
+    array[3, 7, 7] = value
+    with pytest.raises(BadSampleError, match="^a.mds, latent: a value is NaN, infinite"):
+        check_finite("a.mds, latent", array)
+
+
+def test_every_finite_float16_is_fine():
+    bits = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    check_finite("all", bits[np.isfinite(bits)])
+
+
+def test_type_and_shape():
+    check_array("a", np.zeros((4, 8, 8), np.float64), shape=(4, 8, 8))
+    with pytest.raises(BadSampleError, match=r"a: shape \(4, 8\), \(4, 8, 8\) is needed"):
+        check_array("a", np.zeros((4, 8), np.float16), shape=(4, 8, 8))
+    with pytest.raises(BadSampleError, match="a: values of type int16, floating point"):
+        check_array("a", np.zeros((4, 8, 8), np.int16), shape=(4, 8, 8))

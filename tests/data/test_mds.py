@@ -1,0 +1,216 @@
+"""Are an MDS data set's caches, streams and registrations what they should be?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import indices
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    datasets.write_mds(tmp_path / "pairs", hashes=("sha1", "xxh64"))
+    return tmp_path / "pairs"
+
+
+def make_config(folder: Path, **changes) -> SourceConfig:
+    options = {"image_size": 32, "device_batch_size": 4, "seed": 3, "remote": str(folder)}
+    return SourceConfig(data_format="mds", **{**options, **changes})
+
+
+def test_both_folders_given_means_a_copy(folder, tmp_path):
+    cache = tmp_path / "cache"
+    list(data.build(make_config(folder, local=str(cache))))
+    assert sorted(path.name for path in cache.iterdir()) == sorted(
+        path.name for path in folder.iterdir()
+    )
+
+
+def test_a_cut_copy_is_made_again(folder, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    list(data.build(make_config(folder, local=str(cache))))
+    os.truncate(cache / "shard.00001.mds", 3000)
+    loader = data.build(make_config(folder, local=str(cache)))
+    assert sorted(indices(list(loader)))[:3] == [0, 1, 2]
+    assert "shard.00001.mds is an incomplete copy" in capsys.readouterr().err
+    copied = (cache / "shard.00001.mds").read_bytes()
+    assert copied == (folder / "shard.00001.mds").read_bytes()
+
+
+def test_a_cache_of_other_data_is_refused(folder, tmp_path):
+    cache = tmp_path / "cache"
+    list(data.build(make_config(folder, local=str(cache))))
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"] = index["shards"][:3]
+    (folder / "index.json").write_text(json.dumps(index))
+    message = r"holds another data set, or another version .*cache'; .*change it with --local"
+    with pytest.raises(ConfigError, match=message):
+        data.check(make_config(folder, local=str(cache)))
+
+
+def test_streams_are_mixed_by_proportion(folder, tmp_path):
+    other = tmp_path / "other"
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(other), columns={"jpg": "bytes", "caption": "str"}) as writer:
+        for index in range(49):
+            writer.write({"jpg": datasets.make_png(50), "caption": f"other {index}"})
+    streams = f"{folder}=0.75,{other}=0.25"
+    config = make_config(folder, remote=None, streams=streams)
+    assert data.check(config) == 98
+    found = indices(list(data.build(config)))
+    assert len(found) == 96
+    assert found.count(50) == 24
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "a=0.5,b", "a=-1", "=1", "a=inf"])
+def test_streams_of_another_form(folder, text):
+    with pytest.raises(ConfigError, match="no place or no proportion: .*--streams"):
+        data.check(make_config(folder, remote=None, streams=text))
+
+
+def test_hashes_that_are_not_there(folder):
+    with pytest.raises(ConfigError, match="got 'md5'; allowed: auto, none, sha1, xxh64"):
+        data.check(make_config(folder, validate_hash="md5"))
+
+
+def test_of_several_resolutions_the_wanted_one_is_read(tmp_path):
+    from streaming import MDSWriter
+
+    columns = {
+        "latents_256": "ndarray:float16:4,32,32",
+        "latents_512": "ndarray:float32:4,64,64",
+        "caption_latents": "ndarray:float16:77,8",
+    }
+    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
+        for index in range(8):
+            writer.write(
+                {
+                    "latents_256": np.full((4, 32, 32), index, np.float16),
+                    "latents_512": np.full((4, 64, 64), -index, np.float32),
+                    "caption_latents": np.zeros((77, 8), np.float16),
+                }
+            )
+    options = {"latents": "precomputed", "text_embedding_dim": 8, "shuffle": False}
+    for size, sign in ((256, 1), (512, -1)):
+        config = make_config(tmp_path / "data", image_size=size, **options)
+        batch = next(iter(data.build(config)))
+        assert batch["latent"].shape == (4, 4, size // 8, size // 8)
+        assert batch["latent"].dtype == torch.float16
+        assert batch["latent"][:, 0, 0, 0].tolist() == [0, sign, 2 * sign, 3 * sign]
+    with pytest.raises(ConfigError, match="256, 512.*--image_size"):
+        data.check(make_config(tmp_path / "data", image_size=768, **options))
+
+
+def test_augmentation_is_of_the_sample_and_its_epoch(folder):
+    options = {"crop": "random", "horizontal_flip_probability": 0.5, "shuffle": False}
+    drop = {"caption_drop_probability": 0.5}
+    loader = data.build(make_config(folder, **options, **drop))
+    again = data.build(make_config(folder, num_workers=2, **options, **drop))
+    empty = torch.from_numpy(CaptionTokenizer(pad_token_id=0)([""]))[0]
+    dropped = []
+    for _ in range(2):
+        first, second = list(loader), list(again)
+        ids = torch.cat([batch["input_ids"] for batch in first])
+        assert torch.equal(ids, torch.cat([batch["input_ids"] for batch in second]))
+        dropped.append((ids == empty).all(dim=1))
+        assert 12 < int(dropped[-1].sum()) < 36  # of 48; 4 standard deviations are 14
+    assert not torch.equal(*dropped)
+
+
+def test_latents_are_not_augmented(tmp_path):
+    datasets.write_mds_latents(tmp_path / "data")
+    options = {"latents": "precomputed", "text_embedding_dim": 8}
+    config = make_config(tmp_path / "data", caption_drop_probability=0.1, **options)
+    with pytest.raises(ConfigError, match="got 0.1; .*change it with --caption_drop_probability"):
+        data.check(config)
+
+
+def test_diffusion_benchmarks_data_set(folder):
+    from data import StreamingLAIONDataset
+
+    dataset = StreamingLAIONDataset(None, str(folder), None, False, image_size=32)
+    assert len(dataset) == 49
+    sample = dataset[7]
+    assert sample["image"].shape == (3, 32, 32)
+    assert (sample["image"] == 35).all()
+    expected = CaptionTokenizer(pad_token_id=0)(["picture 7"])[0]
+    assert sample["input_ids"].tolist() == expected.tolist()
+    del dataset
+
+    sizes = StreamingLAIONDataset(
+        remote=None,
+        local=str(folder),
+        split=None,
+        shuffle=False,
+        transform=lambda image: image.size,
+    )
+    assert sizes[0]["image"] == (60, 40)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is not a folder here")
+def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, repository, tmp_path):
+    cache = str(tmp_path / "cache")
+    config = make_config(folder, local=cache)
+    script = (
+        "import os, signal\n"
+        "from multiprocessing import resource_tracker\n"
+        "from sdbench import data\n"
+        "from sdbench.data.source import SourceConfig\n"
+        f"loader = data.build({config!r})\n"
+        "next(iter(loader))\n"
+        "os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], cwd=repository, check=False)
+    assert killed.returncode == -9
+    names = [path for path in Path("/dev/shm").glob("*_locals") if cache.encode() in _read(path)]
+    assert len(names) == 1
+    assert len(set(indices(list(data.build(config))))) == 48
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_living_registrations_are_kept(folder, tmp_path):
+    living = data.build(make_config(folder, local=str(tmp_path / "cache")))
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    list(data.build(make_config(other)))
+    assert len(list(living)) == 12
+
+
+def test_another_data_set_in_the_same_process_is_its_own(folder, tmp_path):
+    datasets.write_mds_latents(tmp_path / "latents")
+    images = data.build(make_config(folder))
+    latents = data.build(
+        make_config(tmp_path / "latents", latents="precomputed", text_embedding_dim=8)
+    )
+    assert set(next(iter(images))) == {"image", "input_ids"}
+    assert set(next(iter(latents))) == {"latent_mean", "latent_logvar", "text_embedding"}
+
+
+def test_a_shard_lost_after_the_start_is_an_error_that_names_it(folder):
+    loader = data.build(make_config(folder))
+    (folder / "shard.00001.mds").unlink()
+    with pytest.raises(RunError, match=r"Shard shard.00001.mds cannot be had from .*pairs"):
+        list(loader)
+    assert loader.stats.num_images_delivered < 48

@@ -1,0 +1,185 @@
+"""Is MosaicML diffusion's own data set of latents read, small pictures and all?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+
+from benchmark import main as benchmark_main
+from data import main as data_main
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.cli import main as sdbench_main
+from sdbench.data.source import SourceConfig
+
+# The columns of its scripts/precompute_latents.py, in its order.
+COLUMNS = {
+    **dict.fromkeys(("punsafe", "pwatermark", "similarity"), "float64"),
+    **dict.fromkeys(("caption", "url", "key", "status", "error_message"), "str"),
+    **dict.fromkeys(("width", "height", "original_width", "original_height"), "int32"),
+    "exif": "str",
+    "jpg": "bytes",
+    "hash": "int64",
+    "aesthetic_score": "float64",
+    "caption_latents": "bytes",
+    "latents_256": "bytes",
+    "latents_512": "bytes",
+}
+NUM_SAMPLES = 49
+# Every third picture is smaller than 512 pixels.
+PRESENT = [index for index in range(NUM_SAMPLES) if index % 3]
+# As long as texts are, so that arrays begin at any byte.
+TEXTS = ["", "a", "ab"]
+
+
+def make_latent(index: int, *, side: int) -> np.ndarray:
+    """What the script stores: sampled, times 0.18215, in float16."""
+    generator = np.random.default_rng([index, side])
+    return (generator.normal(scale=1 / 0.18215, size=(4, side, side)) * 0.18215).astype(np.float16)
+
+
+def make_text(index: int, *, width: int) -> np.ndarray:
+    return np.random.default_rng(index).normal(size=(77, width)).astype(np.float16)
+
+
+@pytest.fixture
+def make_folder(tmp_path):
+    """A function that writes the data set as the script does."""
+
+    def make(*, width: int = 1024, sizes: tuple[int, int] = (256, 512)) -> Path:
+        small, large = sizes
+        renamed = {"latents_256": f"latents_{small}", "latents_512": f"latents_{large}"}
+        columns = {renamed.get(name, name): encoding for name, encoding in COLUMNS.items()}
+        folder = tmp_path / f"latents-{width}"
+        with MDSWriter(
+            out=str(folder), columns=columns, size_limit=2**21 * width // 1024
+        ) as writer:
+            for index in range(NUM_SAMPLES):
+                sample = {
+                    name: {"str": TEXTS[index % 3], "bytes": b"", "int32": 512}.get(encoding, 0)
+                    for name, encoding in columns.items()
+                }
+                sample |= dict.fromkeys(("punsafe", "pwatermark"), 0.5)
+                sample |= {"similarity": 0.3, "aesthetic_score": 5.0}
+                sample["caption_latents"] = make_text(index, width=width).tobytes()
+                sample[f"latents_{small}"] = make_latent(index, side=small // 8).tobytes()
+                if index in PRESENT:
+                    sample[f"latents_{large}"] = make_latent(index, side=large // 8).tobytes()
+                writer.write(sample)
+        return folder
+
+    return make
+
+
+def make_config(folder: Path, **changes) -> SourceConfig:
+    options = {"latents": "precomputed", "image_size": 512, "remote": str(folder)}
+    return SourceConfig(data_format="mds", device_batch_size=4, seed=3, **{**options, **changes})
+
+
+def samples(loader) -> dict[bytes, bytes]:
+    """Latent to embedding of an epoch."""
+    return {
+        latent.numpy().tobytes(): text.numpy().tobytes()
+        for batch in loader
+        for latent, text in zip(batch["latent"], batch["text_embedding"], strict=True)
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_small_pictures_are_left_out(make_folder, shuffle, num_workers):
+    config = make_config(
+        make_folder(), missing_latents="leave_out", shuffle=shuffle, num_workers=num_workers
+    )
+    assert data.check(config) == len(PRESENT) == 32
+    loader = data.build(config)
+    expected = {
+        make_latent(index, side=64).tobytes(): make_text(index, width=1024).tobytes()
+        for index in PRESENT
+    }
+    first = samples(loader)
+    assert first == expected
+    assert loader.stats.num_dropped_samples == 17
+    assert loader.stats.num_images_delivered == 32
+    assert loader.stats.num_bad_samples == 0
+    # In another order where they are shuffled, and as they are stored where not.
+    assert (list(first) == list(expected)) is not shuffle
+    assert (list(samples(loader)) == list(first)) is not shuffle
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_size_that_all_have(make_folder, shuffle):
+    folder = make_folder()
+    loader = data.build(make_config(folder, image_size=256, shuffle=shuffle))
+    expected = [make_latent(index, side=32).tobytes() for index in range(NUM_SAMPLES)]
+    found = samples(loader)
+    assert len(found) == 48
+    assert found.keys() <= set(expected)
+    assert loader.stats.num_dropped_samples == 0
+
+
+def test_missing_latents_are_refused_with_their_number(make_folder, tmp_path, capsys):
+    folder = make_folder()
+    flags = ["--remote", str(folder), "--latents", "precomputed", "--num_workers", "0"]
+    flags += ["--batch_size", "4", "--results_dir", str(tmp_path / "results")]
+    assert data_main(flags) == 2
+    message = capsys.readouterr().err
+    assert "17 of the 49 samples" in message
+    assert "--missing_latents" in message
+    assert data_main([*flags, "--missing_latents", "leave_out"]) == 0
+    (record,) = (tmp_path / "results").glob("*/record.json")
+    content = json.loads(record.read_text())
+    assert content["summary"]["num_dropped_samples"] == 17
+    assert content["config"]["missing_latents"] == "leave_out"
+    # Replaced, if somebody says so, as other samples that cannot be used.
+    skip = {"on_bad_sample": "skip", "max_bad_fraction": 0.4, "shuffle": False}
+    loader = data.build(make_config(folder, **skip))
+    assert len(samples(loader)) == len([index for index in PRESENT if index < 48])
+    assert loader.stats.num_bad_samples == 16
+
+
+def test_a_benchmark_counts_what_it_left_out(make_folder, tmp_path):
+    folder = make_folder(width=32, sizes=(64, 128))
+    flags = ["--model_name", "tiny", "--latents", "precomputed", "--remote", str(folder)]
+    flags += ["--image_size", "128", "--batch_size", "4", "--num_workers", "0"]
+    flags += ["--warmup_batches", "1", "--measure_batches", "3"]
+    flags += ["--results_dir", str(tmp_path / "results")]
+    assert benchmark_main(flags) == 2
+    assert benchmark_main([*flags, "--missing_latents", "leave_out"]) == 0
+    (record,) = (tmp_path / "results").glob("*/record.json")
+    assert json.loads(record.read_text())["workload"]["num_dropped_samples"] == 17
+
+
+def test_verify_data_counts_and_convert_names_them(make_folder, tmp_path, capsys):
+    folder = make_folder()
+    for deep in ((), ("--deep",)):
+        assert sdbench_main(["verify-data", str(folder), *deep]) == 0
+        printed = capsys.readouterr().out
+        assert "note: 17 of the 49 samples have no latents_512" in printed
+        assert "latents_256" not in printed
+    convert = ["convert", str(folder), str(tmp_path / "out"), "--latents", "precomputed"]
+    assert sdbench_main(convert) == 1
+    assert "sample 0, latents_512: no value" in capsys.readouterr().err
+    assert sdbench_main([*convert, "--on_bad_sample", "skip", "--max_bad_fraction", "0.4"]) == 0
+    assert "Wrote 32 samples" in capsys.readouterr().out
+    loader = data.build(make_config(tmp_path / "out", shuffle=False))
+    assert list(samples(loader)) == [make_latent(index, side=64).tobytes() for index in PRESENT]
+
+
+def test_what_cannot_be_told_or_is_of_another_model(make_folder, tmp_path):
+    folder = make_folder()
+    leave_out = {"missing_latents": "leave_out"}
+    with pytest.raises(ConfigError, match="caption_latents .* is of another model: got '157696 b"):
+        data.check(make_config(folder, text_embedding_dim=768, **leave_out))
+    for place in ({"local": str(tmp_path / "cache")}, {"remote": None, "streams": f"{folder}=1"}):
+        with pytest.raises(ConfigError, match="change it with --missing_latents, --remote"):
+            data.check(make_config(folder, **place, **leave_out))
+    with pytest.raises(ConfigError, match="got 'leave_out'; .*--missing_latents"):
+        data.check(make_config(folder, latents="online", **leave_out))
+    # Copied ahead of being read, a sample is found when its turn comes.
+    with pytest.raises(RunError, match="latents_512: no value.*--on_bad_sample"):
+        list(data.build(make_config(folder, local=str(tmp_path / "cache"))))

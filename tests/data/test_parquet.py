@@ -1,0 +1,228 @@
+"""Is parquet read in all the ways in which scripts write it, and its faults named?"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import indices
+
+NUM_ROWS = 8
+LATENT, TEXT = "latents_32", "text_embedding"
+
+
+def make_config(place: Path, **changes) -> SourceConfig:
+    options = {"image_size": 32, "device_batch_size": 2, "seed": 0, "shuffle": False, **changes}
+    return SourceConfig(data_format="parquet", remote=str(place), **options)
+
+
+def latents_config(place: Path, **changes) -> SourceConfig:
+    return make_config(place, latents="precomputed", text_embedding_dim=8, **changes)
+
+
+def write(path: Path, columns: dict, *, row_group_size: int = 3) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def arrays(name: str) -> list[np.ndarray]:
+    return [datasets.make_arrays(index)[name] for index in range(NUM_ROWS)]
+
+
+def as_bytes(values: list[np.ndarray], dtype: str = "<f2") -> list[bytes]:
+    return [value.astype(dtype).tobytes() for value in values]
+
+
+def as_flat_lists(values: list[np.ndarray]) -> pyarrow.Array:
+    kind = pyarrow.list_(pyarrow.float32(), values[0].size)
+    return pyarrow.array([value.ravel().astype("f4") for value in values], type=kind)
+
+
+def as_nested_lists(values: list[np.ndarray]) -> list:
+    return [value.astype("f8").tolist() for value in values]
+
+
+class TensorType(pyarrow.ExtensionType):
+    """Stored as lists, as Ray's tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__(pyarrow.list_(pyarrow.float32()), "test.tensor")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type, serialized) -> TensorType:
+        return cls()
+
+
+def as_tensors(values: list[np.ndarray]) -> pyarrow.Array:
+    lists = pyarrow.array([value.ravel().astype("f4") for value in values])
+    return pyarrow.ExtensionArray.from_storage(TensorType(), lists)
+
+
+WAYS = {
+    "float16 bytes": as_bytes,
+    "float32 bytes": lambda values: as_bytes(values, "<f4"),
+    "bytes of fixed length": lambda values: pyarrow.array(
+        as_bytes(values), type=pyarrow.binary(2 * values[0].size)
+    ),
+    "large bytes": lambda values: pyarrow.array(as_bytes(values), type=pyarrow.large_binary()),
+    "flat lists": as_flat_lists,
+    "nested lists": as_nested_lists,
+    "tensors": as_tensors,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_latents_are_read_however_they_are_stored(way, tmp_path):
+    columns = {LATENT: WAYS[way](arrays("latent")), TEXT: WAYS[way](arrays("text_embedding"))}
+    place = write(tmp_path / "a.parquet", columns)
+    assert data.check(latents_config(place)) == NUM_ROWS
+    batches = list(data.build(latents_config(place)))
+    assert indices(batches) == list(range(NUM_ROWS))
+    for batch in batches:
+        for index, position in zip(indices([batch]), range(2), strict=True):
+            expected = datasets.make_arrays(index)
+            assert np.array_equal(batch["latent"][position], expected["latent"])
+            assert np.array_equal(batch["text_embedding"][position], expected["text_embedding"])
+
+
+def test_a_width_that_only_looks_right_is_refused(tmp_path):
+    """77 x 4 float32 are as many bytes as 77 x 8 float16."""
+    narrow = [value[:, :4] for value in arrays("text_embedding")]
+    columns = {LATENT: as_bytes(arrays("latent"), "<f4"), TEXT: as_bytes(narrow, "<f4")}
+    place = write(tmp_path / "a.parquet", columns)
+    message = r"text_embedding: 1232 bytes; \(77, 8\) is 2464 as float32.*width 8.*--model_name"
+    with pytest.raises(ConfigError, match=message):
+        data.check(latents_config(place))
+
+
+@pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
+def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
+    columns = {LATENT: WAYS[way](arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    with pytest.raises(ConfigError, match=r"text_embedding: 1232 bytes; \(77, 8\) is 2464"):
+        data.check(latents_config(write(tmp_path / "a.parquet", columns)))
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
+    assert data.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
+
+
+def test_the_last_file_is_looked_at_before_a_run(tmp_path):
+    for number, width in enumerate((8, 4)):
+        text = [value[:, :width] for value in arrays("text_embedding")]
+        columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(text)}
+        write(tmp_path / "data" / f"{number}.parquet", columns)
+    with pytest.raises(ConfigError, match=r"1.parquet.*text_embedding: 616 bytes.*--model_name"):
+        data.check(latents_config(tmp_path / "data"))
+
+
+def test_whole_numbers_are_no_latents(tmp_path):
+    columns = {LATENT: [[1] * 64] * 4, TEXT: as_bytes(arrays("text_embedding")[:4])}
+    with pytest.raises(ConfigError, match="latent: values of type int64, floating point is"):
+        data.check(latents_config(write(tmp_path / "a.parquet", columns)))
+
+
+def test_records_may_be_pickled_after_a_read(tmp_path):
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    records = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
+    first = records.read(0).arrays["latent"]
+    assert np.array_equal(pickle.loads(pickle.dumps(records)).read(0).arrays["latent"], first)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "row 1 of row group 1, latents_32: no value."),
+        (b"123", r"latents_32: 3 bytes; \(4, 4, 4\) is 128 as float16."),
+        (np.full(64, np.nan, "<f2").tobytes(), "latent: a value is NaN"),
+    ],
+)
+def test_a_bad_row_is_a_bad_sample(value, message, tmp_path):
+    latents = as_bytes(arrays("latent"))
+    latents[4] = value
+    columns = {LATENT: latents, TEXT: as_bytes(arrays("text_embedding"))}
+    place = write(tmp_path / "a.parquet", columns)
+    with pytest.raises(RunError, match=message):
+        list(data.build(latents_config(place)))
+    config = latents_config(place, on_bad_sample="skip", max_bad_fraction=0.2)
+    assert indices(list(data.build(config))) == [0, 1, 2, 3, 5, 5, 6, 7]
+
+
+def test_beyond_float16_is_no_silent_infinity(tmp_path):
+    latents = arrays("latent")
+    latents[2] = np.full((4, 4, 4), 1e5, np.float32)
+    columns = {LATENT: as_bytes(latents, "<f4"), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
+    with pytest.raises(RunError, match="row 2 of row group 0, latent: .*beyond float16's 65504"):
+        list(data.build(latents_config(write(tmp_path / "a.parquet", columns))))
+
+
+@pytest.mark.parametrize("image", ["jpg", "image", "image.bytes", "png"])
+@pytest.mark.parametrize("caption", ["caption", "text", "TEXT"])
+def test_images_under_other_names(image, caption, tmp_path):
+    pictures = [datasets.make_png(index) for index in range(4)]
+    place = write(tmp_path / "a.parquet", {image: pictures, caption: list("abcd"), "hash": [1] * 4})
+    assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+
+
+def test_hugging_faces_struct_of_bytes_and_path(tmp_path):
+    pictures = [{"bytes": datasets.make_png(index), "path": f"{index}.png"} for index in range(4)]
+    place = write(tmp_path / "a.parquet", {"image": pictures, "text": list("abcd")})
+    assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+
+
+def test_files_may_differ_in_what_is_not_read(tmp_path):
+    pictures = [datasets.make_png(index) for index in range(4)]
+    for number, width in enumerate(([1, 2], [1.0, 2.0])):
+        columns = {"jpg": pictures[2 * number :][:2], "caption": ["a", "b"], "width": width}
+        write(tmp_path / "data" / f"{number}.parquet", columns)
+    for place in (tmp_path / "data", tmp_path / "data" / "{0,1}.parquet"):
+        assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+    write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("abcd")})
+    with pytest.raises(ConfigError, match=r"2.parquet lacks a column: got 'columns jpg, title'"):
+        data.check(make_config(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"jpg": [1, 2], "caption": ["a", "b"]},
+            "column jpg of .*a.parquet holds no images: got 'i",
+        ),
+        (
+            {"jpg": [b"a", b"b"], "caption": [1, 2]},
+            "column caption of .* holds no captions: got 'in",
+        ),
+        ({"url": ["a", "b"], "caption": ["a", "b"]}, "lacks a column: .*jpg | image"),
+    ],
+)
+def test_columns_of_other_types(columns, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        data.check(make_config(write(tmp_path / "a.parquet", columns)))
+
+
+def test_damaged_files_are_named(tmp_path):
+    pictures = [datasets.make_png(index) * 20 for index in range(NUM_ROWS)]
+    place = write(tmp_path / "a.parquet", {"jpg": pictures, "caption": list("abcdefgh")})
+    whole = place.read_bytes()
+    loader = data.build(make_config(place))
+    place.write_bytes(whole[:40] + bytes(400) + whole[440:])
+    with pytest.raises(RunError, match=r"parquet file .*a.parquet is damaged or missing"):
+        list(loader)
+    place.write_bytes(whole)
+    os.truncate(place, len(whole) // 2)
+    with pytest.raises(ConfigError, match=r"parquet file .*a.parquet is damaged or missing"):
+        data.check(make_config(place))
+    with pytest.raises(ConfigError, match=r"No such parquet file: got .*none.parquet"):
+        data.check(make_config(tmp_path / "none.parquet"))

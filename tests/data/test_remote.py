@@ -1,0 +1,228 @@
+"""Does data behind a URL arrive whole, or not at all? Against a real S3 server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.cli import main
+from sdbench.data import remote
+from sdbench.data.remote import cache_folder, fetch, list_urls
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import indices
+from tests.data.s3_server import BUCKET, S3Server, running_s3, s3  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder")]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A server that is silent for a second is given up, and boto3 tries three times."""
+    monkeypatch.setattr(remote, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(remote, "NUM_ATTEMPTS", 3)
+    remote._make_s3_client.cache_clear()
+    yield
+    remote._make_s3_client.cache_clear()
+
+
+def make_config(data_format: str, place: str, **changes) -> SourceConfig:
+    options = {"image_size": 16, "device_batch_size": 4, "seed": 1, "shuffle": False, **changes}
+    return SourceConfig(data_format=data_format, remote=place, **options)
+
+
+@pytest.fixture
+def upload(s3: S3Server, tmp_path):  # noqa: F811
+    """A function from a kind of data set to its URL in the bucket."""
+
+    def put(kind: str) -> str:
+        folder = tmp_path / kind
+        datasets.WRITERS[kind](folder)
+        return s3.upload(folder, f"{tmp_path.name}/{kind}")
+
+    return put
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["mds", "webdataset", "parquet"])
+def test_every_format_is_read_from_s3(kind, num_workers, upload):
+    place = upload(kind) + ("/{00000..00002}.tar" if kind == "webdataset" else "")
+    loader = data.build(make_config(kind, place, num_workers=num_workers))
+    assert indices(list(loader)) == list(range(48))
+
+
+def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F811
+    url = f"{upload('webdataset')}/00000.tar"
+    first = fetch(url, cache=tmp_path / "cache")
+    num_requests = s3.num_requests
+    assert fetch(url, cache=tmp_path / "cache") == first
+    assert s3.num_requests == num_requests + 1  # HEAD
+    s3.client().put_object(Bucket=BUCKET, Key=url.split("/", 3)[3], Body=b"another version")
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == b"another version"
+
+
+def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path):  # noqa: F811
+    place = upload("mds")
+    assert len(indices(list(data.build(make_config("mds", place))))) == 48
+    from streaming import MDSWriter
+
+    other = tmp_path / "other"
+    with MDSWriter(out=str(other), columns={"jpg": "bytes", "caption": "str"}) as writer:
+        for _ in range(8):
+            writer.write({"jpg": datasets.make_png(50), "caption": "other"})
+    s3.upload(other, place.split("/", 3)[3])
+    assert indices(list(data.build(make_config("mds", place)))) == [50] * 8
+
+
+def test_copies_of_shards_lie_where_nobody_else_can_look(upload, temporary_folder, tmp_path):
+    place = upload("mds")
+    for options in ({}, {"local": str(tmp_path / "made")}):
+        loader = data.build(make_config("mds", place, **options))
+        assert len(indices(list(loader))) == 48
+    (index,) = (temporary_folder / "sdbench").glob("*/index.json")
+    for folder in (temporary_folder / "sdbench", index.parent, tmp_path / "made"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    for file in (index, tmp_path / "made" / "index.json"):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
+    url = f"{upload('webdataset')}/00001.tar"
+    s3.num_busy = 2
+    copy = fetch(url, cache=tmp_path / "cache")
+    assert copy.read_bytes() == (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    loader = data.build(make_config("mds", upload("mds")))
+    s3.num_busy = 2
+    assert indices(list(loader)) == list(range(48))
+    assert s3.num_busy == 0
+
+
+def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
+    place = upload("mds")
+    s3.pause_s = 0.3
+    assert len(indices(list(data.build(make_config("mds", place))))) == 48
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"num_busy": 1000}, r"00001.tar' cannot be read: .*503"),
+        ({"pause_s": 3.0}, r"00001.tar' cannot be read: ReadTimeoutError"),
+        ({"cut_after": 100}, r"00001.tar' cannot be read: "),
+    ],
+)
+def test_a_failing_server_is_an_error_and_leaves_nothing(
+    fault,
+    message,
+    s3,  # noqa: F811
+    upload,
+    tmp_path,
+):
+    url = f"{upload('webdataset')}/00001.tar"
+    for name, value in fault.items():
+        setattr(s3, name, value)
+    with pytest.raises(RunError, match=message):
+        fetch(url, cache=tmp_path / "cache")
+    assert [path for path in Path(tmp_path).glob("cache/*") if path.suffix != ".lock"] == []
+    s3.behave()
+    whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  # noqa: F811
+    place = upload("mds")
+    key = f"{place.split('/', 3)[3]}/shard.00002.mds"
+    s3.client().delete_object(Bucket=BUCKET, Key=key)
+    config = make_config("mds", place, num_workers=num_workers, shuffle=True)
+    with pytest.raises(RunError, match=r"Shard shard.00002.mds cannot be had from s3://.*not foun"):
+        list(data.build(config))
+
+
+def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # noqa: F811
+    place = upload("mds")
+    assert main(["verify-data", place, "--deep", "--num_workers", "0"]) == 0
+    argv = ["--to", "webdataset", "--num_workers", "0"]
+    assert main(["convert", place, str(tmp_path / "tars"), *argv]) == 0
+    loader = data.build(make_config("webdataset", str(tmp_path / "tars")))
+    assert indices(list(loader)) == list(range(48))
+    key = f"{place.split('/', 3)[3]}/shard.00001.mds"
+    content = bytearray((tmp_path / "mds" / "shard.00001.mds").read_bytes())
+    content[-10] ^= 1
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    cache = str(tmp_path / "another")
+    assert main(["verify-data", place, "--local", cache, "--num_workers", "0"]) == 1
+    assert re.search(r"shard.00001.mds .*its xxh64 is not the one", capsys.readouterr().out)
+
+
+def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
+    with pytest.raises(RunError, match=r"s3://pictures/none.tar' cannot be read: .*404"):
+        fetch("s3://pictures/none.tar", cache=tmp_path)
+    with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
+        data.check(make_config("mds", "s3://pictures/none"))
+    assert list_urls("s3://pictures/none", suffix=".parquet") == []
+    with pytest.raises(ConfigError, match="Only folders of S3 can be listed: got 'gs://b/x'"):
+        list_urls("gs://b/x", suffix=".parquet")
+
+
+def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(RunError, match="no S3 credentials are set"):
+        fetch("s3://pictures/a.tar", cache=tmp_path)
+    with pytest.raises(RunError, match="pictures/data/index.json' .* no S3 credentials are set"):
+        data.check(make_config("mds", "s3://pictures/data"))
+
+
+def test_what_a_command_prints(tmp_path):
+    datasets.write_tars(tmp_path / "tars")
+    place = f"pipe:cat {tmp_path}/tars/{{00000..00002}}.tar"
+    assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
+    with pytest.raises(RunError, match="'pipe:echo no >&2; exit 3' ended with exit code 3: no"):
+        fetch("pipe:echo no >&2; exit 3", cache=tmp_path)
+
+
+def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "PIPE_SILENCE_TIMEOUT_S", 0.3)
+    with pytest.raises(RunError, match="'pipe:echo a; sleep 60' printed nothing for 0.3 s"):
+        fetch("pipe:echo a; sleep 60", cache=tmp_path)
+
+
+def test_plain_http(s3, upload, tmp_path):  # noqa: F811
+    key = f"{upload('webdataset')}/00001.tar".removeprefix("s3://")
+    whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    signed = s3.client().generate_presigned_url(
+        "get_object", Params=dict(zip(("Bucket", "Key"), key.split("/", 1), strict=True))
+    )
+    url = signed.replace(f"http://127.0.0.1:{s3.port}", s3.url)
+    s3.num_busy = 2
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
+    num_requests = s3.num_requests
+    assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
+    assert s3.num_requests == num_requests + 1
+    with pytest.raises(RunError, match=r"the server answers 404"):
+        fetch(url.replace("00001.tar", "none.tar"), cache=tmp_path)
+    s3.cut_after = 100
+    with pytest.raises(RunError, match=r"IncompleteRead|ProtocolError"):
+        fetch(url, cache=tmp_path / "other")
+
+
+def test_each_place_has_its_own_cache(tmp_path):
+    assert cache_folder("s3://a/b", str(tmp_path)) == tmp_path
+    assert cache_folder("s3://a/b", None) != cache_folder("s3://a/c", None)
+
+
+def test_a_server_that_dies_ends_the_run(upload, running_s3):  # noqa: F811
+    """The last test of this module: the server does not come back."""
+    config = make_config("mds", upload("mds"), num_workers=2)
+    loader = data.build(config)
+    batches = iter(loader)
+    next(batches)
+    running_s3.die()
+    with pytest.raises(RunError, match=r"Shard shard.0000\d.mds cannot be had from s3://"):
+        list(batches)

@@ -1,0 +1,211 @@
+"""Does an image keep its shape and its colours on the way to a sample?"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from sdbench.data.pipeline.transforms import decode_image, is_fast, measure_image, to_float
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def stripes(*, upright: bool = False) -> Image.Image:
+    """96 x 32 pixels: a third red, a third green, a third blue; turned by 90 degrees if upright."""
+    pixels = np.repeat(np.array([RED, GREEN, BLUE], dtype=np.uint8), 32, axis=0)
+    image = Image.fromarray(np.broadcast_to(pixels, (32, 96, 3)).copy())
+    return image.transpose(Image.Transpose.ROTATE_90) if upright else image
+
+
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize("image_size", [16, 32, 64])
+def test_the_largest_centred_square_is_kept(image_size, upright, encoded):
+    found = decode_image(encoded(stripes(upright=upright)), image_size=image_size)
+    expected = np.broadcast_to(
+        np.array(GREEN, dtype=np.uint8)[:, None, None], (3, image_size, image_size)
+    )
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nothing_is_squashed(encoded):
+    """The middle 64 of 128 columns: a border at a quarter stays where the crop puts it."""
+    pixels = np.zeros((64, 128, 3), dtype=np.uint8)
+    pixels[:, :48] = 255
+    found = decode_image(encoded(Image.fromarray(pixels)), image_size=64)
+    np.testing.assert_array_equal(found[0, 0], [255] * 16 + [0] * 48)
+
+
+def test_exif_orientation_is_respected():
+    pixels = np.zeros((32, 32, 3), dtype=np.uint8)
+    pixels[:16] = 255  # White above black, to be turned by 180 degrees (orientation 3).
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", exif=exif)
+    found = decode_image(buffer.getvalue(), image_size=32)
+    assert (found[:, :16] == 0).all()
+    assert (found[:, 16:] == 255).all()
+
+
+def grey16() -> Image.Image:
+    return Image.fromarray(np.full((8, 8), 257 * 100, dtype=np.uint16))
+
+
+def palette_with_transparency() -> Image.Image:
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.info["transparency"] = 1
+    return image
+
+
+@pytest.mark.parametrize(
+    ("image", "file_format", "rgb"),
+    [
+        (Image.new("L", (8, 8), 77), "PNG", (77, 77, 77)),
+        (Image.new("1", (8, 8), 1), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (77, 0)), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (77, 255)), "PNG", (77, 77, 77)),
+        (Image.new("RGBA", (8, 8), (10, 20, 30, 255)), "PNG", (10, 20, 30)),
+        (Image.new("RGBA", (8, 8), (0, 0, 0, 51)), "PNG", (204, 204, 204)),
+        (palette_with_transparency(), "PNG", (255, 255, 255)),
+        (grey16(), "PNG", (100, 100, 100)),
+        (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF", (255, 0, 0)),
+        (Image.new("RGB", (8, 8), (10, 20, 30)), "BMP", (10, 20, 30)),
+    ],
+)
+def test_every_mode_becomes_rgb(image, file_format, rgb, encoded):
+    found = decode_image(encoded(image, file_format=file_format), image_size=4)
+    assert found.shape == (3, 4, 4)
+    assert tuple(found[:, 1, 1].tolist()) == rgb
+
+
+@pytest.mark.parametrize("cut", [0, 40, -100])
+def test_damaged_images_raise(cut, encoded):
+    noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
+    with pytest.raises(OSError, match=r"truncated|cannot identify|Out of bound read"):
+        decode_image(encoded(Image.fromarray(noise))[:cut], image_size=8)
+
+
+def test_to_float_is_exact_at_the_ends():
+    assert to_float(np.array([0, 255], dtype=np.uint8)).tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(("image_size", "tolerance"), [(300, 0.02), (128, 1.0)])
+def test_real_pictures_are_what_pil_makes_of_them(image_size, tolerance, repository):
+    """PIL's own crop and bicubic filter, for every kind of file; at 128 px JPEGs are cut short."""
+    kinds = set()
+    with tarfile.open(repository / "tests/assets/openmoji-slice.tar") as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}
+    for name, data in files.items():
+        if name.endswith((".txt", ".json")):
+            continue
+        picture = Image.open(io.BytesIO(data))
+        kinds.add((picture.format, picture.mode))
+        side = min(picture.size)
+        left, top = ((length - side) // 2 for length in picture.size)
+        square = picture.convert("RGB").crop((left, top, left + side, top + side))
+        expected = np.asarray(square.resize((image_size, image_size), Image.Resampling.BICUBIC))
+        found = decode_image(data, image_size=image_size).transpose(1, 2, 0)
+        assert np.abs(found.astype(int) - expected).mean() < tolerance, name
+    assert kinds == {("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "L"), ("WEBP", "RGB")}
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(encoded):
+    ramp = np.linspace(0, 255, 800, dtype=np.uint8)
+    picture = Image.fromarray(np.broadcast_to(ramp[None, :, None], (600, 800, 3)).copy())
+    data = encoded(picture, file_format="JPEG")
+    assert not is_fast(Image.open(io.BytesIO(data)), data, image_size=100)
+    assert is_fast(Image.open(io.BytesIO(data)), data, image_size=400)
+    small = decode_image(data, image_size=100)
+    # The square is columns 100 to 700 of the ramp, 6 of them for each column of the result.
+    expected = np.interp(np.arange(100) * 6 + 102.5, np.arange(800), ramp)
+    assert np.abs(small[0, 50] - expected).max() < 2
+
+
+@pytest.mark.parametrize(
+    ("crop", "expected"), [(None, 10), ((0.0, 0.0), 0), ((1.0, 1.0), 20), ((0.25, 0.9), 5)]
+)
+def test_where_the_square_is_cut_out(crop, expected, encoded):
+    columns = np.arange(30, dtype=np.uint8)
+    for values, axis in ((np.broadcast_to(columns, (10, 30)), 0), (columns[:, None], 1)):
+        picture = np.broadcast_to(values, (10, 30) if axis == 0 else (30, 10))
+        data = encoded(Image.fromarray(np.ascontiguousarray(picture)))
+        place = crop if crop is None or axis == 0 else crop[::-1]
+        square = decode_image(data, image_size=10, crop=place)
+        first = square[0, 0, 0]
+        assert first == expected
+        flipped = decode_image(data, image_size=10, crop=place, flip=True)
+        assert np.array_equal(flipped, square[:, :, ::-1])
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_decompression_bomb_is_refused(encoded):
+    header = encoded(Image.new("L", (8, 8)))
+    for side in (12_000, 60_000):
+        size = struct.pack(">II", side, side)
+        chunk = b"IHDR" + size + header[24:29]
+        bomb = header[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + header[33:]
+        with pytest.raises(ValueError, match="pixels"):
+            decode_image(bomb, image_size=8)
+
+
+def make_chunk(name: bytes, content: bytes) -> bytes:
+    """A piece of a PNG file."""
+    check = struct.pack(">I", zlib.crc32(name + content))
+    return struct.pack(">I", len(content)) + name + content + check
+
+
+def test_16_bits_a_channel_become_8():
+    """25700 = 100 x 257, written by hand: PIL writes no such file."""
+    row = b"\0" + struct.pack(">H", 25_700) * 3 * 8
+
+    header = make_chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    pixels = make_chunk(b"IDAT", zlib.compress(row * 8))
+    data = b"\x89PNG\r\n\x1a\n" + header + pixels + make_chunk(b"IEND", b"")
+    for image_size in (8, 4):
+        found = decode_image(data, image_size=image_size)
+        assert found.dtype == np.uint8
+        assert (found == 100).all()
+
+
+def test_of_an_animation_the_first_picture_is_taken():
+    buffer = io.BytesIO()
+    first, second = (Image.new("RGB", (8, 8), color) for color in (RED, BLUE))
+    first.save(buffer, "WEBP", save_all=True, append_images=[second], lossless=True)
+    assert decode_image(buffer.getvalue(), image_size=8)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "kind"),
+    [
+        *itertools.product(["JPEG", "PNG", "WEBP"], ["exif", "xmp"]),
+        ("PNG", "late exif"),
+    ],
+)
+def test_an_orientation_is_found_wherever_it_stands(file_format, kind):
+    picture = stripes()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    options = {"exif": {"exif": exif.tobytes()}, "late exif": {}, "xmp": {"xmp": xmp}}[kind]
+    if file_format == "PNG" and kind == "xmp":
+        options = {"pnginfo": PngImagePlugin.PngInfo()}
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", xmp.decode())
+    buffer = io.BytesIO()
+    picture.save(buffer, file_format, **options)
+    data = buffer.getvalue()
+    if kind == "late exif":
+        end = data[-12:]
+        data = data[:-12] + make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + end
+    assert measure_image(data) == (32, 96)
+    # Turned, red is at the top; as stored, blue is at the right.
+    found = decode_image(data, image_size=32, crop=(1.0, 0.0))
+    assert np.abs(found[:, 16, 16].astype(int) - RED).max() < 6

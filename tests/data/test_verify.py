@@ -1,0 +1,184 @@
+"""Does verify-data find what is broken, and name it?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.prepare.verify import main as verify_data
+from tests.data import datasets
+
+
+def main(*arguments: object) -> int:
+    """Verify in this process."""
+    return verify_data(["--num_workers", "0", *map(str, arguments)])
+
+
+def flip_bit(path: Path, *, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def edit_index(folder: Path, edit) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    edit(index["shards"])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_a_sound_data_set(mds_folder, capsys):
+    assert main(mds_folder) == 0
+    assert capsys.readouterr().out == "All is well: 4 shards are what index.json says.\n"
+    assert main(mds_folder, "--deep") == 0
+    assert capsys.readouterr().out == "All is well: each of the 49 samples can be used.\n"
+
+
+def test_every_broken_shard_is_named(mds_folder, capsys):
+    (mds_folder / "shard.00000.mds").unlink()
+    flip_bit(mds_folder / "shard.00001.mds", position=500_000)
+    with (mds_folder / "shard.00003.mds").open("r+b") as file:
+        file.truncate(1000)
+    (mds_folder / "shard.00004.mds").touch()
+    assert main(mds_folder, "--deep") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "note: shard.00004.mds is not named in index.json",
+        f"broken: {mds_folder}/shard.00000.mds: missing.",
+        f"broken: {mds_folder}/shard.00001.mds: its xxh64 is not the one in index.json.",
+    ]
+    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: 1000 bytes, ")
+    assert lines[4:] == ["3 broken things were found."]
+
+
+def test_every_hash_is_compared(tmp_path, capsys):
+    datasets.write_mds(tmp_path, hashes=("sha1", "xxh64"))
+    assert main(tmp_path) == 0
+
+    def edit(shards):
+        shards[2]["raw_data"]["hashes"]["sha1"] = "0" * 40
+        shards[3]["raw_data"]["hashes"]["crc7"] = "0"
+
+    edit_index(tmp_path, edit)
+    assert main(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "shard.00002.mds: its sha1 is not the one in index.json" in printed
+    assert "shard.00003.mds: its hash in index.json, crc7, is an unknown one" in printed
+    assert "2 broken things were found" in printed
+
+
+def test_compressed_shards(tmp_path, capsys):
+    with MDSWriter(
+        out=str(tmp_path),
+        columns={"jpg": "bytes", "caption": "str"},
+        compression="zstd",
+        hashes=["sha1"],
+    ) as writer:
+        writer.write({"jpg": datasets.make_png(1), "caption": "one"})
+    assert main(tmp_path) == 0
+    flip_bit(tmp_path / "shard.00000.mds.zstd", position=20)
+    assert main(tmp_path) == 1
+    assert "shard.00000.mds.zstd: its sha1 is not the one" in capsys.readouterr().out
+
+
+def test_a_cut_index(mds_folder, capsys):
+    text = (mds_folder / "index.json").read_text()
+    (mds_folder / "index.json").write_text(text[:100])
+    assert main(mds_folder) == 1
+    printed = capsys.readouterr().out
+    assert f"broken: {mds_folder}/index.json: index.json is damaged" in printed
+    assert "1 broken thing was found" in printed
+
+
+def test_copies_of_another_folder(tmp_path, mds_folder, capsys):
+    cache = tmp_path / "cache"
+    assert main(mds_folder, "--local", cache, "--deep") == 0
+    assert len(list(cache.glob("*.mds"))) == 4
+    (mds_folder / "shard.00000.mds").unlink()
+    (cache / "shard.00000.mds").unlink()
+    flip_bit(cache / "shard.00002.mds", position=500_000)
+    assert main(mds_folder, "--local", cache) == 1
+    printed = capsys.readouterr().out
+    assert f"broken: {mds_folder}/shard.00000.mds: cannot be had" in printed
+    assert f"{cache}/shard.00002.mds (a copy from {mds_folder}): its xxh64 is not" in printed
+
+
+def test_every_bad_image_is_named(tmp_path, capsys):
+    rows = [(datasets.make_png(1), "one"), (b"", "two"), (datasets.make_png(3)[:60], "three")]
+    with MDSWriter(out=str(tmp_path), columns={"jpg": "bytes", "caption": "str"}) as writer:
+        for jpg, caption in [*rows, (datasets.make_png(4), " ")]:
+            writer.write({"jpg": jpg, "caption": caption})
+    assert main(tmp_path) == 0
+    capsys.readouterr()
+    assert main(tmp_path, "--deep") == 1
+    lines = capsys.readouterr().out.splitlines()
+    place = f"broken: {tmp_path}/shard.00000.mds, sample"
+    assert lines[0] == f"{place} 1: the image has 0 bytes."
+    assert lines[1].startswith(f"{place} 2: the image cannot be ")
+    assert lines[2] == f"{place} 3: no caption."
+    assert lines[3:] == ["3 broken things were found."]
+
+
+def test_every_bad_latent_is_named(tmp_path, capsys):
+    columns = {"latents_32": "ndarray:float16", "text_embedding": "ndarray:float16:77,8"}
+    with MDSWriter(out=str(tmp_path), columns=columns) as writer:
+        for number in range(4):
+            arrays = datasets.make_arrays(number)
+            latent = arrays["latent"][:3] if number == 1 else arrays["latent"]
+            if number == 2:
+                arrays["text_embedding"][5, 3] = np.nan
+            writer.write({"latents_32": latent, "text_embedding": arrays["text_embedding"]})
+    assert main(tmp_path, "--deep", "--text_embedding_dim", 8) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"broken: {tmp_path}/shard.00000.mds, sample 1, latents_32: shape (3, 4, 4), (4, 4, 4) is "
+        "needed.",
+        f"broken: {tmp_path}/shard.00000.mds, sample 2, text_embedding: a value is NaN, infinite, "
+        "or beyond float16's 65504.",
+        "2 broken things were found.",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet", "parquet latents", "folder"])
+def test_sound_data_of_other_formats(tmp_path, capsys, kind):
+    datasets.WRITERS[kind](tmp_path / "data")
+    assert main(tmp_path / "data", "--text_embedding_dim", 8) == 0
+    assert "49 samples are listed (--deep opens them)" in capsys.readouterr().out
+    assert main(tmp_path / "data", "--deep", "--text_embedding_dim", 8) == 0
+    assert "each of the 49 samples can be used" in capsys.readouterr().out
+
+
+def test_broken_data_of_other_formats(tmp_path, capsys):
+    datasets.write_folder(tmp_path / "folder")
+    (tmp_path / "folder" / "007.png").write_bytes(datasets.make_png(7)[:60])
+    (tmp_path / "folder" / "011.txt").unlink()
+    assert main(tmp_path / "folder", "--deep") == 1
+    printed = capsys.readouterr().out
+    assert "folder/007.png: the image cannot be" in printed
+    assert "folder/011.png: no caption." in printed
+    assert "2 broken things" in printed
+    datasets.write_parquet(tmp_path / "parquet")
+    file = tmp_path / "parquet" / "1.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert main(tmp_path / "parquet") == 1
+    assert f"broken: {file} is damaged" in capsys.readouterr().out
+    datasets.write_tars(tmp_path / "tars")
+    tar = tmp_path / "tars" / "00001.tar"
+    tar.write_bytes(tar.read_bytes()[:20_000])
+    assert main(tmp_path / "tars") == 1
+    assert f"broken: {tar} is damaged" in capsys.readouterr().out
+
+
+def test_mistakes(tmp_path, mds_folder):
+    with pytest.raises(ConfigError, match="No such data folder"):
+        main(tmp_path / "none")
+    with pytest.raises(ConfigError, match="got -1; allowed: 0 or more; .*--num_workers"):
+        verify_data([str(mds_folder), "--num_workers", "-1"])
+    shutil.rmtree(mds_folder)
+    mds_folder.mkdir()
+    with pytest.raises(ConfigError, match="The data folder is empty"):
+        main(mds_folder)

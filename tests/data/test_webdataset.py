@@ -1,0 +1,456 @@
+"""Are tars read as the webdataset library reads them, and never less than all of them?"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from PIL import Image
+
+from sdbench import data
+from sdbench.base.cache import private_folder
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import indices, make_png
+
+PIXEL = make_png(0)
+Members = list[tuple[str, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def index_folder(temporary_folder) -> Path:
+    """The folder that indexes come to, of this test alone."""
+    return private_folder("tar-indexes")
+
+
+def write_tar(path: Path, members: Members) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def pair(number: int, *, image: bytes | None = None, **metadata) -> Members:
+    """The members of a sample, with a json where there is metadata."""
+    members = [(f"{number:03d}.png", make_png(number) if image is None else image)]
+    members.append((f"{number:03d}.txt", f"picture {number}".encode()))
+    if metadata:
+        members.append((f"{number:03d}.json", json.dumps(metadata).encode()))
+    return members
+
+
+def pairs(*numbers: int) -> Members:
+    return [member for number in numbers for member in pair(number)]
+
+
+def make_config(place: Path | str, **changes) -> SourceConfig:
+    options = {"image_size": 16, "device_batch_size": 1, "seed": 1, "shuffle": False, **changes}
+    return SourceConfig(data_format="webdataset", remote=str(place), **options)
+
+
+def read_all(place: Path | str, **changes) -> list[tuple[str, bytes | None, str | None]]:
+    """Key, image and caption of each sample."""
+    records = data.open_samples(make_config(place, **changes))
+    found = [records.read(number) for number in range(len(records))]
+    return [(record.name.rpartition(": ")[2], record.image, record.caption) for record in found]
+
+
+def test_samples_are_those_of_the_webdataset_library(tmp_path):
+    members = [
+        ("README", b"no sample"),
+        ("__meta__/a.png", b"no sample"),
+        ("a.png", b"0"),
+        ("LICENSE", b"inside a sample"),
+        ("a.txt", b"zero"),
+        ("b.JPG", b"1"),
+        ("b.seg.png", b"a mask"),
+        ("b.Txt", b"one"),
+        ("folder.d/a.jpeg", b"2"),
+        ("folder.d/a.txt", b"two"),
+        ("./deep/er/a.WebP", b"3"),
+        ("./deep/er/a.txt", b"three"),
+        ("a.jpg", b"4"),
+        ("a.txt", b"another sample with the key of the first"),
+        (f"{'long/' * 40}a.png", b"5"),
+        (f"{'long/' * 40}a.txt", b"a name of more than 100 characters"),
+    ]
+    tar = write_tar(tmp_path / "a.tar", members)
+    found = read_all(tar)
+    library = webdataset.WebDataset(str(tar), shardshuffle=False, empty_check=False)
+    expected = [
+        (
+            sample["__key__"],
+            next(sample[name] for name in ("jpg", "jpeg", "png", "webp") if name in sample),
+            sample["txt"].decode(),
+        )
+        for sample in library
+    ]
+    assert found == expected
+    assert [image for _, image, _ in found] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_captions_come_from_txt_then_json_and_are_stripped(tmp_path):
+    members = [
+        ("0.png", PIXEL),
+        ("0.json", b'{"caption": "of the json"}'),
+        ("0.txt", " Gr\u00fc\u00dfe\n".encode()),
+        ("1.png", PIXEL),
+        ("1.json", b'{"caption": "of the json"}'),
+        ("2.png", PIXEL),
+        ("2.txt", "\ufeffmarked".encode()),
+        ("3.png", PIXEL),
+        ("3.json", '\ufeff{"caption": "\ufeffmarked twice"}'.encode()),
+    ]
+    tar = write_tar(tmp_path / "a.tar", members)
+    captions = ["Gr\u00fc\u00dfe", "of the json", "marked", "marked twice"]
+    assert [caption for *_, caption in read_all(tar)] == captions
+
+
+@pytest.mark.parametrize("prompts", [["a cat", "a dog"], {"0": "a cat", "1": "a dog"}])
+def test_class_prompts_name_the_classes(prompts, tmp_path):
+    members = [("0.png", PIXEL), ("0.cls", b"1\n"), ("0.txt", b"dog.png")]
+    members += [("1.png", PIXEL), ("1.cls", b"0")]
+    tar = write_tar(tmp_path / "a.tar", members)
+    (tmp_path / "classes.json").write_text(json.dumps(prompts), encoding="utf-8-sig")
+    found = read_all(tar, class_prompts=str(tmp_path / "classes.json"))
+    assert [caption for *_, caption in found] == ["a dog", "a cat"]
+    loader = data.build(make_config(tar, class_prompts=str(tmp_path / "classes.json")))
+    tokens = torch.cat([batch["input_ids"] for batch in loader])
+    expected = CaptionTokenizer(pad_token_id=0)(["a dog", "a cat"])
+    assert torch.equal(tokens, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("content", [None, "{", "5", '"text"', '{"cat": "a cat"}', "[1, 2]"])
+def test_class_prompts_that_cannot_be_read(content, tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0))
+    path = tmp_path / "classes.json"
+    if content is not None:
+        path.write_text(content)
+    message = r"The file of class prompts cannot be read .*classes.json.*--class_prompts"
+    with pytest.raises(ConfigError, match=message):
+        data.check(make_config(tar, class_prompts=str(path)))
+
+
+# One of each kind.
+FILTERED = [
+    pair(0, pwatermark=0.4, lang="en"),
+    pair(1, pwatermark=0.6, lang="en"),
+    pair(2, lang="en"),
+    pair(3),
+    pair(4, pwatermark=None, lang="en"),
+    pair(5, pwatermark="0.4", lang="en"),
+    [*pair(6), ("006.json", b"{broken")],
+    [*pair(7), ("007.json", b"[0.4]")],
+    pair(8, pwatermark=0.4, lang="de"),
+    [("README.md", b"no sample: not counted")],
+]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"pwatermark": "<=0.5"}, [0, 8]),
+        ({"pwatermark": ">0.5 and <= 1"}, [1]),
+        ({"pwatermark": "<=0.5", "lang": "== en"}, [0]),
+        ({"lang": "!= en"}, [8]),
+        ({}, list(range(9))),
+    ],
+)
+def test_filtered_samples_are_dropped_and_counted(filters, expected, tmp_path):
+    tar = write_tar(tmp_path / "a.tar", [member for sample in FILTERED for member in sample])
+    config = make_config(tar, filters=filters)
+    assert data.check(config) == len(expected)
+    loader = data.build(config)
+    assert indices(list(loader)) == expected
+    assert loader.stats.num_dropped_samples == 9 - len(expected)
+    loader.stats.reset()
+    assert loader.stats.num_dropped_samples == 9 - len(expected)
+
+
+def test_filters_that_drop_everything(tmp_path):
+    tar = write_tar(tmp_path / "a.tar", [*pair(0, width=10), *pair(1, width=20)])
+    message = r"No sample is left: the filters drop all 2: got .*'>=512'.*with --filters"
+    with pytest.raises(ConfigError, match=message):
+        data.check(make_config(tar, filters={"width": ">=512"}))
+
+
+def test_a_hostile_filter_stops_before_a_tar_is_opened(tmp_path):
+    filters = {"width": f"__import__('os').system('touch {tmp_path}/x')"}
+    with pytest.raises(ConfigError, match="condition on width cannot be understood"):
+        data.check(make_config(tmp_path / "nowhere.tar", filters=filters))
+    assert not (tmp_path / "x").exists()
+
+
+def end_of_members(tar: Path) -> int:
+    with tarfile.open(tar) as members:
+        last = members.getmembers()[-1]
+    return last.offset_data + 512
+
+
+@pytest.mark.parametrize(
+    ("behind_last_member", "is_whole"),
+    [
+        (10_000, True),
+        (513, True),
+        (100, True),  # inside the blocks of zeros at the end
+        (0, False),  # at the boundary of a member
+        (-1, False),
+        (-512, False),  # behind the header of the last txt
+        (-600, False),  # inside that header
+        (-1024, False),  # between png and txt of the last sample
+        (-1100, False),  # inside the last png
+    ],
+)
+def test_a_tar_that_has_been_cut(behind_last_member, is_whole, tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0, 1, 2))
+    os.truncate(tar, min(end_of_members(tar) + behind_last_member, tar.stat().st_size))
+    if is_whole:
+        assert data.check(make_config(tar)) == 3
+        return
+    with pytest.raises(RunError, match="a.tar is damaged"):
+        data.check(make_config(tar))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no tar" * 1000, b"\x1f\x8b" + bytes(2000), b"PK\x03\x04" + bytes(2000)],
+    ids=["0 bytes", "text", "gzip", "zip"],
+)
+def test_a_file_that_is_no_tar(content, tmp_path):
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(RunError, match="a.tar is damaged, compressed, or no tar"):
+        data.check(make_config(tmp_path))
+
+
+def test_a_compressed_tar_is_not_read_at_wrong_places(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w:gz") as tar:
+        for name, content in pairs(0):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(RunError, match="a.tar is damaged, compressed, or no tar"):
+        data.check(make_config(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["broken header", "two tars in one file", "a hole at the end"])
+def test_a_tar_that_goes_on_behind_its_end(damage, tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
+    content = bytearray(tar.read_bytes())
+    if damage == "broken header":
+        content[end_of_members(tar) - 1024] ^= 1
+    elif damage == "two tars in one file":
+        content *= 2
+    else:
+        content += bytes(2**21)
+    tar.write_bytes(content)
+    with pytest.raises(RunError, match=r"a.tar is damaged: it is cut or broken at byte \d+"):
+        data.check(make_config(tar))
+
+
+def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
+    tar = write_tar(tmp_path / "empty.tar", [])
+    with pytest.raises(ConfigError, match=r"The tars hold no sample: got .*empty.tar"):
+        data.check(make_config(tar))
+    tar = write_tar(tmp_path / "twice.tar", [("a.png", PIXEL), ("a.PNG", PIXEL)])
+    with pytest.raises(RunError, match=r"twice.tar is damaged: it holds a.png twice"):
+        data.check(make_config(tar))
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        ([("bad.txt", b"a text")], "no image"),
+        ([("bad.gif", PIXEL), ("bad.txt", b"a text")], "no image"),
+        ([("bad.b.png", PIXEL), ("bad.b.txt", b"a key ends at the first dot")], "no image"),
+        ([("bad.png", PIXEL)], "no caption"),
+        ([("bad.png", PIXEL), ("bad.txt", b" \n")], "no caption"),
+        ([("bad.png", PIXEL), ("bad.json", b'{"width": 5}')], "no caption"),
+        ([("bad.png", PIXEL), ("bad.cls", b"7")], r"class 7 has no caption \(--class_prompts\)"),
+        ([("bad.png", PIXEL), ("bad.cls", b"cat")], "cls cannot be read"),
+        ([("bad.png", PIXEL), ("bad.txt", b"\xff")], "txt cannot be read"),
+        ([("bad.png", PIXEL), ("bad.json", b"{broken")], "json cannot be read"),
+        ([("bad.png", PIXEL), ("bad.json", b'{"caption": 5}')], "json cannot be read"),
+    ],
+)
+def test_a_bad_sample_is_named_or_skipped(bad, what, tmp_path, capfd):
+    check_bad(bad, what, tmp_path, capfd)
+
+
+def check_bad(bad: Members, what: str, folder: Path, capfd) -> None:
+    """Among seven good samples a bad one, sample 1, is an error, or skipped and counted."""
+    tar = write_tar(folder / "a.tar", [*pairs(0), *bad, *pairs(2, 3, 4, 5, 6, 7)])
+    with pytest.raises(RunError, match=f"a.tar: bad: .*{what}.*--on_bad_sample skip"):
+        list(data.build(make_config(tar, device_batch_size=4)))
+    skipping = {"device_batch_size": 4, "on_bad_sample": "skip"}
+    loader = data.build(make_config(tar, **skipping, max_bad_fraction=0.125))
+    assert indices(list(loader)) == [0, 2, 3, 0, 4, 5, 6, 7]
+    assert loader.stats.num_bad_samples == 1
+    assert "Skipped a bad sample: " in capfd.readouterr().err
+    with pytest.raises(RunError, match=r"1 samples .* are bad, more than 12.00% of 8 .*: bad: "):
+        list(data.build(make_config(tar, **skipping, max_bad_fraction=0.12)))
+
+
+def encode(image: Image.Image, file_format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def make_bomb() -> bytes:
+    """A PNG of 60 bytes that says it has 900 million pixels."""
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(b""), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks.items()
+    )
+
+
+NOISE = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
+BAD_IMAGES = {
+    "0 bytes": ("jpg", b"", "the image has 0 bytes"),
+    "no image": ("webp", b"<html>404</html>", "the image cannot be decoded"),
+    "half a JPEG": (
+        "jpg",
+        encode(Image.fromarray(NOISE), "JPEG")[:1500],
+        "the image cannot be decoded",
+    ),
+    "half a PNG": (
+        "png",
+        encode(Image.fromarray(NOISE), "PNG")[:3000],
+        "the image cannot be decoded",
+    ),
+    "a bomb": ("png", make_bomb(), r"the image cannot be decoded .*pixels"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_IMAGES)
+def test_a_bad_picture_is_named_or_skipped(kind, tmp_path, capfd):
+    extension, content, what = BAD_IMAGES[kind]
+    check_bad([(f"bad.{extension}", content), ("bad.txt", b"text")], what, tmp_path, capfd)
+
+
+def transparent_palette() -> Image.Image:
+    """Half of it red, half of it transparent."""
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 255, 0, 0])
+    image.paste(0, (0, 0, 8, 4))
+    return image
+
+
+GOOD_IMAGES = {
+    "CMYK": (encode(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), "JPEG"), (255, 0, 0)),
+    "1x1": (encode(Image.new("RGB", (1, 1), (1, 2, 3)), "PNG"), (1, 2, 3)),
+    "grey": (encode(Image.new("L", (20, 30), 77), "PNG"), (77, 77, 77)),
+    "WebP": (encode(Image.new("RGB", (20, 30), (5, 6, 7)), "WEBP", lossless=True), (5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD_IMAGES)
+def test_unusual_pictures_are_fine(kind, tmp_path):
+    content, colour = GOOD_IMAGES[kind]
+    tar = write_tar(tmp_path / "a.tar", pair(0, image=content))
+    (batch,) = data.build(make_config(tar))
+    expected = torch.tensor(colour).view(3, 1, 1).expand(3, 16, 16)
+    assert (batch["image"][0].int() - expected).abs().max() <= 3  # JPEG of CMYK
+
+
+def test_transparent_parts_of_a_palette_are_white(tmp_path):
+    content = encode(transparent_palette(), "PNG", transparency=0)
+    tar = write_tar(tmp_path / "a.tar", pair(0, image=content))
+    (batch,) = data.build(make_config(tar))
+    assert batch["image"][0, :, 0, 0].tolist() == [255, 255, 255]
+    assert batch["image"][0, :, 15, 15].tolist() == [255, 0, 0]
+
+
+def test_ranks_take_equal_steps_however_uneven_the_tars(tmp_path):
+    datasets.write_tars(tmp_path / "tars")
+    place = f"{tmp_path}/tars/{{00000..00002}}.tar"
+    options = {"device_batch_size": 2, "world_size": 3, "shuffle": True}
+    ranks = [
+        [indices([batch]) for batch in data.build(make_config(place, rank=rank, **options))]
+        for rank in range(3)
+    ]
+    assert [len(batches) for batches in ranks] == [8, 8, 8]  # 49 // (2 x 3)
+    read = [number for batches in ranks for batch in batches for number in batch]
+    assert len(read) == len(set(read)) == 48
+
+
+def test_a_folder_is_read_in_order_of_names_and_not_below(tmp_path):
+    write_tar(tmp_path / "data" / "b.tar", pairs(1))
+    write_tar(tmp_path / "data" / "a.tar", pairs(0))
+    write_tar(tmp_path / "data" / "below" / "c.tar", pairs(2))
+    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1]
+    place = f"{tmp_path}/data/{{below/c,a}}.tar"
+    assert indices(list(data.build(make_config(place)))) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("{a,b}.tar", r"No such tar file: got '.*/b.tar'; allowed: a tar, a folder"),
+        ("empty", r"The folder holds no tar file: got '.*/empty'"),
+        ("{a,b.tar", r"The braces are not closed: got '.*/\{a,b.tar'"),
+    ],
+)
+def test_a_place_without_tars_is_named(place, message, tmp_path):
+    write_tar(tmp_path / "a.tar", pairs(0))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=rf"{message}.*with --remote or --local"):
+        data.check(make_config(tmp_path / place))
+
+
+def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
+    records = data.open_samples(make_config(tar))
+    records.read(0)
+    other = write_tar(tmp_path / "other", pairs(3, 4))
+    assert other.stat().st_size == tar.stat().st_size
+    other.replace(tar)
+    with pytest.raises(RunError, match=r"a.tar has been changed since it was indexed"):
+        records.read(1)
+    assert indices(list(data.build(make_config(tar)))) == [3, 4]
+    tar.unlink()
+    with pytest.raises(RunError, match=r"a.tar cannot be read any more"):
+        records.read(1)
+
+
+def index_and_report(place: str, queue: multiprocessing.Queue) -> None:
+    queue.put(len(data.open_samples(make_config(place))))
+
+
+def test_indexes_are_shared_also_by_processes_that_begin_at_once(tmp_path, index_folder):
+    for number in range(5):
+        write_tar(tmp_path / "tars" / f"{number}.tar", pairs(*range(10)))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    arguments = (str(tmp_path / "tars"), queue)
+    processes = [context.Process(target=index_and_report, args=arguments) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [queue.get(timeout=30) for _ in processes] == [50, 50]
+    for process in processes:
+        process.join()
+    written = {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")}
+    assert len(written) == 5
+    assert data.check(make_config(tmp_path / "tars")) == 50
+    assert {path: path.stat().st_mtime_ns for path in index_folder.glob("*.json")} == written
+    assert {path.suffix for path in index_folder.iterdir()} == {".json", ".lock"}

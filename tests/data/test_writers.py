@@ -1,0 +1,279 @@
+"""Is each chunk whole or absent, whatever happens, and the data set what was written?"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.prepare.chunk_formats import FORMATS, image_extension
+from sdbench.data.prepare.writers import Output, open_output
+
+COLUMNS = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
+IMAGES = (b"\x89PNG\r\n\x1a\n 0", b"\xff\xd8\xff 1", b"RIFF....WEBP 2")
+
+
+def make_rows(number: int) -> list[dict]:
+    """Rows of a chunk: as many as its number, so that chunk 0 has none."""
+    return [
+        {"jpg": IMAGES[row], "caption": f"{number}, {row} \u00e9", "width": row, "height": 7}
+        for row in range(number)
+    ]
+
+
+def begin(out: Path, *, data_format: str = "mds", **changes) -> Output:
+    options = {"columns": COLUMNS, "num_chunks": 4, "job": {"source": "x"}, **changes}
+    return open_output(out, data_format=data_format, **options)
+
+
+def write_all(output: Output) -> Output:
+    for number in output.missing_chunks():
+        output.write_chunk(number, make_rows(number), bad=["a: bad."] if number == 1 else [])
+    return output
+
+
+def read_mds(folder: Path) -> list[dict]:
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
+    return [reader[index] for reader in readers for index in range(len(reader))]
+
+
+def read_tars(folder: Path) -> list[dict]:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with tarfile.open(path) as tar:
+            files |= {member.name: tar.extractfile(member).read() for member in tar}
+    return gather(files)
+
+
+def read_folder(folder: Path) -> list[dict]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return gather({str(path.relative_to(folder)): path.read_bytes() for path in paths})
+
+
+def gather(files: dict[str, bytes]) -> list[dict]:
+    """Rows of the files that have a name but for the extension in common."""
+    rows: dict[str, dict] = {}
+    for name in sorted(files):
+        stem, extension = name.split(".")
+        row = rows.setdefault(stem, {})
+        if extension == "json":
+            row |= json.loads(files[name])
+        elif extension == "txt":
+            row["caption"] = files[name].decode()
+        else:
+            row |= {"jpg": files[name], "extension": extension}
+    return list(rows.values())
+
+
+def read_parquet(folder: Path) -> list[dict]:
+    return [
+        row
+        for path in sorted(folder.iterdir())
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+
+
+READERS = {
+    "mds": read_mds,
+    "webdataset": read_tars,
+    "parquet": read_parquet,
+    "folder": read_folder,
+}
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_what_is_written_is_read_back_in_order(tmp_path, data_format):
+    totals = write_all(begin(tmp_path / "out", data_format=data_format)).finish()
+    assert totals == (6, 1, ["a: bad."])
+    expected = [row for number in range(4) for row in make_rows(number)]
+    if data_format == "folder":
+        expected = [{"jpg": row["jpg"], "caption": row["caption"]} for row in expected]
+    rows = READERS[data_format](tmp_path / "out")
+    extensions = [row.pop("extension") for row in rows if "extension" in row]
+    assert rows == expected
+    if data_format in ("webdataset", "folder"):
+        assert extensions == ["png", "png", "jpg", "png", "jpg", "webp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_an_interrupted_chunk_is_absent_and_the_rest_stays(tmp_path, data_format):
+    write_all(begin(tmp_path / "undisturbed", data_format=data_format)).finish()
+    output = begin(tmp_path / "out", data_format=data_format)
+    output.write_chunk(2, make_rows(2))
+
+    def die():
+        yield from make_rows(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        output.write_chunk(3, die())
+    assert not (tmp_path / "out").exists()
+    resumed = begin(tmp_path / "out", data_format=data_format)
+    assert resumed.missing_chunks() == [0, 1, 3]
+    assert resumed.totals() == (2, 0, [])
+    write_all(resumed).finish()
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_what_a_kill_leaves_at_any_point_is_written_anew(tmp_path, data_format):
+    write_all(begin(tmp_path / "undisturbed", data_format=data_format)).finish()
+    output = begin(tmp_path / "out", data_format=data_format)
+    output.write_chunk(2, make_rows(3))
+    output.write_chunk(3, make_rows(2))
+    partial = tmp_path / "out.partial"
+    # Killed after the data was renamed and before its note was: with other rows, to be recognised.
+    (partial / "chunks" / "00002.json").unlink()
+    # Killed while a chunk was being written.
+    (data,) = (path for path in (partial / "data").iterdir() if "00003" in path.name)
+    (partial / "chunks" / "00003.json").unlink()
+    data.rename(partial / "tmp" / data.name)
+    (partial / "tmp" / f"{data.name}.folder").mkdir()
+    (partial / "tmp" / f"{data.name}.folder" / "shard.00000.mds").write_bytes(b"cut")
+    (partial / "tmp" / "3.json").write_text("{")
+    write_all(begin(tmp_path / "out", data_format=data_format)).finish()
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    assert not partial.exists()
+
+
+def test_mds_shards_have_both_hashes_and_their_final_names(tmp_path):
+    write_all(begin(tmp_path / "out")).finish()
+    shards = json.loads((tmp_path / "out" / "index.json").read_text())["shards"]
+    assert [shard["samples"] for shard in shards] == [1, 2, 3]
+    for number, shard in enumerate(shards, start=1):
+        file = shard["raw_data"]
+        assert file["basename"] == f"shard.{number:05d}.mds"
+        data = (tmp_path / "out" / file["basename"]).read_bytes()
+        assert file["hashes"] == {name: get_hash(name, data) for name in ("sha1", "xxh64")}
+
+
+def test_arrays_in_parquet(tmp_path):
+    columns = {"latents_64": "ndarray:float16:4,8,8", "caption": "str"}
+    values = [np.full((4, 8, 8), number, dtype=np.float16) for number in range(130)]
+    output = begin(tmp_path / "out", data_format="parquet", columns=columns, num_chunks=1)
+    output.write_chunk(0, ({"latents_64": value, "caption": ""} for value in values))
+    output.finish()
+    file = pyarrow.parquet.ParquetFile(tmp_path / "out" / "part-00000.parquet")
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    assert [group.num_rows for group in groups] == [64, 64, 2]
+    assert groups[0].column(1).compression == "UNCOMPRESSED"
+    stored = [np.frombuffer(data, np.float16) for data in file.read()["latents_64"].to_pylist()]
+    np.testing.assert_array_equal(stored, [value.ravel() for value in values])
+
+
+def test_a_folder_that_is_taken(tmp_path):
+    write_all(begin(tmp_path / "out")).finish()
+    with pytest.raises(ConfigError, match=r"The output exists: .*change it with OUT"):
+        begin(tmp_path / "out")
+    # Killed in the middle of the last clean-up: the data set is whole, and the notes go.
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "job.json").write_text("{}")
+    with pytest.raises(ConfigError, match="The output exists"):
+        begin(tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
+    begin(tmp_path / "out", job={"source": "x", "sizes": (1, 2)}).write_chunk(2, make_rows(2))
+    resumed = begin(tmp_path / "out", job={"source": "x", "sizes": (1, 2)})
+    assert resumed.missing_chunks() == [0, 1, 3]
+    with pytest.raises(ConfigError, match=r"another source: got 'y'; allowed: 'x' as before"):
+        begin(tmp_path / "out", job={"source": "y", "sizes": (1, 2)})
+    with pytest.raises(ConfigError, match=r"with another data_format: got 'parquet'"):
+        begin(tmp_path / "out", data_format="parquet", job={"source": "x", "sizes": (1, 2)})
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert write_all(begin(tmp_path / "out")).finish().num_written == 6
+    assert len(read_mds(tmp_path / "out")) == 6
+
+
+def test_only_one_command_writes(tmp_path):
+    output = begin(tmp_path / "out")
+    refused = pytest.raises(ConfigError, match="Another command is writing to this folder")
+    with output.lock(), refused, begin(tmp_path / "out").lock():
+        pass
+    with output.lock():
+        write_all(output).finish()
+
+
+def test_finishing_finds_what_is_not_there(tmp_path):
+    output = begin(tmp_path / "out")
+    with pytest.raises(RunError, match=r"4 of 4 chunks .* are missing, the first is 0"):
+        output.finish()
+    write_all(output)
+    shard = tmp_path / "out.partial" / "data" / "shard.00003.mds"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(RunError, match=rf"shard.00003.mds has {len(data) - 1} bytes and 3 rows"):
+        output.finish()
+    shard.unlink()
+    assert output.missing_chunks() == [3]
+    write_all(output).finish()
+    assert (tmp_path / "out" / "shard.00003.mds").read_bytes() == data
+
+
+def test_nothing_but_bad_samples_is_no_data_set(tmp_path):
+    output = begin(tmp_path / "out", num_chunks=1)
+    output.write_chunk(0, [], bad=["a: no caption."])
+    with pytest.raises(RunError, match=r"all 1 samples are bad. a: no caption."):
+        output.finish()
+
+
+def test_a_full_disk_and_a_place_that_cannot_be_written(tmp_path, monkeypatch):
+    output = begin(tmp_path / "out")
+    output.write_chunk(2, make_rows(2))
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(RunError, match=r"No space is left for .*/out; finished chunks are"):
+            output.write_chunk(3, make_rows(3))
+    assert output.missing_chunks() == [0, 1, 3]
+    write_all(output).finish()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"/file/out cannot be written \(.*Not a directory"):
+        begin(tmp_path / "file" / "out")
+
+
+def test_a_source_that_cannot_be_read_is_not_the_outputs_fault(tmp_path):
+    def read():
+        yield from make_rows(2)
+        raise PermissionError(errno.EACCES, "Permission denied", "photos/a.jpg")
+
+    output = begin(tmp_path / "out")
+    with pytest.raises(RunError, match=r"A sample cannot be read \(.*photos/a.jpg"):
+        output.write_chunk(0, read())
+
+
+def test_a_folder_of_somebody_else_is_not_taken(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds other files: got '.*/out.partial'"):
+        begin(tmp_path / "out")
+    assert (tmp_path / "out.partial" / "thesis.txt").is_file()
+
+
+def test_the_type_of_an_image_is_told_by_its_bytes():
+    assert [image_extension(data) for data in IMAGES] == ["png", "jpg", "webp"]
+    with pytest.raises(ValueError, match="neither a JPEG, nor a PNG, nor a WebP"):
+        image_extension(b"GIF89a")

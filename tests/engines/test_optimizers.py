@@ -1,0 +1,54 @@
+"""Does the suite's AdamW make torch's update, without torch's copies?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from sdbench.engines.optimizers import AdamW
+
+
+def train(optimizer_class, *, fused, has_alike_gradients=True):
+    """Two steps of a model with one layer of each layout."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(
+        [
+            nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last),
+            nn.Conv2d(8, 6, 3),
+            nn.Conv2d(8, 6, 1).to(memory_format=torch.channels_last),
+            nn.Linear(8, 6),
+        ]
+    )
+    optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+    for _ in range(2):
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        if not has_alike_gradients:
+            model[0].weight.grad = model[0].weight.grad.contiguous()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            optimizer.step()
+    operators = [event.key for event in profiler.key_averages()]
+    return list(model.parameters()), optimizer.state_dict()["state"], operators
+
+
+@pytest.mark.parametrize("has_alike_gradients", [True, False])
+@pytest.mark.parametrize("fused", [True, None])
+def test_weights_and_state_are_those_of_torch(fused, has_alike_gradients):
+    options = {"fused": fused, "has_alike_gradients": has_alike_gradients}
+    expected_weights, expected_state, _ = train(torch.optim.AdamW, **options)
+    weights, state, _ = train(AdamW, **options)
+    for weight, expected in zip(weights, expected_weights, strict=True):
+        assert torch.equal(weight, expected) and weight.stride() == expected.stride()
+    for index, expected in expected_state.items():
+        for name, tensor in expected.items():
+            assert torch.equal(state[index][name], tensor), name
+            assert state[index][name].shape == tensor.shape
+
+
+def test_nothing_is_copied():
+    *_, torchs = train(torch.optim.AdamW, fused=True)
+    assert "aten::clone" in torchs  # what this class is for
+    *_, ours = train(AdamW, fused=True)
+    assert "aten::_fused_adamw_" in ours and "aten::clone" not in ours
