@@ -28,6 +28,7 @@ CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
     """For `-n auto`: three where they can be kept apart, else the tests run in one process.
 
