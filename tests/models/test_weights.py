@@ -1,4 +1,4 @@
-"""Are weights drawn once, with the distributions of their modules, and beside no whole copy?"""
+"""Weights are drawn once, from the distributions of their modules, and without a second model."""
 
 from __future__ import annotations
 
