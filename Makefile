@@ -8,16 +8,23 @@ OUT ?= runs/benchmark_gpu
 WHEELS ?=
 KUBERNETES ?= build/kubernetes
 
-# Named after what it installed, so that any change of requirements.txt installs again.
-STAMP := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
+# Named after what they installed, so that any change of these files installs again.
+STAMP := $(VENV)/.installed-$(shell cat requirements.txt constraints.txt | cksum | cut -d ' ' -f 1)
+DEV_STAMP := $(STAMP)-dev-$(shell cksum < requirements-dev.txt | cut -d ' ' -f 1)
 SITE := $(abspath $(OUT))/site-packages
 WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # There while pip works. Found at the start, it means that an installation was cut off, which pip
 # itself does not notice: it takes a package with its metadata for a whole one.
 INSTALLING := $(VENV)/.installing
 
+define install
+	@rm -f $(VENV)/.installed-* && touch $(INSTALLING)
+	$(VENV)/bin/python -m pip install $(1) -c constraints.txt
+	@rm $(INSTALLING)
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu test test-kubernetes lint publish results clean
+.PHONY: help benchmark benchmark-gpu test test-cluster test-kubernetes lint publish results clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -37,17 +44,21 @@ benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHE
 	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu.yaml --folder $(OUT) $(ARGS)
 
 # Three processes as root, one otherwise (tests/conftest.py); a file's tests stay together and in order.
-test: $(STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
+test: $(DEV_STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make networks: root on Debian
+	$(VENV)/bin/python -m pytest -m system $(ARGS)
+
 # The build takes about 4 minutes, once; Debian 12 and root, or the tests are skipped.
-test-kubernetes: $(STAMP) ## Give the manifests to a real API server, built in KUBERNETES=dir
+test-kubernetes: $(DEV_STAMP) ## Give the manifests to a real API server, built in KUBERNETES=dir
 	KUBERNETES=$(abspath $(KUBERNETES)) $(VENV)/bin/python -m pytest tests/kubernetes -m cluster \
 	  --timeout 1800 $(ARGS)
 
-lint: $(STAMP) ## Check style and layout with ruff
+lint: $(DEV_STAMP) ## Check style with ruff, and who imports whom
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/lint-imports
 
 publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
 	@test -n "$(RUN)" || { echo "Say which run: make publish RUN=runs/<run>" >&2; exit 2; }
@@ -70,6 +81,9 @@ $(STAMP):
 	@if [ -e $(INSTALLING) ] || ! $(VENV)/bin/python -m pip --version > /dev/null 2>&1; then \
 	  echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@echo "Installing requirements.txt: 6.4 GB, about 2 minutes on a fast network"
-	@rm -f $(VENV)/.installed-* && touch $(INSTALLING)
-	$(VENV)/bin/python -m pip install -r requirements.txt
-	@rm $(INSTALLING) && touch $@
+	$(call install,-r requirements.txt)
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(call install,-r requirements.txt -r requirements-dev.txt)
+	@touch $(STAMP) $@

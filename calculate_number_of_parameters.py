@@ -1,4 +1,4 @@
-"""How many parameters does the model have, and how many of them are trained?"""
+"""Count the parameters of a model, and those of them that are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sdbench.models.architecture import resolve_architecture
 
     try:
-        architecture, note = resolve_architecture(arguments.model_name)
+        # Shapes are enough: no weights are downloaded.
+        architecture, note = resolve_architecture(arguments.model_name, random_weights=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,8 +11,8 @@ ARG MOSAICML_VERSION=0.32.1
 ARG PYTORCH_INDEX_URL=
 ARG TORCH_VERSION=
 ARG TORCHVISION_VERSION=
-COPY requirements.txt single-node/install-suite.sh /tmp/install/
-RUN /tmp/install/install-suite.sh /tmp/install/requirements.txt /opt/venv && rm -r /tmp/install
+COPY requirements.txt constraints.txt single-node/install-suite.sh /tmp/install/
+RUN /tmp/install/install-suite.sh /tmp/install /opt/venv && rm -r /tmp/install
 # An NGC image points the loader at its own torch.
 ENV PATH=/opt/venv/bin:$PATH LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64
 

@@ -7,11 +7,11 @@
 #   TORCHVISION_VERSION   the torchvision that belongs to it
 #
 # The environment is one of its own, also on an NGC image with a torch inside: versions come from
-# requirements.txt and nowhere else.
+# requirements.txt and constraints.txt and nowhere else.
 set -euo pipefail
 
-requirements=${1:?usage: install-suite.sh REQUIREMENTS_FILE FOLDER}
-folder=${2:?usage: install-suite.sh REQUIREMENTS_FILE FOLDER}
+files=${1:?usage: install-suite.sh FOLDER_OF_REQUIREMENTS FOLDER}
+folder=${2:?usage: install-suite.sh FOLDER_OF_REQUIREMENTS FOLDER}
 
 if [[ -n ${TORCH_VERSION:-} && -z ${TORCHVISION_VERSION:-} ]]; then
   echo "error: TORCH_VERSION is set and TORCHVISION_VERSION is not: got ''; allowed: the version" \
@@ -28,17 +28,21 @@ rm -rf /var/lib/apt/lists/*
 
 python3 -m venv "$folder"
 pip=("$folder/bin/python" -m pip install --no-cache-dir)
-wanted=$(mktemp)
-sed "s/^mosaicml==.*/mosaicml==${MOSAICML_VERSION:?}/" "$requirements" > "$wanted"
+wanted=$(mktemp) constraints=$(mktemp)
+sed "s/^mosaicml==.*/mosaicml==${MOSAICML_VERSION:?}/" "$files/requirements.txt" > "$wanted"
+if cmp -s "$wanted" "$files/requirements.txt"; then
+  # A build of torch for another CUDA brings other versions of NVIDIA's packages.
+  grep -vE '^(nvidia-.*-cu12|torch|torchvision|triton)==' "$files/constraints.txt" > "$constraints"
+fi
 if [[ -n ${PYTORCH_INDEX_URL:-} ]]; then
   mapfile -t torch < <(grep -E '^torch(vision)?==' "$wanted")
   "${pip[@]}" --index-url "$PYTORCH_INDEX_URL" "${torch[@]}"
 fi
-"${pip[@]}" -r "$wanted"
+"${pip[@]}" -r "$wanted" -c "$constraints"
 if [[ -n ${TORCH_VERSION:-} ]]; then
   # pip warns that Composer asks for another torch, and installs this one. Tried: 2.11.0, on a CPU.
   "${pip[@]}" ${PYTORCH_INDEX_URL:+--extra-index-url "$PYTORCH_INDEX_URL"} \
     "torch==$TORCH_VERSION" "torchvision==$TORCHVISION_VERSION"
 fi
-rm "$wanted"
+rm "$wanted" "$constraints"
 "$folder/bin/python" -c 'import composer, streaming, torch; print("torch", torch.__version__)'

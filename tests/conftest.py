@@ -1,4 +1,4 @@
-"""What every test can rely on: no network, one thread, a cache and a working folder of its own."""
+"""Set-up of all tests: no network, one thread, a cache and a working folder of their own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-# Before torch is imported, here and in the processes that tests start. One thread makes sums come
-# out in one order and keeps two ranks from fighting over two cores.
+# Set before torch is imported, here and in the processes that tests start. With one thread sums have
+# one order, and two ranks do not compete for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What torch.compile would start beside each process that imports it.
+# No pool of compiler processes beside each process that imports torch.compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
-# No cache of the user's is read or written. The workers of pytest-xdist share that of the session.
+# The user's cache is neither read nor written. The workers of pytest-xdist share one.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sdbench-tests-")
 
@@ -28,8 +28,9 @@ CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: three where they can be kept apart, else the tests run in one process.
+    """Workers for `-n auto`: three where they can be isolated, else none (one process).
 
     Three keep two cores busy: some tests wait for time-outs.
     """
@@ -45,10 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_shared_memory_of_its_own() -> None:
-    """Keep this process and those that it starts out of the other worker's way.
+    """Give this worker its own /dev/shm and folder for temporary files.
 
-    Streaming names its shared memory, and locks in the folder for temporary files, the same in each
-    run on a machine.
+    Streaming gives its shared memory and its lock files the same names in each run on a machine.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     folder = tempfile.mkdtemp(prefix="t-")
@@ -63,13 +63,13 @@ def _take_shared_memory_of_its_own() -> None:
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go where no runs/ and no results/ are, as there may be in the repository's folder."""
+    """Run each test in an empty folder: the repository's may have runs/ and results/."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def picture_folder(tmp_path: Path) -> Path:
-    """Ten pictures of different shapes with captions beside them, as a user may have."""
+    """A folder of ten pictures of different shapes, each with a caption in a text file."""
     from PIL import Image
 
     folder = tmp_path / "my-images"
@@ -83,7 +83,7 @@ def picture_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sleeps on a clock of its own, which nothing else moves, and by which steps are timed."""
+    """Advances the clock by which steps are timed; nothing else moves it."""
     from sdbench.measure.phases import PhaseClock
     from sdbench.measure.timer import StepTimer
 

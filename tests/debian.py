@@ -1,4 +1,4 @@
-"""How does a test get a program of Debian's that nothing else here needs?"""
+"""Programs of Debian packages for tests marked `system`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import pytest
 
 
 def find_program(name: str, *, package: str, folder: Path) -> str:
-    """A program of this machine, or else of a Debian package that is unpacked and not installed.
+    """Path of an installed program, or of one that is unpacked from a Debian package.
 
-    Nothing of the package runs by itself, as a service would. The test is skipped where neither is
-    to be had.
+    Unpacking installs nothing and starts no service. The test is skipped where neither is possible.
 
     Args:
-        name: Of the program.
-        package: Where Debian has it.
-        folder: Where it is unpacked.
-
-    Returns:
-        Its path.
+        name: Name of the program.
+        package: Debian package with the program.
+        folder: Folder to unpack the package in.
     """
     program = shutil.which(name)
     if program is not None:

@@ -86,6 +86,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce "
         "with (default: of NVLink, or the sum of the network cards of a node, where known)",
     )
+    parser.add_argument(
+        "--random_weights",
+        action="store_true",
+        help="draw the weights of a folder or hub id instead of loading them",
+    )
     add_flags(parser, SHARED_FLAGS)
     flags = parser.parse_args(argv)
     if flags.data_format != "auto":  # else it is told from the place, which may not answer

@@ -37,6 +37,7 @@ class Job:
         ranks: The place of this process.
         model_name: Built-in architecture, folder or hub id.
         model_revision: Of a hub id.
+        random_weights: Whether weights are drawn instead of loaded.
         image_size: Side of the images in pixels, or None for the default of benchmark.py.
         data_format: A name of `data.SOURCES`, or ``auto``.
         remote: Where the data is, or None.
@@ -55,6 +56,7 @@ class Job:
     ranks: Ranks
     model_name: str
     model_revision: str | None
+    random_weights: bool
     image_size: int | None
     data_format: str
     remote: str | None

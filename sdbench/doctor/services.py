@@ -32,15 +32,15 @@ def check_model(job: Job) -> Finding:
     """Whether the model can be had; what follows from it goes into the job."""
     from sdbench.models.architecture import resolve_architecture
 
-    architecture, note = resolve_architecture(job.model_name, revision=job.model_revision)
+    architecture, note = resolve_architecture(
+        job.model_name, revision=job.model_revision, random_weights=job.random_weights
+    )
     job.model = _derive_facts(architecture, job)
     size = (
         f"{architecture.name}, {job.model.num_trainable:,} of {job.model.num_parameters:,} "
         "parameters trained"
     )
     if architecture.weights_folder is None:
-        if note is not None:
-            return warning(f"{size}; {note}", "--model_name FOLDER takes weights from a disk")
         return ok(f"{size}, random weights")
     num_files = _open_weights(architecture.weights_folder)
     found = f"{size}, weights in {number_of(num_files, 'file')} of {architecture.weights_folder}"

@@ -1,1 +1,1 @@
-"""What is trained? Plain torch modules that know no trainer, their size and their work."""
+"""The networks as plain torch modules, and their parameters, FLOPs and memory."""

@@ -1,7 +1,7 @@
-"""Which model does a name stand for, and where do its weights come from?
+"""The architecture and the weights of a model, found by its name.
 
-A name is one of the files in `architectures/`, a local folder in the layout of diffusers, or a hub
-id. Only the last touches the network. torch is not imported here.
+A name is that of a file in `architectures/`, of a local folder in the layout of diffusers, or a hub
+id. Only the last needs the network. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
-# One request decides whether the hub has a model, so this bounds the wait on a dead network.
+# Time-out of the one request that asks whether the hub has a model.
 HUB_TIMEOUT_S = 5.0
 
 CONFIG_FILES = {
@@ -42,12 +42,13 @@ PREDICTION_TYPES = ("epsilon", "v_prediction")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture:
-    """All that is needed to build one model. Compared by identity, so it can key a cache.
+    """What is needed to build one model. Compared by identity, so that it can key a cache.
 
     Attributes:
         name: Built-in name, folder name or hub id.
-        weights_folder: Local diffusers folder with safetensors weights; None means random weights.
-        revision: Commit of the hub repository, when it came from there.
+        weights_folder: Local diffusers folder with safetensors weights; None: random weights.
+        tokenizer_folder: Folder of the model's own tokenizer; None: CLIP's.
+        revision: Commit of the hub repository that the model came from.
         unet: Configuration of diffusers' UNet2DConditionModel.
         vae: Configuration of diffusers' AutoencoderKL.
         text_encoder: Configuration of transformers' CLIPTextModel.
@@ -57,6 +58,7 @@ class Architecture:
 
     name: str
     weights_folder: Path | None = None
+    tokenizer_folder: Path | None = None
     revision: str | None = None
     unet: dict[str, Any]
     vae: dict[str, Any]
@@ -79,13 +81,8 @@ class Architecture:
         """Image sides must be multiples of this: 8 (VAE) x 8 (U-Net, four blocks) = 64 for SD."""
         return self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
 
-    @property
-    def tokenizer_folder(self) -> Path | None:
-        """Where the model's own tokenizer lies, if it came with one."""
-        return None if self.weights_folder is None else self.weights_folder / "tokenizer"
-
     def check_image_size(self, size: int) -> None:
-        """Refuse a side that the U-Net cannot halve.
+        """Check that VAE and U-Net can halve an image as often as they have to.
 
         Args:
             size: Side of the square image in pixels.
@@ -107,25 +104,27 @@ class Architecture:
 
 
 def built_in_names() -> list[str]:
-    """Names of the architectures that need no network and no files of the user's."""
+    """Names of the architectures in `architectures/`."""
     return sorted(path.stem for path in ARCHITECTURES_FOLDER.glob("*.json"))
 
 
 def resolve_architecture(
-    model_name: str, *, revision: str | None = None
+    model_name: str, *, revision: str | None = None, random_weights: bool = False
 ) -> tuple[Architecture, str | None]:
-    """Find out what a model name stands for.
+    """Find the architecture and the weights of a model.
 
     Args:
         model_name: Built-in name, local diffusers folder, or hub id (`owner/name`).
-        revision: Branch, tag or commit of a hub id; nothing else has revisions.
+        revision: Branch, tag or commit of a hub id.
+        random_weights: Take a folder's or a hub id's architecture alone. Hub ids of built-in
+            architectures then need no network.
 
     Returns:
-        The architecture, and a note to show the user when it is not exactly what was named.
+        The architecture, and a note for the user or None.
 
     Raises:
-        ConfigError: No such model, a folder with a piece missing, or weights in a format that can
-            carry code.
+        ConfigError: There is no such model, a part of it is missing, its weights are in a format
+            that can carry code, or it is not a Stable Diffusion 1 or 2.
     """
     is_folder = Path(model_name).is_dir()
     is_built_in = model_name in built_in_names()
@@ -140,10 +139,13 @@ def resolve_architecture(
         return _load_built_in(model_name), None
     if is_folder:
         folder = Path(model_name).resolve()
-        return _load_folder(folder, name=folder.name, revision=None), None
-    if _is_hub_id(model_name):
-        return _resolve_hub(model_name, revision=revision)
-    raise _unknown_model(model_name)
+        return _load_folder(folder, name=folder.name, random_weights=random_weights), None
+    if not _is_hub_id(model_name):
+        raise _unknown_model(model_name)
+    built_in = _built_in_of_hub_id(model_name)
+    if random_weights and built_in is not None and revision is None:
+        return _load_built_in(built_in), None
+    return _load_from_hub(model_name, revision=revision, random_weights=random_weights)
 
 
 def _is_hub_id(model_name: str) -> bool:
@@ -173,13 +175,27 @@ def _load_built_in(name: str) -> Architecture:
     return Architecture(name=name, **{part: content[part] for part in CONFIG_FILES})
 
 
-def _load_folder(folder: Path, *, name: str, revision: str | None) -> Architecture:
+def _built_in_of_hub_id(hub_id: str) -> str | None:
+    names = built_in_names()
+    return next((name for name in names if hub_id in _read_built_in(name)["hub_ids"]), None)
+
+
+def _load_folder(
+    folder: Path, *, name: str, random_weights: bool, revision: str | None = None
+) -> Architecture:
     parts = {part: _read_part(folder, file) for part, file in CONFIG_FILES.items()}
-    for part, stem in WEIGHT_STEMS.items():
-        _check_weights(folder / part, stem=stem)
+    if not random_weights:
+        for part, stem in WEIGHT_STEMS.items():
+            _check_weights(folder / part, stem=stem)
     _check_parts(parts, folder=folder)
     parts["tokenizer"] = {"pad_token_id": _pad_token_id(parts["tokenizer"], folder=folder)}
-    return Architecture(name=name, weights_folder=folder, revision=revision, **parts)
+    return Architecture(
+        name=name,
+        weights_folder=None if random_weights else folder,
+        tokenizer_folder=folder / "tokenizer",
+        revision=revision,
+        **parts,
+    )
 
 
 def _read_part(folder: Path, file: str) -> dict[str, Any]:
@@ -191,7 +207,15 @@ def _read_part(folder: Path, file: str) -> dict[str, Any]:
             allowed=f"a diffusers folder with {', '.join(CONFIG_FILES.values())}",
             flag=MODEL_FLAG,
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} of the model folder is not JSON ({error})",
+            value=str(folder),
+            allowed="the file as diffusers or transformers saved it",
+            flag=MODEL_FLAG,
+        ) from error
 
 
 def _check_weights(folder: Path, *, stem: str) -> None:
@@ -206,18 +230,18 @@ def _check_weights(folder: Path, *, stem: str) -> None:
 
 
 def _check_parts(parts: dict[str, dict[str, Any]], *, folder: Path) -> None:
-    """Refuse what has the layout of Stable Diffusion 1 or 2 but is another kind of model."""
+    """Check that a folder holds a Stable Diffusion 1 or 2."""
     facts = [
         ("U-Net class", parts["unet"].get("_class_name"), ("UNet2DConditionModel",)),
         ("VAE class", parts["vae"].get("_class_name"), ("AutoencoderKL",)),
         ("text encoder type", parts["text_encoder"].get("model_type"), ("clip_text_model",)),
-        # "epsilon" is diffusers' own default for schedulers saved before the key existed.
+        # Schedulers that were saved before the key existed mean "epsilon".
         (
             "prediction type",
             parts["scheduler"].get("prediction_type", "epsilon"),
             PREDICTION_TYPES,
         ),
-        # The two of SDXL differ: its U-Net reads the states of two text encoders side by side.
+        # Not equal in SDXL, whose U-Net reads the states of two text encoders side by side.
         (
             "U-Net's cross_attention_dim",
             parts["unet"].get("cross_attention_dim"),
@@ -247,12 +271,15 @@ def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
     return PAD_TOKEN_IDS[content]
 
 
-def _resolve_hub(model_name: str, *, revision: str | None) -> tuple[Architecture, str | None]:
-    """Download a model, or fall back: to the cache if the hub is out of reach, to a built-in."""
+def _load_from_hub(
+    model_name: str, *, revision: str | None, random_weights: bool
+) -> tuple[Architecture, str | None]:
+    """Download a model, or take it from the cache where the hub is out of reach."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    note = None
     try:
-        folder = _download(model_name, revision=revision)
+        folder = _download(model_name, revision=revision, random_weights=random_weights)
     except GatedRepoError as error:
         raise ConfigError(
             "this hub model asks for a login",
@@ -260,15 +287,20 @@ def _resolve_hub(model_name: str, *, revision: str | None) -> tuple[Architecture
             allowed="a model that you may read, with your token in HF_TOKEN",
             flag=MODEL_FLAG,
         ) from error
-    except RepositoryNotFoundError:
-        return _stand_in(model_name, why="the hub has no such model")
+    except RepositoryNotFoundError as error:
+        raise _out_of_reach(model_name, why="the hub has no such model") from error
     except _connection_errors() as error:
         cached = _cached(model_name, revision=revision)
         if cached is None:
-            return _stand_in(model_name, why=f"the hub cannot be reached ({type(error).__name__})")
+            why = f"the hub cannot be reached ({type(error).__name__})"
+            raise _out_of_reach(model_name, why=why) from error
+        folder = cached
         note = f"The hub cannot be reached: {model_name} comes from the local cache."
-        return _load_folder(cached, name=model_name, revision=cached.name), note
-    return _load_folder(folder, name=model_name, revision=folder.name), None
+    # A folder of the hub's cache is named after the commit.
+    architecture = _load_folder(
+        folder, name=model_name, random_weights=random_weights, revision=folder.name
+    )
+    return architecture, note
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
@@ -280,18 +312,19 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     return (OSError, httpx.TransportError)
 
 
-def _wanted_files() -> list[str]:
+def _wanted_files(*, random_weights: bool) -> list[str]:
     """Configurations, tokenizer and full-precision safetensors: nothing that can carry code."""
     weights = [
         f"{part}/{stem}{end}"
         for part, stem in WEIGHT_STEMS.items()
+        if not random_weights
         for end in (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
     ]
     return [*CONFIG_FILES.values(), *weights, "tokenizer/*.json", "tokenizer/*.txt"]
 
 
-def _download(model_name: str, *, revision: str | None) -> Path:
-    """Fetch a model into the hub's cache, whose folder is named after the resolved commit."""
+def _download(model_name: str, *, revision: str | None, random_weights: bool) -> Path:
+    """Fetch a model into the hub's cache."""
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -317,7 +350,9 @@ def _download(model_name: str, *, revision: str | None) -> Path:
         )
     return Path(
         huggingface_hub.snapshot_download(
-            model_name, revision=info.sha, allow_patterns=_wanted_files()
+            model_name,
+            revision=info.sha,
+            allow_patterns=_wanted_files(random_weights=random_weights),
         )
     )
 
@@ -334,17 +369,13 @@ def _cached(model_name: str, *, revision: str | None) -> Path | None:
         return None
 
 
-def _stand_in(model_name: str, *, why: str) -> tuple[Architecture, str]:
-    for name in built_in_names():
-        if model_name in _read_built_in(name)["stands_in_for"]:
-            note = (
-                f"{model_name}: {why}, so the built-in {name} stands in for it, the same "
-                "architecture with random weights."
-            )
-            return _load_built_in(name), note
-    raise ConfigError(
+def _out_of_reach(model_name: str, *, why: str) -> ConfigError:
+    built_in = _built_in_of_hub_id(model_name)
+    random = f", or --random_weights for {built_in} with random weights" if built_in else ""
+    return ConfigError(
         f"the model cannot be had: {why}",
         value=model_name,
-        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, or a hub id in reach",
+        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, or a hub id in reach"
+        f"{random}",
         flag=MODEL_FLAG,
     )

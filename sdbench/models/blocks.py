@@ -1,4 +1,4 @@
-"""Which work inside the blocks of U-Net and VAE can be done in less time, with the same result?"""
+"""Faster implementations of parts of the U-Net and VAE with the same result."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# What the U-Net is made of, each up to 60 million weights: the pieces in which ranks that share the
-# weights gather them.
+# The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
-    """torch's scaled dot product attention by one kernel that is asked for by name."""
+    """torch's scaled dot product attention by one kernel and no other."""
 
     def __init__(self, kernel: SDPBackend) -> None:
         super().__init__()
         self._kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attend; torch raises an error where the kernel cannot do it."""
+        """Compute attention; torch raises a RuntimeError where the kernel cannot."""
         with sdpa_kernel(self._kernel):
             return super().__call__(*args, **kwargs)
 
 
 class _Unit:
-    """The number one as a divisor that costs nothing: ``tensor / unit`` is the tensor itself."""
+    """One, as a divisor without a kernel: ``tensor / unit`` is the tensor itself."""
 
     def __rtruediv__(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 def drop_unit_divisions(model: nn.Module) -> None:
-    """Take away the divisions by 1.0 behind each attention and each residual block.
+    """Remove the divisions by 1.0 behind each attention and each residual block.
 
     diffusers divides by a scale that is 1.0 in every Stable Diffusion: 110 kernels and 0.28 GB of
     traffic an image in a forward and backward pass of SD2's U-Net at 512 px without compilation.
@@ -61,10 +60,9 @@ def drop_unit_divisions(model: nn.Module) -> None:
 def _normalize(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, silu: bool
 ) -> Tensor:
-    """GroupNorm, and SiLU behind it on request, computed in fp32 and returned in the input's type.
+    """GroupNorm, and SiLU behind it if `silu`, computed in fp32 and returned in the input's type.
 
-    Splitting and joining the channels leaves the order of the numbers in memory as it is, so that
-    channels_last stays channels_last, which torch's own kernel for CUDA does not keep.
+    The layout of the input is kept: torch's own CUDA kernel turns channels_last into contiguous.
     """
     grouped = x.float().unflatten(1, (num_groups, -1))
     dims = tuple(range(2, grouped.ndim))
@@ -78,7 +76,7 @@ def _normalize(
 
 @functools.cache
 def _compiled_normalize() -> Callable[..., Tensor]:
-    """One kernel for all sizes. Made when it is first needed: torch's compiler takes seconds."""
+    """`_normalize` compiled once for all sizes; made lazily, as torch's compiler takes seconds."""
     return torch.compile(_normalize, dynamic=True)
 
 
@@ -89,21 +87,21 @@ class FusedGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, C, ...) over groups of channels."""
-        # As views, because torch compiles anew for each size of a parameter.
+        # As views: torch compiles anew for each size of a parameter.
         shape = (1, -1, *(1,) * (x.ndim - 2))
         weight, bias = self.weight.view(shape), self.bias.view(shape)
         return _compiled_normalize()(x, weight, bias, self.num_groups, self.eps, self.silu)
 
 
 class _SiluOfVectors(nn.SiLU):
-    """SiLU of the time embedding (B, C); images (B, C, H, W) have theirs from the norm before."""
+    """SiLU of the time embedding (B, C) alone; that of images (B, C, H, W) is in the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.ndim == 4 else super().forward(x)
 
 
 def fuse_group_norms(model: nn.Module) -> None:
-    """Let each GroupNorm be one kernel together with the SiLU behind it.
+    """Fuse each GroupNorm and the SiLU behind it into one kernel.
 
     Args:
         model: A U-Net or VAE of diffusers; changed in place, its weights and their names stay.
@@ -127,14 +125,13 @@ def checkpoint_activations(
     which: str,
     recompute: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Let the backward pass compute activations again instead of keeping them.
+    """Recompute activations in the backward pass instead of keeping them.
 
     Args:
         unet: diffusers' U-Net; changed in place.
         which: ``none``, ``transformer`` (the transformer blocks, whose activations are the largest
             share) or ``full`` (these and the residual blocks).
-        recompute: Makes what is entered around each block that is computed again; torch.compile
-            does without.
+        recompute: Makes the context around each recomputed block; not with torch.compile.
     """
     if which == "none":
         return

@@ -1,4 +1,4 @@
-"""How is one sub-model (U-Net, VAE, text encoder) made from its configuration or its weights?"""
+"""U-Net, VAE and text encoder, each made from its configuration or its saved weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from sdbench.models.weights import Weights, draw_weights
 
 @dataclass(frozen=True)
 class Attention:
-    """How attention is computed.
+    """Implementations of attention.
 
     Attributes:
         unet: diffusers' processor for the U-Net.
-        vae: That of the VAE, whose one head is 512 wide: more than flash and cuDNN take.
-        text: transformers' name for the text encoder.
+        vae: diffusers' processor for the VAE, whose one head is 512 wide: too wide for the kernels
+            of flash attention and cuDNN.
+        text: transformers' name of the implementation for the text encoder.
     """
 
     unet: Callable[[], Any]
@@ -57,7 +58,7 @@ def make_unet(
     """Make the U-Net.
 
     Args:
-        architecture: With a weights folder, loaded weights take the place of drawn ones.
+        architecture: With a weights folder its weights are loaded, else drawn.
         attention: One of `ATTENTION`.
         weights: None makes shapes only, on the meta device.
     """
@@ -94,7 +95,7 @@ def make_text_encoder(
     with torch.device("meta"):
         text_encoder = CLIPTextModel(config)
     if weights is not None:
-        # The hook by which each model of transformers says how its modules begin.
+        # The method by which a model of transformers initialises its modules.
         draw_weights(text_encoder, weights, initialize=text_encoder._init_weights)
     return text_encoder
 

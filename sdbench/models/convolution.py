@@ -1,4 +1,4 @@
-"""How can a convolution of many channels and few pixels be done in less time on a CPU?
+"""3 x 3 convolutions as matrix products, faster on a CPU for many channels and few pixels.
 
 The deep levels of SD2's U-Net convolve 1280 channels of 4 x 4 or 8 x 8 pixels: 14.7 M weights for
 32 or 128 pixels of two images. oneDNN's kernels for their gradients took 1.4 s of a step of 4.3 s
@@ -20,17 +20,16 @@ class ProductConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (B, C, H, W).
 
-        Patches are 9 C numbers for each pixel, weights 9 C for each output channel. Up to half as
-        many pixels, to move the weights is most of the work; beyond, it is left to torch, which
-        makes no patches.
+        Patches are 9 C numbers per pixel, weights 9 C per output channel. With at most half as many
+        pixels as output channels most of the time goes into moving the weights; with more, torch's
+        convolution is used, which makes no patches.
         """
         stride = self.stride[0]
         num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
         if 2 * num_pixels > self.out_channels:
             return super().forward(x)
         weight, bias = self.weight, self.bias
-        # What autocast does with a convolution; it does not look into a function with a gradient of
-        # its own.
+        # As autocast casts a convolution's inputs; it does not reach an autograd.Function's.
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -39,7 +38,7 @@ class ProductConv2d(nn.Conv2d):
 
 
 class _Product(torch.autograd.Function):
-    """Patches (pixels, 9 C) times weights (9 C, O); sums are in fp32, as in a convolution."""
+    """Patches (pixels, 9 C) times weights (9 C, O), summed in fp32 as in a convolution."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
@@ -70,7 +69,7 @@ def _as_matrix(weight: Tensor) -> Tensor:
 
 
 def _places(size: tuple[int, int], stride: int) -> list[tuple[slice, slice]]:
-    """Where each of the nine taps reads from an image with one pixel of padding around it."""
+    """Rows and columns that each of the nine taps reads of an image padded by one pixel."""
     height, width = size
     return [
         (slice(row, row + height, stride), slice(column, column + width, stride))
@@ -80,14 +79,14 @@ def _places(size: tuple[int, int], stride: int) -> list[tuple[slice, slice]]:
 
 
 def _patches(x: Tensor, stride: int) -> Tensor:
-    """What each output pixel sees of (B, C, H, W): (B, H / stride, W / stride, 9 C)."""
+    """The 3 x 3 pixels around each output pixel: (B, C, H, W) to (B, H/stride, W/stride, 9 C)."""
     padded = nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
     places = _places(x.shape[2:], stride)
     return torch.cat([padded[:, rows, columns] for rows, columns in places], dim=3)
 
 
 def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
-    """Add up the gradients (pixels, 9 C) of patches of `x` where they overlap."""
+    """Gradient (B, C, H, W) of `x` from those of its overlapping patches, (pixels, 9 C)."""
     num_images, num_channels, height, width = x.shape
     total = patches.new_zeros(
         (num_images, height + 2, width + 2, num_channels), dtype=torch.float32
@@ -101,11 +100,11 @@ def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
 
 
 def use_matrix_products(model: nn.Module) -> None:
-    """Let 3 x 3 convolutions with one pixel of padding be matrix products where that is quicker.
+    """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`.
 
     Args:
-        model: Changed in place, its weights and their names stay. Their layout should be
-            channels_last: any other is copied in each pass.
+        model: Changed in place; its weights and their names stay. Weights that are not
+            channels_last are copied in each pass.
     """
     for module in model.modules():
         if type(module) is nn.Conv2d and _is_covered(module):

@@ -1,8 +1,8 @@
-"""How much arithmetic does one training image cost?
+"""FLOPs of training on one image.
 
-Counted on the meta device, where attention is split into its two matrix products. On a CPU torch's
-counter takes fused attention for zero, and on a GPU it adds what flash attention recomputes in the
-backward pass, which is no model work.
+They are counted on the meta device, where attention is two matrix products. torch's counter counts
+fused attention as zero on a CPU, and on a GPU with what flash attention recomputes in the backward
+pass, which is no work of the model.
 """
 
 from __future__ import annotations

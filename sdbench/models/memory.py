@@ -1,10 +1,10 @@
-"""How much memory will one rank need at its peak?
+"""An estimate of the peak memory of one rank.
 
-The training step is replayed without memory or arithmetic, on torch's fake tensors, and every
-allocation is counted. One replay gives the peak for any micro-batch: at each moment there is a
-constant (gradients, weight copies) plus a slope times the number of images (activations).
+A training step is replayed on torch's fake tensors, without memory or arithmetic, and every
+allocation is counted. One replay gives the peak for any micro-batch: after each operation a
+constant number of bytes is live (gradients, weight copies), plus a number per image (activations).
 
-A replay takes seconds and is kept on disk: a machine replays the same step of the same code once.
+A replay takes seconds, so it is kept in the cache on disk, by step, code and libraries.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import sys
 import weakref
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
 import transformers
 from torch._subclasses import FakeTensorMode
@@ -37,21 +36,20 @@ from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffus
 
 BYTES_PER_GIB = 2**30
 
-# Larger than the numbers that sizes of models are made of (2, 3, 5; 7 and 11 of 77 tokens).
+# Larger than the prime factors of usual tensor sizes (2, 3, 5; 7 and 11 of 77 tokens).
 PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
-# Resident size of Python with torch, composer, streaming, diffusers and transformers imported:
-# measured 0.74 GiB with torch 2.7.0, 0.81 with oneDNN's and OpenMP's own after a step of `tiny`.
+# Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
+# measured with torch 2.7.0: 0.74 GiB, and 0.81 with oneDNN's and OpenMP's after a step of `tiny`.
 CPU_PROCESS_GIB = 0.78
-# A CUDA context takes about 0.5 GiB, the workspaces of cuBLAS and cuDNN about as much again. Not
-# calibrated: rounded from common experience.
+# Not measured: about 0.5 GiB for a CUDA context and as much for workspaces of cuBLAS and cuDNN.
 GPU_PROCESS_GIB = 1.0
 
-# Share of a step's memory that CUDA's caching allocator reserves beyond what is used. Not measured.
+# Not measured: share of a step's memory that CUDA's caching allocator reserves and does not use.
 CUDA_FRAGMENTATION = 0.05
 
-# torch's autocast on CUDA computes these in fp32 (its documentation: "CUDA Ops that can autocast to
-# float32"); on a CPU they take what they are given.
+# torch's autocast computes these in fp32 on CUDA (its documentation: "CUDA Ops that can autocast to
+# float32"), and in the type of their input on a CPU.
 FP32_ON_CUDA = frozenset(
     {
         torch.nn.functional.group_norm,
@@ -67,19 +65,19 @@ FP32_ON_CUDA = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Peak memory of one rank by what it is used for, in GiB.
+    """Peak memory of one rank by use, in GiB.
 
     Attributes:
-        process: Libraries on a CPU, context and libraries' workspaces on a GPU.
+        process: Libraries on a CPU; CUDA context and workspaces on a GPU.
         unet_weights: Trained weights.
         encoder_weights: Frozen weights of VAE and text encoder.
-        optimizer_state: The two moments of Adam.
+        optimizer_state: The two moments of Adam, and master weights.
         ema: Averaged copy of the trained weights.
-        gradients: Held at the moment of the peak, with DDP's copy of them.
-        activations: Everything that grows with the micro-batch, at the moment of the peak.
-        temporaries: The rest of that moment: weights cast by autocast, the optimizer's temporaries,
-            and what CUDA's allocator reserves beyond use.
-        phase: Where the peak lies: encoders, backward or optimizer.
+        gradients: Gradients at the time of the peak, with DDP's copy of them.
+        activations: What grows with the micro-batch, at the time of the peak.
+        temporaries: The rest at that time: weights cast by autocast, the optimizer's temporaries,
+            and what CUDA's allocator reserves and does not use.
+        phase: Phase of the peak: encoders, backward or optimizer.
     """
 
     process: float
@@ -98,7 +96,7 @@ class MemoryEstimate:
         return sum(value for _, value in self._parts())
 
     def describe(self) -> str:
-        """The parts in words, largest first."""
+        """The parts as text, largest first."""
         parts = sorted(self._parts(), key=lambda part: -part[1])
         return ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in parts)
 
@@ -110,65 +108,37 @@ class MemoryEstimate:
         ]
 
 
-# Fields of a replayed step, as they are kept on disk.
-TIMELINES = ("constant", "slope", "gradients")
-NUMBERS = ("unet_start", "unet_weights", "encoder_weights", "gathered_weights")
-
-
 @dataclass(frozen=True)
 class _StepProfile:
-    """Bytes beyond the weights after each operation of a step: constant + slope x images.
+    """Bytes of a replayed step beyond its weights.
 
     Attributes:
-        constant: (operations,) live bytes whatever the micro-batch: weight copies, gradients.
-        slope: (operations,) live bytes per image.
-        gradients: (operations,) bytes of the gradients that are complete; part of `constant`.
-        unet_start: Index of the first operation of the U-Net.
+        timeline: After each operation the live bytes whatever the micro-batch (weight copies,
+            gradients), the live bytes per image, and the bytes of complete gradients, which are
+            part of the first number.
+        unet_start: Index of the U-Net's first operation.
         unet_weights: Bytes of the trained weights, and so of all their gradients.
         encoder_weights: Bytes of the frozen weights.
-        gathered_weights: Bytes of the trained weights that are whole at once when the ranks share
-            them block by block: those outside of blocks, and two blocks, one of them on its way.
+        gathered_weights: Bytes of the trained weights that are whole at once under FSDP: those
+            outside of blocks and those of two blocks, one of which is being gathered.
     """
 
-    constant: torch.Tensor
-    slope: torch.Tensor
-    gradients: torch.Tensor
+    timeline: list[tuple[int, int, int]]
     unet_start: int
     unet_weights: int
     encoder_weights: int
     gathered_weights: int
 
-    @classmethod
-    def load(cls, path: Path) -> _StepProfile:
-        """Read what `save` has written.
-
-        Raises:
-            OSError: There is no such file.
-            KeyError: It holds something else.
-            ValueError: So it does.
-            zipfile.BadZipFile: It was cut off.
-        """
-        with np.load(path) as arrays:
-            timelines = dict(zip(TIMELINES, torch.from_numpy(arrays["timelines"]), strict=True))
-            return cls(**timelines, **{name: int(arrays[name]) for name in NUMBERS})
-
-    def save(self, path: Path) -> None:
-        """Write it, so that a reader finds all of it or nothing."""
-        timelines = torch.stack([getattr(self, name) for name in TIMELINES]).numpy()
-        numbers = {name: getattr(self, name) for name in NUMBERS}
-        with new_file(path) as new:
-            np.savez(new, timelines=timelines, **numbers)
-
 
 class _AllocationLog(TorchDispatchMode):
-    """Notes the bytes of all live tensors, but for existing ones, after each operation."""
+    """Logs the bytes of all live tensors that the step has allocated after each operation."""
 
     def __init__(self, existing: list[torch.Tensor], *, num_images: int) -> None:
-        """Begin.
+        """Begin a log.
 
         Args:
-            existing: Tensors that are there whatever the step does.
-            num_images: Images of the step. What they take is told from the rest by its size.
+            existing: Tensors that are not counted.
+            num_images: Images of the step; tensors whose size it divides count as theirs.
         """
         super().__init__()
         self.timeline: list[tuple[int, int, int]] = []
@@ -186,7 +156,7 @@ class _AllocationLog(TorchDispatchMode):
         return result
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Hook for a parameter whose gradient is complete."""
+        """Add a complete gradient; a hook for parameters."""
         self.gradient_bytes += parameter.grad.nbytes
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -204,7 +174,7 @@ class _AllocationLog(TorchDispatchMode):
 
 
 class _CudaAutocastRules(TorchFunctionMode):
-    """Makes autocast on fake CPU tensors allocate as it would on CUDA."""
+    """Makes autocast on fake CPU tensors allocate as on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -234,30 +204,29 @@ def estimate_peak_memory(
     sharding: str = "none",
     num_sharing_ranks: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the peak of a steady step with AdamW.
+    """Estimate the peak memory of one rank in training with AdamW.
 
     Args:
-        architecture: What is trained.
+        architecture: The model.
         image_size: Side of the square image in pixels.
         micro_batch: Images per forward pass.
         precision: One of `PRECISIONS`.
         encoder_dtype: One of `ENCODER_DTYPES`.
-        attention: `sdpa` or `eager`, which keeps the attention matrices.
+        attention: `eager`, which keeps the attention matrices, or any other, which does not.
         optimizer: `adamw` or `adamw_fused`.
-        use_ema: Whether an average of the trained weights is kept, in fp32.
-        num_ranks: With more than one, DDP keeps a second copy of the gradients in its buckets.
-        device_type: `cpu`, where the process itself counts, or `cuda`.
+        use_ema: Whether a moving average of the trained weights is kept, in fp32.
+        num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
+        device_type: `cpu` or `cuda`.
         latents: `online` (encoders in the step) or `precomputed`.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients
             outlive the backward pass.
-        encoder_batch: Images that the encoders take at once ahead of the micro-batches; None: they
-            take each micro-batch.
-        activation_checkpointing: One of `blocks.checkpoint_activations`.
-        master_weights: Whether the optimizer keeps fp32 copies of the weights.
-        gradient_as_bucket_view: Whether gradients live in DDP's buckets.
-        sharding: `none`, `zero1`, `grad_op`, `full` or `hybrid`. Not measured beyond the tests'
-            miniature.
-        num_sharing_ranks: Ranks that share one set of what is shared out.
+        encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
+            encoders run in each micro-batch.
+        activation_checkpointing: One of those of `blocks.checkpoint_activations`.
+        master_weights: Whether the optimizer holds fp32 copies of the weights.
+        gradient_as_bucket_view: Whether gradients are views of DDP's buckets.
+        sharding: `none`, `zero1`, `grad_op`, `full` or `hybrid`; measured with `tiny` only.
+        num_sharing_ranks: Ranks that hold one copy of the sharded state together.
 
     Returns:
         The peak by its parts.
@@ -274,30 +243,39 @@ def estimate_peak_memory(
         activation_checkpointing=activation_checkpointing,
     )
     weights = profile.unet_weights
-    num_images = torch.full((len(profile.slope),), micro_batch)
+    constant, slope, complete = torch.tensor(profile.timeline).T
+    num_images = torch.full_like(slope, micro_batch)
     if encoder_batch is not None:
         num_images[: profile.unet_start] = encoder_batch
-    live = profile.constant + num_images * profile.slope
-    moments = [_moment(profile, int(live.argmax()), num_images=num_images)]
+    activations = num_images * slope
+
+    def moment(index: int, gradients: float) -> _Moment:
+        return _Moment(
+            phase="encoders" if index < profile.unet_start else "backward",
+            gradients=gradients,
+            activations=float(activations[index]),
+            temporaries=float(constant[index] - complete[index]),
+        )
+
+    index = int((constant + activations).argmax())
+    moments = [moment(index, float(complete[index]))]
     # Gradients of an earlier micro-batch are there from the start. On a CPU the gradients cannot
-    # use what the activations leave: the C library's heap keeps it in pieces of other sizes.
+    # use the memory that activations free: the C library's heap holds it in pieces of other sizes.
     # Measured with glibc, sd2-base at 256 px, micro-batches 2 and 8, fp32 and amp_bf16: resident
     # memory peaks at all gradients plus the largest rest, to 4 %.
     if num_microbatches > 1 or not on_cuda:
-        index = int((live - profile.gradients).argmax())
-        moment = _moment(profile, index, num_images=num_images)
-        moments.append(dataclasses.replace(moment, gradients=weights))
+        moments.append(moment(int((constant + activations - complete).argmax()), weights))
     update = weights if on_cuda and optimizer == "adamw" else 0.0
-    # The optimizer's numbers are fp32 also where the weights are bf16 and it keeps copies of them:
-    # its gradients are then copies too, all of them at once.
+    # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
+    # once while it steps.
     state_weights = 2 * weights if master_weights else weights
     moments.append(
         _Moment(
             phase="optimizer",
             gradients=weights,
             activations=0.0,
-            # torch's AdamW walks over tensors on a CPU and its fused kernel needs nothing; on CUDA
-            # the foreach default holds the square root of the whole second moment at once.
+            # On CUDA torch's default AdamW (foreach) holds the square root of the whole second
+            # moment; on a CPU it takes one tensor at a time, and the fused kernel needs nothing.
             temporaries=update + (state_weights if master_weights else 0.0),
         )
     )
@@ -312,10 +290,10 @@ def estimate_peak_memory(
         # grad_op gathers all weights for the whole step, the others a block at a time.
         gathered = weights if sharding == "grad_op" else profile.gathered_weights
         held_weights = weights / shared + gathered
-        # Without averaging in each micro-batch whole gradients are added up.
+        # Over several micro-batches FSDP adds up unsharded gradients.
         if num_microbatches == 1:
             gradients = peak.gradients / shared + profile.gathered_weights
-    # Adam keeps the mean of the gradient and of its square, and perhaps the weights themselves.
+    # Adam's means of the gradient and of its square, and master weights.
     state = (2 + master_weights) * state_weights
     ema_weights = weights * 2 if precision == "bf16" else weights
     return MemoryEstimate(
@@ -333,7 +311,7 @@ def estimate_peak_memory(
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes held at one moment of a step beyond what is always there."""
+    """Bytes at one time of a step beyond what is always there."""
 
     phase: str
     gradients: float
@@ -345,31 +323,21 @@ class _Moment:
         return self.gradients + self.activations + self.temporaries
 
 
-def _moment(profile: _StepProfile, index: int, *, num_images: torch.Tensor) -> _Moment:
-    gradients = float(profile.gradients[index])
-    return _Moment(
-        phase="encoders" if index < profile.unet_start else "backward",
-        gradients=gradients,
-        activations=float(num_images[index] * profile.slope[index]),
-        temporaries=float(profile.constant[index]) - gradients,
-    )
-
-
 @functools.cache
 def _profile_step(architecture: Architecture, **options: Any) -> _StepProfile:
-    """The replay of a step, which an earlier process may have made."""
-    path = private_folder("replayed-steps") / f"{_fingerprint(architecture, options)}.npz"
+    """Replay a step, or read the replay that an earlier process has kept."""
+    path = private_folder("replayed-steps") / f"{_fingerprint(architecture, options)}.json"
     try:
-        return _StepProfile.load(path)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        return _StepProfile(**json.loads(path.read_text()))
+    except (OSError, ValueError):  # not there, or cut off
         profile = _replay_step(architecture, **options)
-    with contextlib.suppress(OSError):  # a full or read-only disk: the next process replays again
-        profile.save(path)
+    with contextlib.suppress(OSError), new_file(path) as new:  # a full or read-only disk
+        new.write_text(json.dumps(dataclasses.asdict(profile)))
     return profile
 
 
 def _fingerprint(architecture: Architecture, options: dict[str, Any]) -> str:
-    """Tells replays apart by all they depend on: the step, this code, and the libraries."""
+    """Hash of all that a replay depends on: the step, this code, and the libraries."""
     parts = (architecture.unet, architecture.vae, architecture.text_encoder, architecture.scheduler)
     modules = (torch, diffusers, transformers)
     versions = [sys.version, *(module.__version__ for module in modules)]
@@ -390,20 +358,19 @@ def _replay_step(
     online: bool,
     activation_checkpointing: str,
 ) -> _StepProfile:
-    """Replay a step."""
     with FakeTensorMode():
         model = build_stable_diffusion(
-            # Fake weights: those of a folder are not read.
+            # Without the weights of a folder, which are not needed.
             dataclasses.replace(architecture, weights_folder=None),
             seed=None,
             precision=precision,
             encoder_dtype=encoder_dtype,
             memory_format="contiguous",
-            # The fused kernels all keep the same, and none of a GPU's takes fake CPU tensors.
+            # All fused kernels keep the same tensors, and a GPU's take no fake CPU tensors.
             attention="eager" if attention == "eager" else "sdpa",
             encoders=online,
         )
-        # The backward pass enters no modes that are around it.
+        # Recomputation in the backward pass does not see the modes that are active around it.
         rules = _CudaAutocastRules if on_cuda else None
         checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
         num_images = _choose_num_images(model)
@@ -413,11 +380,8 @@ def _replay_step(
         timeline, unet_start = _replay(model, make_batch, num_images=num_images, on_cuda=on_cuda)
         unet_weights, all_weights = _num_bytes(model.unet), _num_bytes(model)
         gathered_weights = _num_gathered_bytes(model.unet)
-    constant, slope, gradients = torch.tensor(timeline).T
     return _StepProfile(
-        constant=constant,
-        slope=slope,
-        gradients=gradients,
+        timeline=timeline,
         unet_start=unet_start,
         unet_weights=unet_weights,
         encoder_weights=all_weights - unet_weights,
@@ -428,8 +392,8 @@ def _replay_step(
 def _choose_num_images(model: StableDiffusion) -> int:
     """Images of the replayed step: a prime that divides the size of no weight.
 
-    So what is as large as a weight (its gradient, a copy in another type) is no multiple of it, and
-    all that grows with the images is one.
+    It divides the size of every tensor that grows with the images, and of none that is as large as
+    a weight (a gradient, a copy in another type).
     """
     sizes = {tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
     return next(prime for prime in PRIMES if all(size % prime for size in sizes))
@@ -442,12 +406,7 @@ def _replay(
     num_images: int,
     on_cuda: bool,
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Run one step on fake tensors.
-
-    Returns:
-        After each operation the live bytes that are constant, those per image, and the bytes of
-        gradients; and the index of the U-Net's first.
-    """
+    """Run one step on fake tensors; return `timeline` and `unet_start` of its profile."""
     log = _AllocationLog([*model.parameters(), *model.buffers()], num_images=num_images)
     unet_starts: list[int] = []
     handles = [

@@ -1,4 +1,4 @@
-"""How many weights has each sub-model, and how many of them are trained?"""
+"""Numbers of weights of each sub-model, and of those that are trained."""
 
 from __future__ import annotations
 

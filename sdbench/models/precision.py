@@ -1,4 +1,4 @@
-"""Which number formats does each precision mean?"""
+"""The number formats of each precision."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class NumberFormats:
     """Types of one precision.
 
     Attributes:
-        weights: Of the U-Net's parameters, and so of its gradients and optimizer state.
-        autocast: Type that autocast computes in; None computes in the weights' type.
+        weights: Type of trained weights, their gradients and optimizer state.
+        autocast: Type that autocast computes in; None: no autocast.
     """
 
     weights: torch.dtype

@@ -1,4 +1,4 @@
-"""What is one training step of Stable Diffusion, from a batch to a loss?
+"""Stable Diffusion as a module that maps a batch to what its loss takes, and its construction.
 
 The order of operations follows mosaicml/diffusion-benchmark: encode, draw noise and time steps,
 add the noise, predict it (or the velocity), mean squared error.
@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ MEMORY_FORMATS = {
 # diffusers' DiagonalGaussianDistribution clamps the log-variance so that exp() cannot overflow.
 LOGVAR_MIN, LOGVAR_MAX = -30.0, 20.0
 
-# Told what the model is about to do: vae_encode, text_encode or unet_forward.
+# Makes the context around a phase of the step: vae_encode, text_encode or unet_forward.
 PhaseObserver = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
@@ -36,7 +36,7 @@ def _unobserved(phase: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class StableDiffusion(nn.Module):
-    """U-Net in training, VAE and text encoder frozen (or absent, for precomputed latents)."""
+    """U-Net, VAE and text encoder; the latter two are absent for precomputed latents."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StableDiffusion(nn.Module):
             unet: Predicts noise or velocity from noised latents, time steps and text states.
             vae: Turns images into latents, or None.
             text_encoder: Turns token ids into text states, or None.
-            scheduler: Its noise schedule and prediction type are used; it takes no step itself.
-            scaling_factor: Brings latents to about unit variance.
+            scheduler: Gives the noise schedule and the prediction type.
+            scaling_factor: Multiplies latents, to about unit variance.
             autocast_dtype: Compute type of the U-Net, or None to compute in the weights' type.
             memory_format: Layout of images and latents.
             phase: Entered around the work of each sub-model.
@@ -71,19 +71,17 @@ class StableDiffusion(nn.Module):
         self.autocast_dtype = autocast_dtype
         self.memory_format = memory_format
         self._phase = phase
-        # In fp64 first: 1 - alphas_cumprod loses digits in fp32 where it is small.
+        # In fp64: 1 - alphas_cumprod is small, and inaccurate in fp32, at the first time steps.
         signal_power = scheduler.alphas_cumprod.double()
         self._add_buffer("signal_scale", signal_power.sqrt())
         self._add_buffer("noise_scale", (1.0 - signal_power).sqrt())
-        for encoder in self._encoders():
-            encoder.requires_grad_(False)
-        self.train()
 
     def train(self, mode: bool = True) -> StableDiffusion:
-        """Switch the U-Net; the frozen encoders stay in evaluation mode."""
+        """Switch the sub-models that are trained; frozen ones stay in evaluation mode."""
         super().train(mode)
-        for encoder in self._encoders():
-            encoder.eval()
+        for module in self.children():
+            if not _is_trained(module):
+                module.eval()
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -99,7 +97,7 @@ class StableDiffusion(nn.Module):
         """
         with torch.no_grad():
             latents = self._latents(batch)
-            text_states = self._text_states(batch)
+        text_states = self._text_states(batch)
         num_train_timesteps = len(self.signal_scale)
         timesteps = torch.randint(0, num_train_timesteps, (len(latents),), device=latents.device)
         noise = _draw_noise(latents)
@@ -121,11 +119,11 @@ class StableDiffusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
-        """Encode the images and captions of a batch ahead of training on it.
+        """Encode the images and captions of a batch by frozen encoders, ahead of training on it.
 
         Args:
             batch: `image` and `input_ids`, as `forward` takes them.
-            encoder_batch_size: Images that the encoders take at once.
+            encoder_batch_size: Images per call of an encoder.
 
         Returns:
             `latent_mean`, `latent_logvar` and `text_embedding`, as `forward` takes them.
@@ -144,14 +142,11 @@ class StableDiffusion(nn.Module):
 
     @staticmethod
     def loss(prediction: Tensor, target: Tensor) -> Tensor:
-        """Mean squared error in fp32, whatever type the prediction has."""
+        """Mean squared error, computed in fp32."""
         return nn.functional.mse_loss(prediction.float(), target.float())
 
-    def _encoders(self) -> list[nn.Module]:
-        return [encoder for encoder in (self.vae, self.text_encoder) if encoder is not None]
-
     def _add_buffer(self, name: str, value: Tensor) -> None:
-        # Not persistent: the schedule is configuration, and checkpoints stay loadable elsewhere.
+        # Not persistent: the schedule is configuration, no weight of a checkpoint.
         self.register_buffer(name, value.float(), persistent=False)
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -160,7 +155,7 @@ class StableDiffusion(nn.Module):
         return torch.autocast(device.type, self.autocast_dtype)
 
     def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Encoders in fp32 follow the U-Net, as in the reference; half ones need no autocast."""
+        """Autocast as for the U-Net if the encoder is in fp32, as in the reference; else none."""
         if encoder.dtype == torch.float32:
             return self._autocast(encoder.device)
         return torch.autocast(encoder.device.type, enabled=False)
@@ -177,7 +172,7 @@ class StableDiffusion(nn.Module):
         return sample_latents(mean, logvar, noise=noise, scaling_factor=self.scaling_factor)
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance that the VAE gives to images, in fp32, not scaled."""
+        """Mean and log-variance of the latents of images, (B, 4, H/8, W/8) in fp32, not scaled."""
         assert self.vae is not None, "images need a model that was built with its encoders"
         with self._phase("vae_encode"), self._encoder_autocast(self.vae):
             return encode_images(self.vae, images, memory_format=self.memory_format)
@@ -191,15 +186,19 @@ class StableDiffusion(nn.Module):
             return encode_captions(self.text_encoder, batch["input_ids"])
 
 
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def encode_images(
     vae: AutoencoderKL, images: Tensor, *, memory_format: torch.memory_format
 ) -> tuple[Tensor, Tensor]:
-    """Mean and log-variance that the VAE gives to images.
+    """Mean and log-variance of the latents of images.
 
     Args:
         vae: The VAE.
         images: (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
-        memory_format: Layout that the VAE gets them in.
+        memory_format: Layout of the VAE's input.
 
     Returns:
         Both (B, 4, H/8, W/8) in fp32, not scaled.
@@ -217,13 +216,13 @@ def encode_captions(text_encoder: CLIPTextModel, input_ids: Tensor) -> Tensor:
 
 
 def sample_latents(mean: Tensor, logvar: Tensor, *, noise: Tensor, scaling_factor: float) -> Tensor:
-    """Latents drawn from the VAE's moments by standard normal noise, brought to unit variance."""
+    """Latents of these moments, (mean + deviation * noise) * scaling_factor, (B, 4, H/8, W/8)."""
     deviation = torch.exp(0.5 * logvar.clamp(LOGVAR_MIN, LOGVAR_MAX))
     return (mean + deviation * noise) * scaling_factor
 
 
 def _draw_noise(like: Tensor) -> Tensor:
-    """Standard normal fp32 noise, the same in any layout: randn_like draws in memory order."""
+    """Standard normal fp32 noise that does not depend on the layout, as that of randn_like does."""
     return torch.randn(like.shape, device=like.device)
 
 
@@ -236,24 +235,25 @@ def build_stable_diffusion(
     memory_format: str,
     attention: str,
     encoders: bool = True,
+    trained: Collection[str] = ("unet",),
     device: str | torch.device = "cpu",
     phase: PhaseObserver = _unobserved,
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights are drawn where they stay: one seed means one model on all devices of a kind.
+    Random weights are drawn on `device`: one seed gives one model on all devices of a kind.
 
     Args:
-        architecture: What to build; with a weights folder its weights are loaded instead of drawn.
+        architecture: What to build; with a weights folder its weights are loaded, else drawn.
         seed: Of the random weights; None draws none, for fake tensors. The caller's random
-            generators are left as they were.
-        precision: One of `PRECISIONS`. Whether fp32 may use TF32 is a global switch of torch's
-            and the caller's to set.
-        encoder_dtype: One of `ENCODER_DTYPES`, the type of the frozen weights.
+            generators keep their state.
+        precision: One of `PRECISIONS`. The caller sets torch's global switch for TF32.
+        encoder_dtype: One of `ENCODER_DTYPES`, for frozen encoders.
         memory_format: One of `MEMORY_FORMATS`, for U-Net and VAE.
         attention: One of `components.ATTENTION`.
-        encoders: Whether VAE and text encoder are wanted; not for precomputed latents.
-        device: Where the finished model goes.
+        encoders: Whether to build VAE and text encoder; precomputed latents need none.
+        trained: Names of the sub-models to train; the others are frozen.
+        device: Device of the model.
         phase: Entered around the work of each sub-model.
 
     Returns:
@@ -272,6 +272,7 @@ def build_stable_diffusion(
             memory_format=memory_format,
             attention=attention,
             device=device,
+            text_dtype=numbers.weights if "text_encoder" in trained else None,
         )
     model = StableDiffusion(
         unet=unet,
@@ -283,7 +284,10 @@ def build_stable_diffusion(
         memory_format=layout,
         phase=phase,
     )
-    # The sub-models are there already.
+    for name, module in model.named_children():
+        module.requires_grad_(name in trained)
+    model.train()
+    # The sub-models are on the device already.
     for name, buffer in model.named_buffers(recurse=False):
         setattr(model, name, buffer.to(device))
     return model
@@ -297,8 +301,9 @@ def build_encoders(
     memory_format: str,
     attention: str,
     device: str | torch.device = "cpu",
+    text_dtype: torch.dtype | None = None,
 ) -> tuple[AutoencoderKL, CLIPTextModel]:
-    """Build VAE and text encoder alone, the same that `build_stable_diffusion` gives the model.
+    """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
 
     Args:
         architecture: What to build.
@@ -306,17 +311,18 @@ def build_encoders(
         encoder_dtype: One of `ENCODER_DTYPES`.
         memory_format: One of `MEMORY_FORMATS`, for the VAE.
         attention: One of `components.ATTENTION`.
-        device: Where they go.
+        device: Device of both.
+        text_dtype: Type of the text encoder's weights; None: that of `encoder_dtype`.
 
     Returns:
         Both frozen and in evaluation mode.
     """
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
-    # Seeds of their own, so that neither depends on what was drawn for another part.
+    # A seed each, so that no sub-model's weights depend on how many another one draws.
     vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
     vae_weights = Weights(seed=vae_seed, device=device, dtype=dtype, memory_format=layout)
     vae = make_vae(architecture, attention=attention, weights=vae_weights)
-    text_weights = Weights(seed=text_seed, device=device, dtype=dtype)
+    text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype)
     text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
     for encoder in (vae, text_encoder):
         encoder.requires_grad_(False).eval()

@@ -1,7 +1,7 @@
-"""How does a model get random weights without a second copy of it, or of its numbers?
+"""Random weights, drawn part by part without a second copy of the model.
 
-The model is made on the meta device, which holds shapes only. Then each part in turn is drawn once,
-in fp32 on the device where it stays, and brought to its type before the next part begins.
+A model is made on the meta device, which holds shapes only. Each part in turn is drawn in fp32 on
+its final device and converted to its final type before the next part is drawn.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What the weights of a model are, and where.
+    """Seed, device, type and layout of the weights of a model.
 
     Attributes:
-        seed: Of those that are drawn; None draws nothing, for fake tensors, which have no numbers.
-        device: Where they are.
-        dtype: Type of the floating-point ones.
-        memory_format: Layout of the four-dimensional ones.
+        seed: Of random weights; None draws nothing, for fake tensors.
+        device: Device of the weights.
+        dtype: Type of floating-point weights.
+        memory_format: Layout of four-dimensional weights.
     """
 
     seed: int | None
@@ -31,14 +31,14 @@ class Weights:
     memory_format: torch.memory_format = torch.preserve_format
 
     def place(self, module: nn.Module) -> None:
-        """Bring a module to device, type and layout, in place."""
-        # nn.Module's own `to`: diffusers' warns of modules to keep in fp32, and then names none.
+        """Move a module to this device, type and layout, in place."""
+        # Not diffusers' own `to`, which warns of modules to keep in fp32 where there are none.
         nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
 
     def hold_places(self, module: nn.Module) -> None:
-        """Give a module tensors of this device and type without values, in place.
+        """Replace a module's tensors by empty ones of this device and type, in place.
 
-        Of fake tensors torch 2.11 changes none in a module: `to` and `to_empty` raise.
+        For fake tensors, with which `to` and `to_empty` raise in torch 2.11.
         """
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
@@ -59,14 +59,14 @@ def draw_weights(
 ) -> None:
     """Draw the weights of a model that is on the meta device, in place.
 
-    One seed gives one set of fp32 numbers on devices of one kind, and in other types these numbers
-    rounded. The caller's random generators are left as they were.
+    One seed gives the same fp32 numbers on all devices of a kind, and in other types these numbers
+    rounded. The caller's random generators keep their state.
 
     Args:
         model: Made under ``torch.device("meta")``.
-        weights: What they are to be.
-        initialize: Sets the weights of a module, after those of its children; None draws what the
-            module's own constructor would have drawn.
+        weights: Seed, device, type and layout.
+        initialize: Sets the weights of a module, after those of its children; None calls
+            `reset_parameters`, as the module's constructor does.
     """
     device = torch.device(weights.device)
     with _drawing_by(weights.seed, device), torch.no_grad():
@@ -84,7 +84,7 @@ def draw_weights(
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest parts without a list of parts inside: blocks of a large model, or less."""
+    """The largest sub-modules that hold no ModuleList, such as one attention or residual block."""
     if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
         for child in module.children():
             yield from _parts(child)
@@ -98,7 +98,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Buffers are computed, not drawn; the sub-models have one kind, the positions 0, 1, 2, ..."""
+    """Compute the buffers; the sub-models have one kind, the positions 0, 1, 2, ..."""
     for name, buffer in model.named_buffers():
         assert name.endswith("position_ids"), f"nobody has said what the buffer {name} holds"
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
@@ -106,7 +106,7 @@ def _fill_buffers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw by a seed on this device and leave the caller's random generators as they were."""
+    """Seed the device's random generator, and restore the caller's state behind the context."""
     if seed is None:
         yield
     elif device.type == "cuda":

@@ -125,7 +125,9 @@ class _Resolver:
 
     def run(self) -> Plan:
         self.architecture, note = resolve_architecture(
-            self.config.model_name, revision=self.config.model_revision
+            self.config.model_name,
+            revision=self.config.model_revision,
+            random_weights=self.config.random_weights,
         )
         if note is not None:
             self.notes.append(note)

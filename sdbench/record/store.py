@@ -38,7 +38,7 @@ SCHEMA_FILES = {
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
 }
 # Settings that are younger than some records, with what every run did before there was a choice.
-CAME_LATER = {"convolution": "torch", "missing_latents": "error"}
+CAME_LATER = {"convolution": "torch", "missing_latents": "error", "random_weights": False}
 
 OK = "ok"
 INVALID = "invalid"

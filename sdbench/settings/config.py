@@ -231,6 +231,9 @@ class BenchmarkConfig:
     model_revision: str | None = _field(
         MODEL, TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
     )
+    random_weights: bool = _field(
+        MODEL, SWITCH, False, "draw the weights of a folder or hub id instead of loading them"
+    )
     image_size: int | None = _field(MODEL, POSITIVE, None, "side of the square images in pixels")
     weights_seed: int | None = _field(
         MODEL, NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)"

@@ -137,6 +137,7 @@ def two_nodes(tmp_path_factory) -> dict[str, list[dict]]:
     return read(done.stdout)
 
 
+@pytest.mark.system
 def test_a_clock_that_is_ahead_is_a_warning(two_nodes):
     [clocks] = two_nodes["clocks"]
     assert clocks["level"] == "warning"
@@ -148,6 +149,7 @@ def test_a_clock_that_is_ahead_is_a_warning(two_nodes):
     assert "chronyd" in clocks["advice"]
 
 
+@pytest.mark.system
 def test_a_slow_link_is_an_error(two_nodes):
     [reduced] = two_nodes["all-reduce"]
     assert reduced["level"] == "error"
@@ -157,6 +159,7 @@ def test_a_slow_link_is_an_error(two_nodes):
     assert 0.002 < gb_per_s < 0.0125
 
 
+@pytest.mark.system
 def test_nodes_with_other_versions_are_told_apart(two_nodes):
     lines = {tuple(line["nodes"]): line for line in two_nodes["software"]}
     assert set(lines) == {(0,), (1,)}
@@ -165,6 +168,7 @@ def test_nodes_with_other_versions_are_told_apart(two_nodes):
     assert (alike["level"], alike["found"]) == ("warning", "they differ in software")
 
 
+@pytest.mark.system
 def test_what_both_nodes_have_is_one_line(two_nodes):
     assert [line["nodes"] for line in two_nodes["model"]] == [[0, 1]]
     assert two_nodes["network cards"][0]["level"] == "warning"

@@ -93,14 +93,15 @@ def test_a_hub_model_out_of_reach_is_an_error(look, monkeypatch):
     assert "the hub cannot be reached" in finding["found"]
 
 
-def test_a_model_that_another_one_stands_in_for_is_a_warning(look, monkeypatch):
+def test_random_weights_of_a_known_hub_model_need_no_hub(look, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    finding = look("--model_name", "stabilityai/stable-diffusion-2-base")["model"]
-    assert finding["level"] == "warning"
-    assert finding["found"].startswith(
-        "sd2-base, 865,910,724 of 1,289,952,427 parameters trained; "
+    model = ("--model_name", "stabilityai/stable-diffusion-2-base")
+    assert look(*model)["model"]["level"] == "error"
+    finding = look(*model, "--random_weights")["model"]
+    assert finding["level"] == "ok"
+    assert finding["found"] == (
+        "sd2-base, 865,910,724 of 1,289,952,427 parameters trained, random weights"
     )
-    assert "built-in sd2-base stands in" in finding["found"]
 
 
 # --- The data ------------------------------------------------------------------------------------

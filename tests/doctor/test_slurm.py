@@ -12,6 +12,8 @@ import pytest
 
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = (sys.executable, "-m", "sdbench", "doctor", "--json", "--model_name", "tiny")
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2")

@@ -54,10 +54,14 @@ ONE_THREAD = "--num_threads=1"
 TINY = ("--model_name=tiny", "--use_synth_data", "--engine=torch", "--num_workers=0", ONE_THREAD)
 SHORT = ("--warmup_batches=1", "--max_warmup_batches=1", "--profile_batches=0", "--no_measure_peak")
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare", "setpriv"))),
-    reason="only root makes network namespaces, with the programs of iproute2 and util-linux",
-)
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare", "setpriv"))),
+        reason="only root makes network namespaces, with the programs of iproute2 and util-linux",
+    ),
+]
 
 
 @dataclasses.dataclass

@@ -367,6 +367,7 @@ def test_a_script_refuses_what_sbatch_would(flag, value, sentence, capsys):
     assert error_of(capsys, "slurm", flag, value).startswith(sentence)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_envsubst_writes_the_same_text(kind, tmp_path):
     envsubst = find_program("envsubst", package="gettext-base", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Is a convolution by matrix products torch's own, in every pass and shape?"""
+"""Convolutions by matrix products equal torch's own in every pass and shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are parameters, work and memory counted right?"""
+"""Counts of parameters, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ def test_script_prints_csv(capsys) -> None:
     ]
 
 
-def test_script_refuses_an_unknown_model(capsys) -> None:
+def test_script_counts_a_hub_model_without_a_hub_and_refuses_an_unknown_one(capsys) -> None:
+    argv = ["--model_name", "stabilityai/stable-diffusion-2", "--csv"]
+    assert load_script().main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "total,1289952427,865910724"
     assert load_script().main(["--model_name", "sd2-bse"]) == 2
-    assert "did you mean sd2-base?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Is the loss the one of the forward process, whatever the knobs, and are the encoders frozen?"""
+"""The loss is that of the forward process with all options; frozen sub-models get no gradients."""
 
 from __future__ import annotations
 
@@ -136,6 +136,9 @@ def test_precisions_set_the_types() -> None:
     assert pure.unet.dtype == torch.bfloat16
     assert pure.autocast_dtype is None
     assert pure.signal_scale.dtype == torch.float32
+    # Weights that are trained have the precision's type, encoders or not.
+    both = build(precision="amp_bf16", encoder_dtype="bf16", trained=("unet", "text_encoder"))
+    assert (both.vae.dtype, both.text_encoder.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_eager_attention_uses_no_fused_kernel(batch, monkeypatch) -> None:
@@ -169,11 +172,13 @@ def test_seed_decides_the_weights_and_leaves_the_generator_alone(model) -> None:
         )
 
 
-def test_encoders_are_frozen_and_only_the_unet_gets_gradients(batch) -> None:
-    model = build()
-    assert model.train().unet.training
-    assert not model.vae.training
-    assert not model.text_encoder.training
+@pytest.mark.parametrize("trained", [{"unet"}, {"text_encoder"}, {"unet", "text_encoder"}])
+def test_the_sub_models_to_train_get_gradients_and_the_others_are_frozen(batch, trained) -> None:
+    model = build(trained=trained)
     StableDiffusion.loss(*model(batch)).backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == name.startswith("unet."), name
+    for name in ("unet", "vae", "text_encoder"):
+        module = getattr(model, name)
+        assert module.training == (name in trained)
+        parameters = list(module.parameters())
+        assert {p.requires_grad for p in parameters} == {name in trained}
+        assert any(p.grad is not None for p in parameters) == (name in trained)

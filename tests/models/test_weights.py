@@ -1,4 +1,4 @@
-"""Are weights drawn once, with the distributions of their modules, and beside no whole copy?"""
+"""Weights are drawn once, from the distributions of their modules, and without a second model."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ def test_a_buffer_or_weight_that_nobody_knows_how_to_fill_is_an_error() -> None:
     with torch.device("meta"):
         strange = nn.Linear(2, 2)
         strange.register_buffer("scale", torch.ones(2))
-    with pytest.raises(AssertionError, match="what the buffer scale holds"):
+    with pytest.raises(AssertionError, match="scale"):
         draw_weights(strange, Weights(seed=0))
     with torch.device("meta"):
         outside = nn.Module()
         outside.blocks = nn.ModuleList([nn.Linear(2, 2)])
         outside.gain = nn.Parameter(torch.ones(1))
-    with pytest.raises(AssertionError, match=r"in no part of the model: \['gain'\]"):
+    with pytest.raises(AssertionError, match="gain"):
         draw_weights(outside, Weights(seed=0))

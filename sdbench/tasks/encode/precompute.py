@@ -174,6 +174,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="error",
         help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
     )
+    parser.add_argument(
+        "--random_weights",
+        action="store_true",
+        help="draw the weights of a folder or hub id instead of loading them",
+    )
     add_flags(parser, SHARED_FLAGS)
     return parser.parse_args(argv)
 
@@ -218,7 +223,9 @@ def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Pl
     from sdbench.plan.resolve import default_image_size
     from sdbench.tasks.encode.encoder import EncodeJob, ImageReader
 
-    architecture, note = resolve_architecture(flags.model_name, revision=flags.model_revision)
+    architecture, note = resolve_architecture(
+        flags.model_name, revision=flags.model_revision, random_weights=flags.random_weights
+    )
     config = vars(flags) | _choose(flags, machine=machine, ranks=ranks)
     on_gpu = machine.device_type == "cuda"
     sizes = flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]
