@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
@@ -224,8 +224,16 @@ def _get(url: str) -> Any:
     retries = urllib3.Retry(
         NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
     )
+    # urllib3 drops the user and password of a URL; on the way to another host it drops the header.
+    user_info = urllib3.util.parse_url(url).auth
+    headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info))
     answer = urllib3.request(
-        "GET", url, preload_content=False, timeout=SILENCE_TIMEOUT_S, retries=retries
+        "GET",
+        url,
+        headers=headers,
+        preload_content=False,
+        timeout=SILENCE_TIMEOUT_S,
+        retries=retries,
     )
     if answer.status != 200:
         raise RunError(f"{url} cannot be read: the server answers {answer.status}")
