@@ -1,6 +1,6 @@
 """What is a stored sample, whatever stores it?
 
-Each data format has one class of `Records`: samples in their stored order, by number, as they lie
+Each data format has one class of `Samples`: samples in their stored order, by number, as they lie
 there. What is made of them (decoded, cropped, tokenized, batched) is the same for all formats and
 happens in sdbench/data/pipeline/batches.py.
 """
@@ -43,7 +43,7 @@ class LatentSample(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-class Records(Protocol):
+class Samples(Protocol):
     """Samples of one data set by number, in stored order.
 
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
@@ -95,20 +95,20 @@ def clean_caption(text: str) -> str | None:
     return text.strip().removeprefix("\ufeff").strip() or None
 
 
-def check_whole(record: ImageSample) -> None:
+def check_whole(sample: ImageSample) -> None:
     """Check that a sample has an image and a caption.
 
     Raises:
         BadSampleError: One of them is missing, or the image is empty.
     """
-    if not record.image:
-        what = "no image" if record.image is None else "the image has 0 bytes"
-        raise BadSampleError(f"{record.name}: {what}.")
-    if record.caption is None:
-        raise BadSampleError(f"{record.name}: no caption.")
+    if not sample.image:
+        what = "no image" if sample.image is None else "the image has 0 bytes"
+        raise BadSampleError(f"{sample.name}: {what}.")
+    if sample.caption is None:
+        raise BadSampleError(f"{sample.name}: no caption.")
 
 
-def undecodable(record: ImageSample, error: Exception) -> BadSampleError:
+def undecodable(sample: ImageSample, error: Exception) -> BadSampleError:
     """The error for an image that a decoder refuses."""
     reason = " ".join(str(error).split())
-    return BadSampleError(f"{record.name}: the image cannot be decoded ({reason}).")
+    return BadSampleError(f"{sample.name}: the image cannot be decoded ({reason}).")

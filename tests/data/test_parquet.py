@@ -133,11 +133,11 @@ def test_whole_numbers_are_no_latents(tmp_path):
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
 
 
-def test_records_may_be_pickled_after_a_read(tmp_path):
+def test_samples_may_be_pickled_after_a_read(tmp_path):
     columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    records = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
-    first = records.read(0).arrays["latent"]
-    assert np.array_equal(pickle.loads(pickle.dumps(records)).read(0).arrays["latent"], first)
+    samples = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
+    first = samples.read(0).arrays["latent"]
+    assert np.array_equal(pickle.loads(pickle.dumps(samples)).read(0).arrays["latent"], first)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_images_wanted,
@@ -197,10 +197,10 @@ def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
     check_images_wanted(config, what="A folder of images")
     check_tokenizer_folder(config.tokenizer_folder)
-    records = open_samples(config)
+    samples = open_samples(config)
     if config.rank == 0:
-        records.tell_unlisted()
-    num_samples = len(records)
+        samples.tell_unlisted()
+    num_samples = len(samples)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 

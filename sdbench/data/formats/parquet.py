@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_no_captions_dropped,
@@ -397,28 +397,28 @@ def check(config: SourceConfig) -> int | None:
         check_no_captions_dropped(config)
     if is_url(config.remote or config.local):
         return None
-    records = open_samples(config)
-    check_enough_samples(config, num_samples=len(records))
+    samples = open_samples(config)
+    check_enough_samples(config, num_samples=len(samples))
     if config.latents != "online":
-        check_first_samples(records, config=config)
-    return len(records)
+        check_first_samples(samples, config=config)
+    return len(samples)
 
 
-def check_first_samples(records: ParquetSamples, *, config: SourceConfig) -> None:
+def check_first_samples(samples: ParquetSamples, *, config: SourceConfig) -> None:
     """Check that one of the first rows, and of the last ones, has the shapes that are wanted.
 
     Raises:
         ConfigError: None has.
     """
-    shapes = array_shapes(records.columns, config=config)
-    num_rows = min(NUM_FIRST_SAMPLES, len(records))
-    _check_some(records, range(num_rows), shapes=shapes, config=config)
-    last = range(len(records) - num_rows, len(records))
-    _check_some(records, last, shapes=shapes, config=config)
+    shapes = array_shapes(samples.columns, config=config)
+    num_rows = min(NUM_FIRST_SAMPLES, len(samples))
+    _check_some(samples, range(num_rows), shapes=shapes, config=config)
+    last = range(len(samples) - num_rows, len(samples))
+    _check_some(samples, last, shapes=shapes, config=config)
 
 
 def _check_some(
-    records: ParquetSamples,
+    samples: ParquetSamples,
     indices: range,
     *,
     shapes: Mapping[str, tuple[int, ...]],
@@ -426,9 +426,9 @@ def _check_some(
 ) -> None:
     for index in indices:
         try:
-            record = records.read(index)
+            sample = samples.read(index)
             for name, shape in shapes.items():
-                check_array(f"{record.name}, {name}", record.arrays[name], shape=shape)
+                check_array(f"{sample.name}, {name}", sample.arrays[name], shape=shape)
             return
         except BadSampleError as error:
             reason = str(error)

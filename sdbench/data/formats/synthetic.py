@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sdbench.data.pipeline.batches import Batches, BatchReport, GoodBatch
+from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
@@ -120,8 +120,8 @@ def draw_latents(
     }
 
 
-class SyntheticBatches(Batches):
-    """Batches of a synthetic data set, gathered in one copy."""
+class SyntheticBatchReader(BatchReader):
+    """Gathers batches of a synthetic data set in one copy."""
 
     def __init__(self, *, config: SourceConfig) -> None:
         """Draw this rank's samples.
@@ -159,4 +159,4 @@ class SyntheticBatches(Batches):
 
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for synthetic data."""
-    return build_from_samples(SyntheticBatches(config=config), config=config)
+    return build_from_samples(SyntheticBatchReader(config=config), config=config)

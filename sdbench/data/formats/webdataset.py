@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_images_wanted,
     check_tokenizer_folder,
 )
+from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
 from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
 from sdbench.data.source import SourceConfig
@@ -46,7 +46,7 @@ _MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 
 BLOCK_BYTES = 512
-# Tars are filled up with zeros to whole records, of 10 KiB unless their writer was told otherwise.
+# Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
 MAX_END_BYTES = 2**20
 # Changes whenever the content of an index does.
 INDEX_VERSION = 2

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.pipeline.batches import PHASES, Batch, Batches, BatchReport
+from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
@@ -106,7 +106,7 @@ class CheckedLoader(DataLoader):
         self,
         dataset: Dataset,
         *,
-        batches: Batches,
+        batches: BatchReader,
         order: Order,
         config: SourceConfig,
     ) -> None:
@@ -251,7 +251,7 @@ class CheckedLoader(DataLoader):
         return num_bad
 
 
-def build_from_samples(batches: Batches, *, config: SourceConfig) -> CheckedLoader:
+def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
     """Build the loader of samples that can be read by number in any order."""
     order = EpochOrder(batches.blocks, config=config)
     return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)

@@ -27,7 +27,7 @@ from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.pool import show_progress
 from sdbench.data.prepare.writers import Output
-from sdbench.data.samples import BadSampleError, ImageSample, Records
+from sdbench.data.samples import BadSampleError, ImageSample, Samples
 from sdbench.data.source import EOS_TOKEN_ID, NUM_TOKENS, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
@@ -137,7 +137,7 @@ class LoadedBatch(NamedTuple):
 class CachedSamples:
     """Stored samples of which those of the present batch are read once, for all resolutions."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Samples) -> None:
         self._records = records
         self._kept: dict[int, ImageSample] = {}
         self.blocks, self.num_dropped = records.blocks, records.num_dropped
@@ -146,7 +146,7 @@ class CachedSamples:
         return len(self._records)
 
     def read(self, index: int) -> ImageSample:
-        """Read a sample, as `Records.read` does, or give the one that was read before."""
+        """Read a sample, as `Samples.read` does, or give the one that was read before."""
         if index not in self._kept:
             self._kept[index] = self._records.read(index)
         return self._kept[index]
