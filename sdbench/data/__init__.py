@@ -1,4 +1,4 @@
-"""Where do samples come from?
+"""Sources of samples: their checks, readers and loaders, by data format.
 
 One row of `SOURCES` per data format. Nothing here imports torch: the functions are named in the
 table and imported when they are called.
@@ -168,7 +168,7 @@ def check(config: SourceConfig) -> int | None:
         ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
-    holds_mds_latents = config.data_format == "mds" and config.latents == "precomputed"
+    holds_mds_latents = config.data_format == "mds" and config.wants_latents
     if config.missing_latents != "error" and not holds_mds_latents:
         raise ConfigError(
             "Samples without latents can be left out of MDS latents alone",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
+from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
 
@@ -14,11 +14,11 @@ def check_synthetic(config: SourceConfig) -> int:
     """Check that one global batch fits into an epoch of synthetic data; return its samples."""
     num_samples = config.num_images or NUM_SYNTHETIC_IMAGES
     check_enough_samples(config, num_samples=num_samples)
-    if config.latents == "precomputed" and config.image_size % 8:
+    if config.wants_latents and config.image_size % VAE_FACTOR:
         raise ConfigError(
             "Latents have an eighth of the image's side",
             value=config.image_size,
-            allowed=f"a multiple of 8, e.g. {max(config.image_size // 8, 1) * 8}",
+            allowed=f"a multiple of 8, e.g. {max(config.image_size // VAE_FACTOR, 1) * VAE_FACTOR}",
             flag="--image_size",
         )
     return num_samples
@@ -30,7 +30,7 @@ def check_images_wanted(config: SourceConfig, *, what: str) -> None:
     Raises:
         ConfigError: They are.
     """
-    if config.latents != "online":
+    if config.wants_latents:
         raise ConfigError(
             f"{what} holds no latents",
             value=config.latents,

@@ -21,7 +21,7 @@ from sdbench.data.formats.checks import (
     check_images_wanted,
     check_tokenizer_folder,
 )
-from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -39,6 +39,7 @@ class FolderSamples:
     """The images of a folder and its sub-folders, in the order of their paths."""
 
     num_dropped = 0
+    sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
     def __init__(self, folder: Path) -> None:

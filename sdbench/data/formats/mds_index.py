@@ -18,8 +18,9 @@ from sdbench.data.formats.checks import (
     check_tokenizer_folder,
 )
 from sdbench.data.formats.missing_latents import count_samples
-from sdbench.data.latent_columns import array_shapes, find_latent_columns
+from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.remote import cache_folder, fetch, is_url
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
 INDEX_NAME = "index.json"
@@ -68,10 +69,10 @@ def check(config: SourceConfig) -> int:
     Returns:
         The number of samples of an epoch.
     """
-    if config.latents == "online":
-        check_tokenizer_folder(config.tokenizer_folder)
-    else:
+    if config.wants_latents:
         check_no_captions_dropped(config)
+    else:
+        check_tokenizer_folder(config.tokenizer_folder)
     num_samples = 0
     for place in locate_mds(config):
         check_columns(place, config=config)
@@ -249,7 +250,7 @@ def check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
             shape are checked when they are read.)
     """
     columns = set.intersection(*(set(shard["column_names"]) for shard in place.shards))
-    if config.latents == "precomputed":
+    if config.wants_latents:
         found = find_latent_columns(columns, image_size=config.image_size)
         for shard in place.shards:
             _check_encodings(shard, found, source=place.source, config=config)
@@ -266,7 +267,7 @@ def _check_encodings(
     shard: dict, columns: Mapping[str, str], *, source: str, config: SourceConfig
 ) -> None:
     encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    for name, shape in array_shapes(columns, config=config).items():
+    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
         encoding = encodings[columns[name]]
         stored = encoding.split(":")[2:]
         if stored and stored[0] != ",".join(map(str, shape)):

@@ -28,12 +28,13 @@ from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, choose_hash, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
-from sdbench.data.latent_columns import array_shapes, find_latent_columns
+from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
     LatentSample,
     MissingLatentError,
+    SampleType,
     clean_caption,
 )
 from sdbench.data.source import SourceConfig
@@ -82,12 +83,11 @@ class MdsSamples:
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         self.columns = {"image": "jpg", "caption": "caption"}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._holds_latents = config.latents == "precomputed"
-        if self._holds_latents:
+        if config.wants_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
-            shapes = array_shapes(self.columns, config=config)
-            self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
+        self.sample_type = SampleType(tuple(self.columns))
+        shapes = self.sample_type.array_shapes(config)
+        self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
     def __len__(self) -> int:
         return sum(self.blocks)
@@ -116,9 +116,9 @@ class MdsSamples:
             if value is None:
                 kind = BadSampleError if key == "text_embedding" else MissingLatentError
                 raise kind(f"{name}, {self.columns[key]}: no value.")
-        if self._holds_latents:
-            return LatentSample(name, values)
-        return ImageSample(name, values["image"], clean_caption(values["caption"]))
+        if self.sample_type is SampleType.IMAGES:
+            return ImageSample(name, values["image"], clean_caption(values["caption"]))
+        return LatentSample(name, values)
 
     def path_of(self, shard_id: int) -> Path:
         """Where a shard lies, or will lie once it has been downloaded."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.latent_columns import array_shapes, find_image_columns, find_latent_columns
+from sdbench.data.latent_columns import find_image_columns, find_latent_columns
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
         RunError: A shard is damaged.
     """
     num_samples = sum(shard["samples"] for shard in place.shards)
-    if config.latents == "online":
+    if not config.wants_latents:
         return num_samples
     columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
     image = image_column(columns)
@@ -113,7 +114,7 @@ def describe_missing(place: MdsPlace) -> Iterator[str]:
 
 def image_column(columns: Mapping[str, str]) -> str:
     """Of the columns that `find_latent_columns` found the one with the encoded image."""
-    return columns.get("moments") or columns["latent"]
+    return columns[SampleType(tuple(columns)).value[0]]
 
 
 def _encoding(shard: dict, column: str) -> str:
@@ -127,7 +128,7 @@ def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceC
         ConfigError: All have other numbers.
     """
     shard = place.shards[0]
-    for name, shape in array_shapes(columns, config=config).items():
+    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
         if _encoding(shard, columns[name]) != BYTES:
             continue
         found = set(_read_sizes(Path(place.local), shard, columns[name]).tolist()) - {0}

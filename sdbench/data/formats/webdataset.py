@@ -31,7 +31,7 @@ from sdbench.data.formats.checks import (
 )
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
-from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -92,6 +92,7 @@ class TarIndex:
 class WebDatasetSamples:
     """The samples of one or several tars, by number over all of them."""
 
+    sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
     def __init__(self, tars: list[Path], *, config: SourceConfig) -> None:

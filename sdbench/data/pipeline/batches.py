@@ -1,4 +1,4 @@
-"""How do stored samples become a batch?
+"""Readers of batches: stored samples are read, decoded and tokenized into tensors.
 
 A batch is read, decoded and tokenized as a whole by the process that loads it: a worker, or the
 training process. What that cost, and which samples were bad, travels with the batch.
@@ -16,12 +16,19 @@ import numpy as np
 import torch
 
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_shapes, check_array, check_finite
+from sdbench.data.latent_columns import check_array, check_finite
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import Layout, SharedBatches
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, to_float
-from sdbench.data.samples import BadSampleError, Samples, check_whole, undecodable
+from sdbench.data.samples import (
+    DELIVERED_NAMES,
+    BadSampleError,
+    Samples,
+    SampleType,
+    check_whole,
+    undecodable,
+)
 from sdbench.data.source import SourceConfig
 
 # What reading a batch consists of, in order.
@@ -78,22 +85,29 @@ class GoodBatch(NamedTuple):
 
 
 class BatchReader:
-    """Makes batches of the samples of a data set; each kind of sample has its subclass.
+    """Makes batches of the samples of a data set; has a subclass for images and one for latents.
 
     A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
     its place, so that every batch is full and all ranks take equally many steps.
     """
 
     def __init__(
-        self, *, blocks: Sequence[int], num_dropped: int = 0, config: SourceConfig
+        self,
+        sample_type: SampleType,
+        *,
+        blocks: Sequence[int],
+        num_dropped: int = 0,
+        config: SourceConfig,
     ) -> None:
         """Set up; nothing is read yet.
 
         Args:
+            sample_type: What the batches are of.
             blocks: Sizes of the runs of samples that are cheap to read together.
             num_dropped: Samples left out because a flag says so.
             config: What is to be made of the samples.
         """
+        self.sample_type = sample_type
         self.blocks = blocks
         self.num_dropped = num_dropped
         self.config = config
@@ -139,7 +153,12 @@ class SampleBatchReader(BatchReader):
             samples: The stored samples.
             config: What is to be made of them.
         """
-        super().__init__(blocks=samples.blocks, num_dropped=samples.num_dropped, config=config)
+        super().__init__(
+            samples.sample_type,
+            blocks=samples.blocks,
+            num_dropped=samples.num_dropped,
+            config=config,
+        )
         self.samples = samples
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
@@ -261,10 +280,6 @@ class Augmentation(NamedTuple):
 UNCHANGED = Augmentation(crop=None, flip=False, drop_caption=False)
 
 
-# The VAE's moments are stored as one array and delivered as two.
-_PARTS = {"moments": ("latent_mean", "latent_logvar")}
-
-
 class LatentBatchReader(SampleBatchReader):
     """Makes ``{latent_mean, latent_logvar | latent: (B, 4, S / 8, S / 8), text_embedding}``.
 
@@ -280,15 +295,13 @@ class LatentBatchReader(SampleBatchReader):
             config: What is to be made of them.
         """
         super().__init__(samples, config=config)
-        self._shapes = array_shapes(samples.columns, config=config)
+        self._shapes = self.sample_type.array_shapes(config)
 
     def _layout(self, num_samples: int) -> Layout:
-        layout = {}
-        for name, (first, *others) in self._shapes.items():
-            parts = _PARTS.get(name, (name,))
-            for part in parts:
-                layout[part] = ((num_samples, first // len(parts), *others), torch.float16)
-        return layout
+        return {
+            name: ((num_samples, *shape), getattr(torch, dtype))
+            for name, (shape, dtype) in self.sample_type.batch_tensors(self.config).items()
+        }
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):
@@ -298,7 +311,7 @@ class LatentBatchReader(SampleBatchReader):
                 stored = sample.arrays[name]
                 check_array(f"{sample.name}, {name}", stored, shape=shape)
                 report.bytes_read += stored.nbytes
-                parts = _PARTS.get(name, (name,))
+                parts = DELIVERED_NAMES.get(name, (name,))
                 length = shape[0] // len(parts)
                 for number, part in enumerate(parts):
                     copy = self._arrays[part][position]
@@ -309,7 +322,6 @@ class LatentBatchReader(SampleBatchReader):
 
 
 def make_batches(samples: Samples, *, config: SourceConfig) -> SampleBatchReader:
-    """Choose what makes batches of these samples: images, or latents."""
-    if config.latents == "online":
-        return ImageBatchReader(samples, config=config)
-    return LatentBatchReader(samples, config=config)
+    """Choose the reader for the type of the samples."""
+    is_image = samples.sample_type is SampleType.IMAGES
+    return (ImageBatchReader if is_image else LatentBatchReader)(samples, config=config)

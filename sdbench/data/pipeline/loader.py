@@ -99,6 +99,7 @@ class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
     Attributes:
+        sample_type: What the batches are of; `SampleType.batch_tensors` describes them.
         stats: What has been delivered.
     """
 
@@ -128,6 +129,7 @@ class CheckedLoader(DataLoader):
             timeout=config.data_timeout_s if config.num_workers else 0,
             **config.loader_options(),
         )
+        self.sample_type = batches.sample_type
         self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
         self._config = config
         self._order = order

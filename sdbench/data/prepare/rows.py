@@ -15,8 +15,6 @@ from sdbench.data.formats.mds_index import locate_mds
 from sdbench.data.formats.parquet import find_files
 from sdbench.data.latent_columns import (
     SPELLINGS,
-    VAE_FACTOR,
-    array_shapes,
     check_array,
     check_finite,
     find_image_sizes,
@@ -30,7 +28,7 @@ from sdbench.data.samples import (
     check_whole,
     undecodable,
 )
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 
 class ImageRowReader:
@@ -172,7 +170,7 @@ def open_rows(config: SourceConfig, *, as_files: bool = False) -> RowReader:
     Raises:
         ConfigError: There is none, or it holds no samples of the kind asked for.
     """
-    if config.latents == "online":
+    if not config.wants_latents:
         return ImageRowReader(open_samples(config), as_files=as_files)
     configs = {
         image_size: dataclasses.replace(config, image_size=image_size)
@@ -185,7 +183,7 @@ def open_rows(config: SourceConfig, *, as_files: bool = False) -> RowReader:
     shapes = {
         name_column(name, image_size=image_size): shape
         for image_size, config in configs.items()
-        for name, shape in array_shapes(samples[image_size].columns, config=config).items()
+        for name, shape in samples[image_size].sample_type.array_shapes(config).items()
     }
     return LatentRowReader(samples, shapes=shapes)
 

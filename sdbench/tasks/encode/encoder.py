@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import NUM_LATENT_CHANNELS, SPELLINGS, VAE_FACTOR, check_finite
+from sdbench.data.latent_columns import SPELLINGS, check_finite
 from sdbench.data.pipeline.batches import PHASES, BatchReport, GoodBatch, make_batches
 from sdbench.data.pipeline.order import Key, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -28,7 +28,13 @@ from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.pool import show_progress
 from sdbench.data.prepare.writers import Output
 from sdbench.data.samples import BadSampleError, ImageSample, Samples
-from sdbench.data.source import EOS_TOKEN_ID, NUM_TOKENS, SourceConfig
+from sdbench.data.source import (
+    EOS_TOKEN_ID,
+    NUM_LATENT_CHANNELS,
+    NUM_TOKENS,
+    VAE_FACTOR,
+    SourceConfig,
+)
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
@@ -140,6 +146,7 @@ class CachedSamples:
     def __init__(self, records: Samples) -> None:
         self._records = records
         self._kept: dict[int, ImageSample] = {}
+        self.sample_type = records.sample_type
         self.blocks, self.num_dropped = records.blocks, records.num_dropped
 
     def __len__(self) -> int:
