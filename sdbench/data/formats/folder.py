@@ -1,7 +1,4 @@
-"""Which images and captions does a plain folder hold?
-
-What a person has on day one: pictures, each with a text file beside it, or a table of captions.
-"""
+"""Samples of a plain folder: images, each with a text file beside it, or a table of captions."""
 
 from __future__ import annotations
 

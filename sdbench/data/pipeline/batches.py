@@ -44,7 +44,7 @@ class BatchReport:
         bytes_read: Bytes of the stored samples, as they lie in the data set.
         seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
         bad: A sentence for each sample that could not be used.
-        slot: Of a worker's batch, which of its slots it was made in (see `slots.SharedBatches`).
+        slot: Of a worker's batch, which of its slots it was made in (see `SharedBatches`).
     """
 
     num_images: int = 0

@@ -1,8 +1,7 @@
-"""Did the loader deliver what it promised?
+"""`CheckedLoader`, the loader of every source: it counts images, and raises when they are too few.
 
 Streaming 0.13.0 can end an epoch early without an exception, or hang, when a background thread
-fails. A benchmark that trained on fewer images than it counts would lie, so every source of this
-suite delivers through `CheckedLoader`.
+fails. A benchmark that trained on fewer images than it counts would be wrong.
 """
 
 from __future__ import annotations
