@@ -197,7 +197,7 @@ def _run(settings: dict[str, Any], *, command: list[str]) -> int:
         source = _make_source(settings, machine)
         num_samples = data.check(source)
         name = f"feed-{source.data_format}-{source.image_size}px"
-        if source.latents == "precomputed":
+        if source.wants_latents:
             name += "-latents"
         path = RunFolder.create(settings["results_dir"], machine=machine.slug, name=name)
         log.move_to(path)

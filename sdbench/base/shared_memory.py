@@ -1,7 +1,7 @@
-"""What did killed runs leave in shared memory, and when is it safe to remove?
+"""Removal of the shared memory that killed runs of MosaicML Streaming left behind.
 
-MosaicML Streaming keeps its state there, under names that begin with six digits. It refuses a cache
-folder that such a registration names, even when the run that registered it is dead. Its own
+Streaming keeps its state there, under names that begin with six digits. It refuses a cache folder
+that such a registration names, even when the run that registered it is dead. Its own
 `clean_stale_shared_memory` removes those of living runs as well; here a registration is stale only
 when no process on this machine has it mapped. Linux only: elsewhere shared memory is not visible as
 files, and nothing is removed. Processes of other containers that share /dev/shm cannot be seen:
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-# streaming/base/constant.py, 0.13.0, which cannot be imported without torch.
+# streaming/base/constant.py, which cannot be imported without torch; data/compat.py compares them.
 SHARED_NAMES = (
     "locals",
     "barrier",

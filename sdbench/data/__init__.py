@@ -1,4 +1,4 @@
-"""Where do samples come from?
+"""Sources of samples: their checks, readers and loaders, by data format.
 
 One row of `SOURCES` per data format. Nothing here imports torch: the functions are named in the
 table and imported when they are called.
@@ -14,9 +14,9 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
-    from sdbench.data.pipeline.batches import Batches
+    from sdbench.data.pipeline.batches import BatchReader
     from sdbench.data.pipeline.loader import CheckedLoader
-    from sdbench.data.samples import Records
+    from sdbench.data.samples import Samples
 
 
 class Source(NamedTuple):
@@ -25,7 +25,7 @@ class Source(NamedTuple):
     Attributes:
         check: Takes a `SourceConfig`; returns the number of samples, or None where it is not
             known yet; raises `ConfigError`; imports no torch, builds nothing.
-        open: Takes a `SourceConfig`; returns the stored samples as `Records`. None where nothing
+        open: Takes a `SourceConfig`; returns the stored samples as `Samples`. None where nothing
             is stored.
         build: Takes a `SourceConfig`; returns a `CheckedLoader`. None for the loader of all
             sources whose samples can be read in any order.
@@ -39,10 +39,10 @@ class Source(NamedTuple):
 _FORMATS = "sdbench.data.formats"
 SOURCES = {
     "synthetic": Source(
-        check=f"{_FORMATS}.validate:check_synthetic", open=None, build=f"{_FORMATS}.synthetic:build"
+        check=f"{_FORMATS}.checks:check_synthetic", open=None, build=f"{_FORMATS}.synthetic:build"
     ),
     "mds": Source(
-        check=f"{_FORMATS}.validate:check_mds",
+        check=f"{_FORMATS}.mds_index:check",
         open=f"{_FORMATS}.mds_shards:open_samples",
         build=f"{_FORMATS}.mds:build",
     ),
@@ -168,7 +168,7 @@ def check(config: SourceConfig) -> int | None:
         ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
-    holds_mds_latents = config.data_format == "mds" and config.latents == "precomputed"
+    holds_mds_latents = config.data_format == "mds" and config.wants_latents
     if config.missing_latents != "error" and not holds_mds_latents:
         raise ConfigError(
             "Samples without latents can be left out of MDS latents alone",
@@ -179,7 +179,7 @@ def check(config: SourceConfig) -> int | None:
     return _load(SOURCES[config.data_format].check)(config)
 
 
-def open_samples(config: SourceConfig) -> Records:
+def open_samples(config: SourceConfig) -> Samples:
     """Open the stored samples, to be read by number in their stored order.
 
     Raises:
@@ -197,7 +197,7 @@ def open_samples(config: SourceConfig) -> Records:
     return _load(name)(config)
 
 
-def open_batches(config: SourceConfig) -> Batches:
+def open_batches(config: SourceConfig) -> BatchReader:
     """Open what makes batches of any samples, by number in stored order, outside of training.
 
     Raises:
@@ -205,7 +205,7 @@ def open_batches(config: SourceConfig) -> Batches:
     """
     if SOURCES[config.data_format].open is None:
         check(config)
-        return _load(f"{_FORMATS}.synthetic:SyntheticBatches")(config=config)
+        return _load(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
     return _load("sdbench.data.pipeline.batches:make_batches")(open_samples(config), config=config)
 
 

@@ -1,6 +1,6 @@
-"""Which columns hold an encoded image and its encoded caption, and are their values sound?
+"""Columns of latents and text embeddings in MDS and parquet: their names, and checks of values.
 
-Three generations of scripts have three names for the same columns; MDS and parquet share them here.
+Three generations of scripts have three names for the same columns.
 """
 
 from __future__ import annotations
@@ -11,11 +11,6 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.samples import BadSampleError
-from sdbench.data.source import NUM_TOKENS, SourceConfig
-
-# The VAE divides each side by 8 and gives 4 channels of means and 4 of log-variances.
-VAE_FACTOR = 8
-NUM_LATENT_CHANNELS = 4
 
 # Name of an array to the spellings of its column, ours first; <px> is the image size.
 SPELLINGS = {
@@ -86,22 +81,6 @@ def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
                 if size.isdecimal() and column == f"{before}{size}{after}":
                     sizes[column] = int(size)
     return sizes
-
-
-def array_shapes(names: Iterable[str], *, config: SourceConfig) -> dict[str, tuple[int, ...]]:
-    """The shape that each array of a sample must have.
-
-    Args:
-        names: Of `SPELLINGS`.
-        config: Image size and width of the text encoder.
-    """
-    side = config.image_size // VAE_FACTOR
-    shapes = {
-        "moments": (2 * NUM_LATENT_CHANNELS, side, side),
-        "latent": (NUM_LATENT_CHANNELS, side, side),
-        "text_embedding": (NUM_TOKENS, config.text_embedding_dim),
-    }
-    return {name: shapes[name] for name in names}
 
 
 def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None:

@@ -1,7 +1,8 @@
-"""How do files behind a URL, or the output of a command, come to this machine?
+"""Copies of files behind URLs, and of the output of commands, on this machine.
 
 Whole files, once: tars and parquet files are read by number, which needs all of them at hand. (MDS
-shards are copied one by one, as they are needed, by Streaming.)
+shards are copied one by one, as they are needed, by Streaming.) Not by fsspec's file cache, which
+asks no web server for the version of a file, never tries again, and locks out no other process.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import functools
 import hashlib
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.progress import show_progress
 
 PIPE = "pipe:"
 S3 = "s3://"
@@ -31,7 +32,6 @@ NUM_ATTEMPTS = 5
 # A command may have to think before it prints.
 PIPE_SILENCE_TIMEOUT_S = 300.0
 NUM_PARALLEL_DOWNLOADS = 8
-PLAIN_LINE_PERIOD_S = 10.0
 
 
 def is_url(place: str) -> bool:
@@ -55,9 +55,9 @@ def cache_folder(place: str, local: str | None) -> Path:
 
 
 def identify(place: str) -> str:
-    """What tells a place from others in a file that is kept: a path, or a digest.
+    """The name of a place in files that are kept: its path, or a digest of a URL or a command.
 
-    A URL or a command may hold a password.
+    Those may hold a password.
     """
     if is_url(place):
         return hashlib.sha256(place.encode()).hexdigest()
@@ -65,7 +65,7 @@ def identify(place: str) -> str:
 
 
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
-    """Copy files, several at a time, saying how far it is.
+    """Copy files, several at a time, with progress.
 
     Args:
         urls: What to copy.
@@ -77,24 +77,9 @@ def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
     Raises:
         RunError: As `fetch`.
     """
-    from tqdm import tqdm
-
     with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
         copies = pool.map(functools.partial(fetch, cache=cache), urls)
-        on_terminal = sys.stderr.isatty()
-        interval_s = 0.1 if on_terminal else PLAIN_LINE_PERIOD_S
-        # A first line after the interval only: copies that are there already need none.
-        return list(
-            tqdm(
-                copies,
-                desc=f"copying to {cache}",
-                total=len(urls),
-                unit=" files",
-                mininterval=interval_s,
-                delay=interval_s,
-                ascii=not on_terminal,
-            )
-        )
+        return list(show_progress(copies, "files", total=len(urls)))
 
 
 def fetch(url: str, *, cache: Path) -> Path:
@@ -224,8 +209,16 @@ def _get(url: str) -> Any:
     retries = urllib3.Retry(
         NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
     )
+    # urllib3 drops the user and password of a URL; on the way to another host it drops the header.
+    user_info = urllib3.util.parse_url(url).auth
+    headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info))
     answer = urllib3.request(
-        "GET", url, preload_content=False, timeout=SILENCE_TIMEOUT_S, retries=retries
+        "GET",
+        url,
+        headers=headers,
+        preload_content=False,
+        timeout=SILENCE_TIMEOUT_S,
+        retries=retries,
     )
     if answer.status != 200:
         raise RunError(f"{url} cannot be read: the server answers {answer.status}")

@@ -1,6 +1,6 @@
-"""What is a stored sample, whatever stores it?
+"""Stored samples, whatever stores them: their types, and `Samples`, which reads them by number.
 
-Each data format has one class of `Records`: samples in their stored order, by number, as they lie
+Each data format has one class of `Samples`: samples in their stored order, by number, as they lie
 there. What is made of them (decoded, cropped, tokenized, batched) is the same for all formats and
 happens in sdbench/data/pipeline/batches.py.
 """
@@ -8,10 +8,58 @@ happens in sdbench/data/pipeline/batches.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR, SourceConfig
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# The VAE's moments are stored as one array and delivered as two.
+DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
+
+
+class SampleType(Enum):
+    """What the samples of a data set are; the value names the parts of a stored one."""
+
+    IMAGES = ("image", "caption")
+    # Mean and log-variance of the VAE, of which each step draws a latent.
+    MOMENTS = ("moments", "text_embedding")
+    LATENTS = ("latent", "text_embedding")
+
+    def array_shapes(self, config: SourceConfig) -> dict[str, tuple[int, ...]]:
+        """The shapes of a sample's stored arrays; none for images, which are files.
+
+        Args:
+            config: Image size and width of the text encoder.
+        """
+        if self is SampleType.IMAGES:
+            return {}
+        num_channels = NUM_LATENT_CHANNELS * (2 if self is SampleType.MOMENTS else 1)
+        side = config.image_size // VAE_FACTOR
+        shapes = (num_channels, side, side), (NUM_TOKENS, config.text_embedding_dim)
+        return dict(zip(self.value, shapes, strict=True))
+
+    def batch_tensors(self, config: SourceConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The tensors of a batch: name to the shape of one sample, and the type.
+
+        Args:
+            config: Image size and type, and width of the text encoder.
+        """
+        if self is SampleType.IMAGES:
+            size = config.image_size
+            return {
+                "image": ((3, size, size), config.image_dtype),
+                "input_ids": ((NUM_TOKENS,), "int64"),
+            }
+        tensors = {}
+        for name, (first, *others) in self.array_shapes(config).items():
+            parts = DELIVERED_NAMES.get(name, (name,))
+            for part in parts:
+                tensors[part] = ((first // len(parts), *others), "float16")
+        return tensors
 
 
 class ImageSample(NamedTuple):
@@ -43,7 +91,7 @@ class LatentSample(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-class Records(Protocol):
+class Samples(Protocol):
     """Samples of one data set by number, in stored order.
 
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
@@ -53,12 +101,14 @@ class Records(Protocol):
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
         num_dropped: Samples that are stored but left out because a flag says so.
+        sample_type: What `read` gives.
         columns: What a column holds (``image``, ``caption``, or a name of `LatentSample.arrays`)
             to its name; empty where the format has no columns.
     """
 
     blocks: Sequence[int]
     num_dropped: int
+    sample_type: SampleType
     columns: Mapping[str, str]
 
     def __len__(self) -> int:
@@ -95,20 +145,20 @@ def clean_caption(text: str) -> str | None:
     return text.strip().removeprefix("\ufeff").strip() or None
 
 
-def check_whole(record: ImageSample) -> None:
+def check_whole(sample: ImageSample) -> None:
     """Check that a sample has an image and a caption.
 
     Raises:
         BadSampleError: One of them is missing, or the image is empty.
     """
-    if not record.image:
-        what = "no image" if record.image is None else "the image has 0 bytes"
-        raise BadSampleError(f"{record.name}: {what}.")
-    if record.caption is None:
-        raise BadSampleError(f"{record.name}: no caption.")
+    if not sample.image:
+        what = "no image" if sample.image is None else "the image has 0 bytes"
+        raise BadSampleError(f"{sample.name}: {what}.")
+    if sample.caption is None:
+        raise BadSampleError(f"{sample.name}: no caption.")
 
 
-def undecodable(record: ImageSample, error: Exception) -> BadSampleError:
+def undecodable(sample: ImageSample, error: Exception) -> BadSampleError:
     """The error for an image that a decoder refuses."""
     reason = " ".join(str(error).split())
-    return BadSampleError(f"{record.name}: the image cannot be decoded ({reason}).")
+    return BadSampleError(f"{sample.name}: the image cannot be decoded ({reason}).")

@@ -1,7 +1,4 @@
-"""What does a data source have to know, and what did the user ask for?
-
-Importable without torch, so that a wrong flag is answered at once.
-"""
+"""`SourceConfig`, which describes a data source, and the sizes that all architectures share."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ NUM_TOKENS = 77
 VOCABULARY_SIZE = 49408
 BOS_TOKEN_ID = 49406
 EOS_TOKEN_ID = 49407
+# The VAE divides each side by 8 and gives 4 channels of means and 4 of log-variances.
+VAE_FACTOR = 8
+NUM_LATENT_CHANNELS = 4
 
 # The length that MosaicML's diffusion-benchmark gives its synthetic data set: with its global
 # batch of 2,048 an epoch has 48 full batches.
@@ -92,6 +92,11 @@ class SourceConfig:
     missing_latents: str = "error"
     data_timeout_s: float = 300.0
     validate_hash: str = "auto"
+
+    @property
+    def wants_latents(self) -> bool:
+        """Whether samples are latents with text embeddings, not images with captions."""
+        return self.latents == "precomputed"
 
     @property
     def global_batch_size(self) -> int:

@@ -235,7 +235,7 @@ def test_silence_is_an_error(kind, num_workers, make_config, monkeypatch):
 
         time.sleep(60)
 
-    monkeypatch.setattr(loader.collate_fn.records, "read", never)
+    monkeypatch.setattr(loader.collate_fn.samples, "read", never)
     with pytest.raises(RunError, match=r"no batch for 1 s, after 0 images.*--data_timeout_s"):
         next(iter(loader))
 

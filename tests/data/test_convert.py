@@ -189,7 +189,7 @@ def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
 
 
 def test_progress_lines(tmp_path, mds_folder, monkeypatch, capsys):
-    monkeypatch.setattr("sdbench.data.prepare.pool.LINE_INTERVAL_S", 0)
+    monkeypatch.setattr("sdbench.data.progress.LINE_PERIOD_S", 0)
     main(mds_folder, tmp_path / "out", "--samples_per_shard", 20)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [

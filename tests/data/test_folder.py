@@ -29,7 +29,7 @@ def folder(tmp_path):
     return tmp_path / "pictures"
 
 
-def records(folder) -> list:
+def read_all(folder) -> list:
     opened = data.open_samples(make_config(folder))
     return [opened.read(index) for index in range(len(opened))]
 
@@ -37,8 +37,8 @@ def records(folder) -> list:
 def test_a_text_beside_each_image(folder):
     for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
         path.with_suffix(".txt").write_text(f" caption of {path.stem}\n")
-    found = records(folder)
-    assert [record.caption for record in found] == [f"caption of {stem}" for stem in "abac"]
+    found = read_all(folder)
+    assert [sample.caption for sample in found] == [f"caption of {stem}" for stem in "abac"]
     assert indices(list(data.build(make_config(folder)))) == [0, 1, 2, 3]
 
 
@@ -49,7 +49,7 @@ def test_a_table_of_captions(name, header, folder, capsys):
     (folder / name).write_text(
         f'\ufeff{header}\nsub/c.png,"last, and\nfirst"\n\na.PNG,"\ufeffa ""one"""\n'
     )
-    assert [record.caption for record in records(folder)] == ["last, and\nfirst", 'a "one"']
+    assert [sample.caption for sample in read_all(folder)] == ["last, and\nfirst", 'a "one"']
     assert indices(list(data.build(make_config(folder)))) == [3, 0]
     told = f"2 images of {folder} are not in its table of captions.\n"
     assert capsys.readouterr().err == told * 2  # opened twice above
@@ -101,7 +101,7 @@ def test_no_row_of_a_table_is_lost_without_a_word(kind, folder, tmp_path, capsys
 def test_a_byte_order_mark_is_no_part_of_a_caption(folder):
     for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
         path.with_suffix(".txt").write_text("a caption", encoding="utf-8-sig")
-    assert {record.caption for record in records(folder)} == {"a caption"}
+    assert {sample.caption for sample in read_all(folder)} == {"a caption"}
     batch = next(iter(data.build(make_config(folder))))
     expected = CaptionTokenizer(pad_token_id=0)(["a caption"] * 2)
     assert batch["input_ids"].tolist() == expected.tolist()

@@ -19,6 +19,7 @@ from tests.data.datasets import indices
 
 NUM_ROWS = 8
 LATENT, TEXT = "latents_32", "text_embedding"
+PLACE = "--remote or --local"
 
 
 def make_config(place: Path, **changes) -> SourceConfig:
@@ -129,15 +130,16 @@ def test_the_last_file_is_looked_at_before_a_run(tmp_path):
 
 def test_whole_numbers_are_no_latents(tmp_path):
     columns = {LATENT: [[1] * 64] * 4, TEXT: as_bytes(arrays("text_embedding")[:4])}
-    with pytest.raises(ConfigError, match="latent: values of type int64, floating point is"):
+    with pytest.raises(ConfigError) as caught:
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
+    assert (caught.value.flag, caught.value.value) == (PLACE, "list<element: int64>")
 
 
-def test_records_may_be_pickled_after_a_read(tmp_path):
+def test_samples_may_be_pickled_after_a_read(tmp_path):
     columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    records = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
-    first = records.read(0).arrays["latent"]
-    assert np.array_equal(pickle.loads(pickle.dumps(records)).read(0).arrays["latent"], first)
+    samples = data.open_samples(latents_config(write(tmp_path / "a.parquet", columns)))
+    first = samples.read(0).arrays["latent"]
+    assert np.array_equal(pickle.loads(pickle.dumps(samples)).read(0).arrays["latent"], first)
 
 
 @pytest.mark.parametrize(
@@ -194,22 +196,17 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "value"),
     [
-        (
-            {"jpg": [1, 2], "caption": ["a", "b"]},
-            "column jpg of .*a.parquet holds no images: got 'i",
-        ),
-        (
-            {"jpg": [b"a", b"b"], "caption": [1, 2]},
-            "column caption of .* holds no captions: got 'in",
-        ),
-        ({"url": ["a", "b"], "caption": ["a", "b"]}, "lacks a column: .*jpg | image"),
+        ({"jpg": [1, 2], "caption": ["a", "b"]}, "int64"),
+        ({"jpg": [b"a", b"b"], "caption": [1.0, 2.0]}, "double"),
+        ({"url": ["a", "b"], "caption": ["a", "b"]}, "columns caption, url"),
     ],
 )
-def test_columns_of_other_types(columns, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_columns_of_other_types(columns, value, tmp_path):
+    with pytest.raises(ConfigError) as caught:
         data.check(make_config(write(tmp_path / "a.parquet", columns)))
+    assert (caught.value.flag, caught.value.value) == (PLACE, value)
 
 
 def test_damaged_files_are_named(tmp_path):

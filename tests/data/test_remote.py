@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -210,6 +213,37 @@ def test_plain_http(s3, upload, tmp_path):  # noqa: F811
     s3.cut_after = 100
     with pytest.raises(RunError, match=r"IncompleteRead|ProtocolError"):
         fetch(url, cache=tmp_path / "other")
+
+
+@pytest.fixture
+def locked_server():
+    """The host of a server that answers 401 without the user "me" and the password "p@ss:word"."""
+
+    class Locked(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            expected = "Basic " + base64.b64encode(b"me:p@ss:word").decode()
+            body = b"a tar" if self.headers["Authorization"] == expected else b""
+            self.send_response(200 if body else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_user_and_password_of_a_url_are_sent(locked_server, tmp_path):
+    copy = fetch(f"http://me:p%40ss:word@{locked_server}/a.tar", cache=tmp_path)
+    assert copy.read_bytes() == b"a tar"
+    for wrong in ("", "me:other@", "me@"):
+        with pytest.raises(RunError, match="the server answers 401"):
+            fetch(f"http://{wrong}{locked_server}/a.tar", cache=tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == [copy]
 
 
 def test_each_place_has_its_own_cache(tmp_path):

@@ -65,9 +65,9 @@ def make_config(place: Path | str, **changes) -> SourceConfig:
 
 def read_all(place: Path | str, **changes) -> list[tuple[str, bytes | None, str | None]]:
     """Key, image and caption of each sample."""
-    records = data.open_samples(make_config(place, **changes))
-    found = [records.read(number) for number in range(len(records))]
-    return [(record.name.rpartition(": ")[2], record.image, record.caption) for record in found]
+    samples = data.open_samples(make_config(place, **changes))
+    found = [samples.read(number) for number in range(len(samples))]
+    return [(sample.name.rpartition(": ")[2], sample.image, sample.caption) for sample in found]
 
 
 def test_samples_are_those_of_the_webdataset_library(tmp_path):
@@ -420,17 +420,17 @@ def test_a_place_without_tars_is_named(place, message, tmp_path):
 
 def test_a_replaced_tar_is_indexed_anew_and_not_read_by_an_old_index(tmp_path):
     tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
-    records = data.open_samples(make_config(tar))
-    records.read(0)
+    samples = data.open_samples(make_config(tar))
+    samples.read(0)
     other = write_tar(tmp_path / "other", pairs(3, 4))
     assert other.stat().st_size == tar.stat().st_size
     other.replace(tar)
     with pytest.raises(RunError, match=r"a.tar has been changed since it was indexed"):
-        records.read(1)
+        samples.read(1)
     assert indices(list(data.build(make_config(tar)))) == [3, 4]
     tar.unlink()
     with pytest.raises(RunError, match=r"a.tar cannot be read any more"):
-        records.read(1)
+        samples.read(1)
 
 
 def index_and_report(place: str, queue: multiprocessing.Queue) -> None:

@@ -1,4 +1,4 @@
-"""Does a sample's metadata meet the user's conditions?
+"""The conditions of --filters on a sample's metadata.
 
 A condition is ``<=0.5``, ``>= 512``, ``== en``, ``!= 'two words'``, or several joined by ``and``.
 Nothing is ever evaluated as a program.

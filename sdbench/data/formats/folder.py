@@ -1,7 +1,4 @@
-"""Which images and captions does a plain folder hold?
-
-What a person has on day one: pictures, each with a text file beside it, or a table of captions.
-"""
+"""Samples of a plain folder: images, each with a text file beside it, or a table of captions."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_images_wanted,
     check_tokenizer_folder,
 )
-from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -39,6 +36,7 @@ class FolderSamples:
     """The images of a folder and its sub-folders, in the order of their paths."""
 
     num_dropped = 0
+    sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
     def __init__(self, folder: Path) -> None:
@@ -197,10 +195,10 @@ def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
     check_images_wanted(config, what="A folder of images")
     check_tokenizer_folder(config.tokenizer_folder)
-    records = open_samples(config)
+    samples = open_samples(config)
     if config.rank == 0:
-        records.tell_unlisted()
-    num_samples = len(records)
+        samples.tell_unlisted()
+    num_samples = len(samples)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 

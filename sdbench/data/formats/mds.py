@@ -1,4 +1,4 @@
-"""How does a trainer read an MDS data set, and notice when it cannot?
+"""The loader of MDS data: KeyStream for `data.build`, StreamingLAIONDataset for one's own loop.
 
 Streaming decides the order and downloads ahead; mds_shards.py reads the samples.
 Streaming gives each rank its share by the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from streaming import StreamingDataset
-from streaming.base.dataset import _ShardState
-from streaming.base.distributed import get_local_rank, get_world_size, maybe_init_dist
-from streaming.base.world import World
+from streaming.base.distributed import get_world_size
 
-from sdbench.base.shared_memory import remove_stale_shared_memory
+from sdbench.data.compat import CheckedStreamingDataset, open_shards
+from sdbench.data.formats.checks import check_enough_samples
+from sdbench.data.formats.mds_index import locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
 from sdbench.data.formats.missing_latents import LEAVE_OUT
-from sdbench.data.formats.validate import check_enough_samples, locate
 from sdbench.data.pipeline.batches import make_batches
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
@@ -34,45 +32,6 @@ from sdbench.data.source import SourceConfig
 
 # Its tokenizer is the vocabulary that we carry; the model itself has been taken off its hub.
 SD2_BASE = "stabilityai/stable-diffusion-2-base"
-
-
-class CheckedStreamingDataset(StreamingDataset):
-    """A StreamingDataset whose failures reach the one who waits for the sample."""
-
-    def __init__(self, **options: Any) -> None:
-        self._prepared: set[int] = set()
-        joined_here = maybe_init_dist()
-        # Local rank 0 does it before any rank looks, and the others wait.
-        if get_local_rank() == 0:
-            remove_stale_shared_memory()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        super().__init__(**options)
-        if joined_here:
-            torch.distributed.destroy_process_group()
-
-    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Make a shard available.
-
-        Streaming calls this from background threads too (`blocking` is False there), where an
-        exception ends the epoch early without a word and leaves the shard marked as being
-        prepared, so that other workers wait for ever. Marked as present instead, the shard's file
-        is missed by whoever reads the sample, who then calls here again, and raises.
-
-        Streaming takes a file lock here for every sample that it looks ahead, which halves the rate
-        of latents; a shard that this process has found present is not asked for again.
-        """
-        if shard_id in self._prepared and not blocking:
-            return
-        try:
-            super().prepare_shard(shard_id, blocking)
-        except Exception:
-            self._shard_states[shard_id] = _ShardState.LOCAL
-            if blocking:
-                raise
-        else:
-            if self._shard_states[shard_id] == _ShardState.LOCAL:
-                self._prepared.add(shard_id)
 
 
 class KeyStream(CheckedStreamingDataset):
@@ -100,23 +59,16 @@ class KeyStream(CheckedStreamingDataset):
             shuffle=config.shuffle,
             shuffle_seed=config.seed,
         )
-        self.records = MdsSamples(
+        self.samples = MdsSamples(
             streams,
             self.shards,
             stream_of_shard=self.stream_per_shard.tolist(),
             config=config,
             prepare=self.prepare_shard,
         )
-        self._epoch = 0
 
     def __getitem__(self, index: int) -> Key:
-        return Key(self._epoch, int(index))
-
-    def _resume_incr_epoch(self) -> tuple[int, int]:
-        # Called by each worker as it begins an epoch; `next_epoch` may be a step ahead or behind.
-        epoch, num_samples = super()._resume_incr_epoch()
-        self._epoch = epoch
-        return epoch, num_samples
+        return Key(self.epoch, int(index))
 
     def epoch_ended(self) -> None:
         """Nothing to do: Streaming counts its epochs as they begin."""
@@ -131,9 +83,7 @@ class KeyStream(CheckedStreamingDataset):
 
 
 def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
-    num_samples = sum(
-        len(shard) for stream in streams for shard in stream.get_shards(World.detect(), False)
-    )
+    num_samples = sum(len(shard) for stream in streams for shard in open_shards(stream))
     check_enough_samples(config, num_samples=num_samples)
     return num_samples // config.global_batch_size * config.global_batch_size
 
@@ -224,5 +174,5 @@ def build(config: SourceConfig) -> CheckedLoader:
         batches = make_batches(open_samples(config), config=config)
         return build_from_samples(batches, config=config)
     stream = KeyStream(config=config)
-    batches = make_batches(stream.records, config=config)
+    batches = make_batches(stream.samples, config=config)
     return CheckedLoader(stream, batches=batches, order=stream, config=config)

@@ -1,4 +1,4 @@
-"""What does an MDS shard hold, sample by sample, and is it what index.json promises?
+"""Samples of MDS shards by number, each shard checked against index.json when it is opened.
 
 Streaming's own reader opens the file anew for each sample and copies what it reads several times.
 Here a shard stays open, and arrays are views of what was read. (Mapping the files would save one
@@ -8,7 +8,6 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 from __future__ import annotations
 
 import bisect
-import hashlib
 import mmap
 import os
 import struct
@@ -19,24 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from streaming import Stream
-from streaming.base.format import FileInfo
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
-from streaming.base.world import World
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import new_file
 from sdbench.base.errors import RunError
+from sdbench.data.compat import CheckedStream, open_shards
+from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, choose_hash, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
-from sdbench.data.formats.validate import INDEX_NAME, Place, locate_mds, parse_index
-from sdbench.data.latent_columns import array_shapes, find_latent_columns
+from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
     LatentSample,
     MissingLatentError,
+    SampleType,
     clean_caption,
 )
 from sdbench.data.source import SourceConfig
@@ -47,9 +45,6 @@ MAX_OPEN_SHARDS = 128
 # A shard of 64 MiB takes a minute at 10 Mbit/s.
 DOWNLOAD_TIMEOUT_S = 60.0
 NUM_DOWNLOAD_RETRIES = 2
-
-# Of several hashes in an index the one that is cheapest to compute is checked.
-HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
 
 
 class MdsSamples:
@@ -88,12 +83,11 @@ class MdsSamples:
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         self.columns = {"image": "jpg", "caption": "caption"}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._holds_latents = config.latents == "precomputed"
-        if self._holds_latents:
+        if config.wants_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
-            shapes = array_shapes(self.columns, config=config)
-            self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
+        self.sample_type = SampleType(tuple(self.columns))
+        shapes = self.sample_type.array_shapes(config)
+        self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
     def __len__(self) -> int:
         return sum(self.blocks)
@@ -122,9 +116,9 @@ class MdsSamples:
             if value is None:
                 kind = BadSampleError if key == "text_embedding" else MissingLatentError
                 raise kind(f"{name}, {self.columns[key]}: no value.")
-        if self._holds_latents:
-            return LatentSample(name, values)
-        return ImageSample(name, values["image"], clean_caption(values["caption"]))
+        if self.sample_type is SampleType.IMAGES:
+            return ImageSample(name, values["image"], clean_caption(values["caption"]))
+        return LatentSample(name, values)
 
     def path_of(self, shard_id: int) -> Path:
         """Where a shard lies, or will lie once it has been downloaded."""
@@ -269,89 +263,33 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
     return lambda data: mds_decode(encoding, data.tobytes())
 
 
-def choose_hash(hashes: Mapping[str, str], *, wanted: str) -> str | None:
-    """Which of a shard's hashes to check.
-
-    Args:
-        hashes: Algorithm to digest, as index.json has them.
-        wanted: ``auto``, ``none``, or an algorithm.
-
-    Returns:
-        An algorithm, or None when there is nothing to check.
-    """
-    if wanted == "auto":
-        return next((name for name in HASHES_BY_COST if name in hashes), None)
-    return None if wanted == "none" else wanted
-
-
 def open_samples(config: SourceConfig) -> MdsSamples:
     """Open the data sets that `config` names, outside of any training.
 
     Raises:
-        ConfigError: As `checks.check_mds`.
+        ConfigError: As `mds_index.check`.
     """
     streams = make_streams(config)
     shards, stream_of_shard = [], []
     for number, stream in enumerate(streams):
-        found = stream.get_shards(World.detect(), False)
+        found = open_shards(stream)
         shards += found
         stream_of_shard += [number] * len(found)
     present = None
     if config.missing_latents == LEAVE_OUT:
         (place,) = locate_mds(config)
         columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
-        present = find_present(place.local, place.index, image_column(columns))
+        present = find_present(place, image_column(columns))
     return MdsSamples(
         streams, shards, stream_of_shard=stream_of_shard, config=config, present=present
     )
-
-
-class CheckedStream(Stream):
-    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
-
-    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
-        """Set up.
-
-        Args:
-            wanted_hash: As `choose_hash` takes it.
-            options: Of Streaming's class.
-        """
-        super().__init__(**options)
-        self._wanted_hash = wanted_hash
-
-    def prepare_shard(self, shard: MDSReader) -> int:
-        """Make a shard present; returns the change of the cache's size in bytes."""
-        # Streaming's copy goes through a temporary file of one name for all processes.
-        # Of several machines with one home each may have a disk of its own at this path.
-        path = Path(self.local, self.split, shard.raw_data.basename).absolute()
-        digest = hashlib.sha256(f"{os.uname().nodename}\n{path}".encode()).hexdigest()
-        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
-            return super().prepare_shard(shard)
-
-    def _decompress_shard_part(
-        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
-    ) -> None:
-        try:
-            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
-            if algorithm in zip_info.hashes:
-                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
-                if digest != zip_info.hashes[algorithm]:
-                    raise ValueError(
-                        f"the {algorithm} of {zip_info.basename} is not the one in {INDEX_NAME}"
-                    )
-            super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
-        except Exception:
-            # Streaming would take what is left of it in the next run, whole or not.
-            if not self.safe_keep_zip:
-                Path(zip_filename).unlink(missing_ok=True)
-            raise
 
 
 def make_streams(config: SourceConfig) -> list[Stream]:
     """Streaming's description of each data set, with its index in the local folder.
 
     Raises:
-        ConfigError: As `checks.locate_mds`.
+        ConfigError: As `mds_index.locate_mds`.
     """
     streams = []
     for place in locate_mds(config):
@@ -379,12 +317,11 @@ def make_streams(config: SourceConfig) -> list[Stream]:
     return streams
 
 
-def _tell_unpacking(place: Place) -> None:
+def _tell_unpacking(place: MdsPlace) -> None:
     """Say what disk the shards take that are not unpacked yet."""
-    shards = parse_index(place.index, source=place.source)
     num_bytes = sum(
         shard["raw_data"]["bytes"]
-        for shard in shards
+        for shard in place.shards
         if shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
     )
     if num_bytes:

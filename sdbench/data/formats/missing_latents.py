@@ -1,4 +1,4 @@
-"""Which samples of an MDS data set have no encoded image of the size asked for?
+"""Samples of an MDS data set that have no encoded image of the size asked for.
 
 MosaicML diffusion's precompute_latents.py stores latents as the bytes of float16 numbers, and no
 bytes where the picture was smaller than that size.
@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.latent_columns import array_shapes, find_image_columns, find_latent_columns
+from sdbench.data.latent_columns import find_image_columns, find_latent_columns
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
-    from sdbench.data.formats.validate import Place
+    from sdbench.data.formats.mds_index import MdsPlace
 
 LEAVE_OUT = "leave_out"
 # The encoding of a column that may be empty.
 BYTES = "bytes"
 
 
-def count_samples(place: Place, shards: Sequence[dict], *, config: SourceConfig) -> int:
+def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
     """Count the samples of an epoch; where a folder of latents is read in place, by their sizes.
 
     Args:
         place: The data set.
-        shards: Entries of its index.json.
         config: Image size, width of the text encoder, and what missing latents do.
 
     Raises:
@@ -39,10 +39,10 @@ def count_samples(place: Place, shards: Sequence[dict], *, config: SourceConfig)
             beforehand, or they are another model's.
         RunError: A shard is damaged.
     """
-    num_samples = sum(shard["samples"] for shard in shards)
-    if config.latents == "online":
+    num_samples = sum(shard["samples"] for shard in place.shards)
+    if not config.wants_latents:
         return num_samples
-    columns = find_latent_columns(shards[0]["column_names"], image_size=config.image_size)
+    columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
     image = image_column(columns)
     leaves_out = config.missing_latents == LEAVE_OUT
     if leaves_out and (place.remote is not None or config.streams is not None):
@@ -52,11 +52,11 @@ def count_samples(place: Place, shards: Sequence[dict], *, config: SourceConfig)
             allowed="one folder of shards that are not compressed, without another for copies",
             flag="--missing_latents, --remote, --local or --streams",
         )
-    has_bytes = any(_encoding(shard, image) == BYTES for shard in shards)
+    has_bytes = any(_encoding(shard, image) == BYTES for shard in place.shards)
     if place.remote is not None or not has_bytes:
         return num_samples
-    _check_sizes(place, shards[0], columns, config=config)
-    num_present = sum(map(len, find_present(place.local, place.index, image)))
+    _check_sizes(place, columns, config=config)
+    num_present = sum(map(len, find_present(place, image)))
     if leaves_out and num_present:
         return num_present
     if num_present < num_samples and (leaves_out or config.on_bad_sample == "error"):
@@ -71,12 +71,11 @@ def count_samples(place: Place, shards: Sequence[dict], *, config: SourceConfig)
 
 
 @functools.lru_cache(maxsize=16)
-def find_present(folder: str, index: bytes, column: str) -> tuple[np.ndarray, ...]:
+def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
     """Find the samples in whose column there is something.
 
     Args:
-        folder: Of the shards, not compressed.
-        index: Content of their index.json.
+        place: The data set, whose shards lie in its local folder, not compressed.
         column: Name of the column.
 
     Returns:
@@ -85,30 +84,27 @@ def find_present(folder: str, index: bytes, column: str) -> tuple[np.ndarray, ..
     Raises:
         RunError: A shard is damaged.
     """
-    from sdbench.data.formats.validate import parse_index
-
     return tuple(
-        np.flatnonzero(_read_sizes(Path(folder), shard, column)).astype(np.uint32)
+        np.flatnonzero(_read_sizes(Path(place.local), shard, column)).astype(np.uint32)
         if _encoding(shard, column) == BYTES
         else np.arange(shard["samples"], dtype=np.uint32)
-        for shard in parse_index(index, source=folder)
+        for shard in place.shards
     )
 
 
-def describe_missing(place: Place, shards: Sequence[dict]) -> Iterator[str]:
+def describe_missing(place: MdsPlace) -> Iterator[str]:
     """A sentence for each column of latents that samples have nothing in.
 
     Args:
         place: The data set, whose shards lie in its local folder.
-        shards: Entries of its index.json.
 
     Raises:
         RunError: A shard is damaged.
     """
-    num_samples = sum(shard["samples"] for shard in shards)
-    common = set.intersection(*(set(shard["column_names"]) for shard in shards))
+    num_samples = sum(shard["samples"] for shard in place.shards)
+    common = set.intersection(*(set(shard["column_names"]) for shard in place.shards))
     for column in sorted(find_image_columns(common)):
-        num_missing = num_samples - sum(map(len, find_present(place.local, place.index, column)))
+        num_missing = num_samples - sum(map(len, find_present(place, column)))
         if num_missing:
             yield (
                 f"{num_missing} of the {num_samples} samples have no {column}: --missing_latents "
@@ -118,22 +114,21 @@ def describe_missing(place: Place, shards: Sequence[dict]) -> Iterator[str]:
 
 def image_column(columns: Mapping[str, str]) -> str:
     """Of the columns that `find_latent_columns` found the one with the encoded image."""
-    return columns.get("moments") or columns["latent"]
+    return columns[SampleType(tuple(columns)).value[0]]
 
 
 def _encoding(shard: dict, column: str) -> str:
     return shard["column_encodings"][shard["column_names"].index(column)]
 
 
-def _check_sizes(
-    place: Place, shard: dict, columns: Mapping[str, str], *, config: SourceConfig
-) -> None:
-    """Check that a shard has an array of the number of bytes that the model wants.
+def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceConfig) -> None:
+    """Check that the first shard has an array of the number of bytes that the model wants.
 
     Raises:
         ConfigError: All have other numbers.
     """
-    for name, shape in array_shapes(columns, config=config).items():
+    shard = place.shards[0]
+    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
         if _encoding(shard, columns[name]) != BYTES:
             continue
         found = set(_read_sizes(Path(place.local), shard, columns[name]).tolist()) - {0}
@@ -152,11 +147,11 @@ def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
     position = shard["column_names"].index(column)
     # MDS: the number of samples, then where each one begins, as uint32; a sample begins with the
     # sizes, as uint32, of those columns that have no fixed one.
-    place = 4 * sum(size is None for size in shard["column_sizes"][:position])
+    offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:
         data = np.memmap(path, np.uint8, mode="r")
         begins = data[4 : 4 + 4 * shard["samples"]].view("<u4").astype(np.int64)
-        return data[begins[:, None] + np.arange(place, place + 4)].view("<u4")[:, 0]
+        return data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
     except (OSError, ValueError, IndexError) as error:
         raise RunError(f"Shard {path} is damaged or missing ({error}).") from error

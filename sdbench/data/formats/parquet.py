@@ -1,4 +1,4 @@
-"""What does a row of parquet hold: an image with its caption, or an encoded one?
+"""Samples of parquet files: rows of images with captions, or of latents with text embeddings.
 
 Rows are decoded a row group at a time, without a Python object for each row.
 """
@@ -18,15 +18,21 @@ from typing import Any
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_no_captions_dropped,
     check_tokenizer_folder,
 )
-from sdbench.data.latent_columns import array_shapes, check_array, find_latent_columns
+from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
-from sdbench.data.samples import BadSampleError, ImageSample, LatentSample, clean_caption
+from sdbench.data.samples import (
+    BadSampleError,
+    ImageSample,
+    LatentSample,
+    SampleType,
+    clean_caption,
+)
 from sdbench.data.source import SourceConfig
 
 # Spellings: ours and LAION's, Hugging Face's (a struct with the field bytes), others'.
@@ -55,7 +61,6 @@ class ParquetSamples:
         Raises:
             ConfigError: A file is damaged, or lacks a column.
         """
-        self._holds_latents = config.latents == "precomputed"
         self._files = files
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
@@ -67,14 +72,14 @@ class ParquetSamples:
                 self.columns = _find_columns(schema.names, path=path, config=config)
             if not set(self.columns.values()) <= set(schema.names):
                 _raise_columns(path, schema.names, wanted=", ".join(self.columns.values()))
-            if not self._holds_latents:
-                _check_types(schema, self.columns, path=path)
+            _check_types(schema, self.columns, path=path)
             for group in range(metadata.num_row_groups):
                 self._groups.append((number, group))
                 self.blocks.append(metadata.row_group(group).num_rows)
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
-        self._shapes = array_shapes(self.columns, config=config) if self._holds_latents else {}
-        self._decoded: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
+        self.sample_type = SampleType(tuple(self.columns))
+        self._shapes = self.sample_type.array_shapes(config)
+        self._decoded: OrderedDict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = OrderedDict()
         self._opened: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
     def __len__(self) -> int:
@@ -97,31 +102,14 @@ class ParquetSamples:
         name = f"{self._files[file]}, row {row} of row group {group}"
         columns = self._decoded.get(block) or self._decode(block)
         self._decoded.move_to_end(block)
-        if self._holds_latents:
-            arrays = {
-                key: columns[key].read(row, name=f"{name}, {column}")
-                for key, column in self.columns.items()
-            }
-            return LatentSample(name, arrays)
+        if self.sample_type is not SampleType.IMAGES:
+            return LatentSample(name, {part: columns[part].read(row, name) for part in columns})
         image, caption = columns["image"][row], columns["caption"][row]
         return ImageSample(
             name,
             image.as_buffer().to_pybytes() if image.is_valid else None,
             clean_caption(caption.as_py() or ""),
         )
-
-    def _take_arrays(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        arrays: dict[str, Any] = {}
-        # Of the latents, whose shape is known; they come first.
-        latents_dtype = None
-        for key, column in columns.items():
-            shape = self._shapes[key]
-            if _is_bytes(column.type):
-                arrays[key] = _Bytes(column, shape=shape, latents_dtype=latents_dtype)
-            else:
-                arrays[key] = _Lists(column, shape=shape)
-            latents_dtype = latents_dtype or arrays[key].dtype
-        return arrays
 
     def _open_here(self, number: int) -> Any:
         """The file, opened by this process, as forked workers must not share one."""
@@ -134,140 +122,108 @@ class ParquetSamples:
         return self._opened[key]
 
     def _decode(self, block: int) -> Mapping[str, Any]:
+        """Read a row group; of latents each column becomes an `_ArrayColumn`."""
         file, group = self._groups[block]
         path = self._files[file]
         with _explain_damage(path, RunError):
             table = self._open_here(file).read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
             )
-            columns = {
-                key: _unwrap(table.column(column).combine_chunks())
-                for key, column in self.columns.items()
+            columns: dict[str, Any] = {
+                part: _unwrap(table.column(column).combine_chunks())
+                for part, column in self.columns.items()
             }
-        if self._holds_latents:
-            columns = self._take_arrays(columns)
+        latents_dtype = None
+        for part, shape in self._shapes.items():
+            columns[part] = _ArrayColumn(
+                self.columns[part], columns[part], shape=shape, latents_dtype=latents_dtype
+            )
+            latents_dtype = latents_dtype or columns[part].dtype
         self._decoded[block] = columns
         if len(self._decoded) > MAX_OPEN_GROUPS:
             self._decoded.popitem(last=False)
         return columns
 
 
-class _Bytes:
-    """Arrays that one column of a row group holds as raw bytes."""
+class _ArrayColumn:
+    """The arrays that a column of a row group holds, as bytes or as lists, nested or flat."""
 
     def __init__(
-        self, column: Any, *, shape: tuple[int, ...], latents_dtype: np.dtype | None
+        self, name: str, values: Any, *, shape: tuple[int, ...], latents_dtype: np.dtype | None
     ) -> None:
-        """Find the bytes of all rows, without copying them.
+        """Find out the type of the numbers.
+
+        Bytes are float16, or float32 as seed 002 stores it, because its writer has no float16. But
+        77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: beside latents of more than 2
+        bytes a number, text embeddings of such a length are taken for neither.
 
         Args:
-            column: Of one chunk, binary.
+            name: Of the column.
+            values: Of one chunk.
             shape: Of one row's array.
-            latents_dtype: Type of the numbers of the latents beside it, None for the latents.
+            latents_dtype: Type of the numbers of the latents beside it; None for the latents.
         """
+        self._name = name
         self._shape = shape
-        self._num_values = math.prod(shape)
-        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
-        self._data = column.buffers()[-1]
-        self._bounds = _byte_bounds(column)
-        self.dtype = self._tell_dtype(latents_dtype)
+        self._is_null = values.is_null().to_numpy(zero_copy_only=False)
+        self._numbers, self._bounds = _flatten(values)
+        self.dtype = self._numbers.dtype
+        self._unit = "values"
+        if self.dtype == np.uint8:
+            self._unit = "bytes"
+            self.dtype = self._tell_dtype(latents_dtype)
 
     def _tell_dtype(self, latents_dtype: np.dtype | None) -> np.dtype | None:
-        """Float16, or float32 as seed 002 stores it, because its writer has no float16.
-
-        77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: beside latents of more than 2
-        bytes a number, such a length is taken for neither.
-        """
-        lengths = set(np.diff(self._bounds)[~self._is_null].tolist())
-        if 4 * self._num_values in lengths:
+        num_values = math.prod(self._shape)
+        lengths = set(np.diff(self._bounds).tolist())
+        if 4 * num_values in lengths:
             return np.dtype(np.float32)
         beside_half = latents_dtype is None or latents_dtype.itemsize == 2
-        if 2 * self._num_values in lengths and beside_half:
-            return np.dtype(np.float16)
-        return None
+        return np.dtype(np.float16) if 2 * num_values in lengths and beside_half else None
 
-    def read(self, row: int, *, name: str) -> np.ndarray:
+    def read(self, row: int, sample: str) -> np.ndarray:
         """One row's array, a view.
 
         Args:
             row: In the row group.
-            name: For the message.
+            sample: Its name, for the message.
 
         Raises:
-            BadSampleError: The row is empty or has another number of bytes.
+            BadSampleError: The row is empty or has another number of values.
         """
         if self._is_null[row]:
-            raise BadSampleError(f"{name}: no value.")
+            raise BadSampleError(f"{sample}, {self._name}: no value.")
         begin, end = self._bounds[row : row + 2]
-        if self.dtype is None or end - begin != self._num_values * self.dtype.itemsize:
-            dtype = self.dtype or np.dtype(np.float32)
+        dtype = self.dtype or np.dtype(np.float32)
+        num_wanted = math.prod(self._shape) * dtype.itemsize // self._numbers.itemsize
+        if self.dtype is None or end - begin != num_wanted:
             raise BadSampleError(
-                f"{name}: {end - begin} bytes; {self._shape} is "
-                f"{self._num_values * dtype.itemsize} as {dtype}."
+                f"{sample}, {self._name}: {end - begin} {self._unit}; {self._shape} is "
+                f"{num_wanted} as {dtype}."
             )
-        array = np.frombuffer(self._data, self.dtype, self._num_values, int(begin))
-        return array.reshape(self._shape)
-
-
-def _byte_bounds(column: Any) -> np.ndarray:
-    """Where each row of a binary column begins in its buffer, and where the last one ends."""
-    import pyarrow
-
-    rows = np.arange(column.offset, column.offset + len(column) + 1)
-    if pyarrow.types.is_fixed_size_binary(column.type):
-        return rows * column.type.byte_width
-    width = np.int64 if pyarrow.types.is_large_binary(column.type) else np.int32
-    return np.frombuffer(column.buffers()[1], width)[rows]
-
-
-class _Lists:
-    """Arrays that one column of a row group holds as lists of numbers, nested or flat."""
-
-    def __init__(self, column: Any, *, shape: tuple[int, ...]) -> None:
-        """Take the numbers of all rows out of the column, without copying them.
-
-        Args:
-            column: Of one chunk.
-            shape: Of one row's array.
-        """
-        self._shape = shape
-        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
-        self._numbers, self._bounds = _flatten(column)
-        self.dtype = self._numbers.dtype if self._numbers.dtype.kind == "f" else None
-
-    def read(self, row: int, *, name: str) -> np.ndarray:
-        """As `_Bytes.read`."""
-        if self._is_null[row]:
-            raise BadSampleError(f"{name}: no value.")
-        num_values = math.prod(self._shape)
-        begin, end = self._bounds[row : row + 2]
-        if end - begin != num_values:
-            raise BadSampleError(f"{name}: {end - begin} values; {self._shape} is {num_values}.")
-        return self._numbers[begin:end].reshape(self._shape)
+        return self._numbers[begin:end].view(dtype).reshape(self._shape)
 
 
 def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers of a column of lists, of any depth, and where each row's begin and end."""
+    """All values of a column of bytes or lists, not copied, and where each row's begin and end."""
     import pyarrow
 
     bounds = np.arange(len(column) + 1)
+    if _is_bytes(column.type):
+        values = np.frombuffer(column.buffers()[-1], np.uint8)
+        if pyarrow.types.is_fixed_size_binary(column.type):
+            return values, (column.offset + bounds) * column.type.byte_width
+        column = column.cast(pyarrow.large_binary())  # copies the offsets alone
+        return values, np.frombuffer(column.buffers()[1], np.int64)[column.offset + bounds]
     while not pyarrow.types.is_primitive(column.type):
         if pyarrow.types.is_fixed_size_list(column.type):
             # Its flatten() leaves out empty rows, their values are still there.
-            inner = np.arange(len(column) + 1) * column.type.list_size
-            column = column.values.slice(
-                column.offset * column.type.list_size, len(column) * column.type.list_size
-            )
-        elif pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            size = column.type.list_size
+            inner = np.arange(len(column) + 1) * size
+            column = column.values.slice(column.offset * size, len(column) * size)
+        else:
             inner = column.offsets.to_numpy()
             column = column.values
-        else:
-            raise ConfigError(
-                "A column holds no arrays",
-                value=str(column.type),
-                allowed="binary, or lists of floating point numbers",
-                flag=PLACE_FLAGS,
-            )
         bounds = inner[bounds]
     return column.to_numpy(zero_copy_only=False), bounds
 
@@ -280,25 +236,49 @@ def _is_bytes(kind: Any) -> bool:
 
 
 def _check_types(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
-    """Check that images are bytes and captions are texts.
+    """Check that each column is of a type that its part of a sample can be read from.
 
     Raises:
-        ConfigError: A column is of another type.
+        ConfigError: One is of another type.
     """
-    import pyarrow
+    from pyarrow import types
 
-    image, caption = (schema.field(columns[name]).type for name in ("image", "caption"))
-    if pyarrow.types.is_struct(image) and image.get_field_index("bytes") >= 0:
-        image = image.field("bytes").type
-    is_text = pyarrow.types.is_string(caption) or pyarrow.types.is_large_string(caption)
-    for name, kind, is_right in (("image", image, _is_bytes(image)), ("caption", caption, is_text)):
+    for part, column in columns.items():
+        kind = schema.field(column).type
+        if part == "image":
+            kind = _bytes_of_struct(kind)
+            is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
+        elif part == "caption":
+            is_right, allowed = types.is_string(kind) or types.is_large_string(kind), "text"
+        else:
+            is_right = _is_bytes(kind) or types.is_floating(_innermost(kind))
+            allowed = "binary, or lists of floating point numbers"
         if not is_right:
             raise ConfigError(
-                f"The column {columns[name]} of {path} holds no {name}s",
+                f"The column {column} of {path} is of a type that no {part} is read from",
                 value=str(kind),
-                allowed="binary (or a struct with the field bytes) for images, text for captions",
+                allowed=allowed,
                 flag=PLACE_FLAGS,
             )
+
+
+def _bytes_of_struct(kind: Any) -> Any:
+    """The type of the bytes in Hugging Face's struct; any other type as it is."""
+    from pyarrow import types
+
+    has_bytes = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+    return kind.field("bytes").type if has_bytes else kind
+
+
+def _innermost(kind: Any) -> Any:
+    """The type of the numbers in lists of any depth, or in Ray's tensors."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        kind = kind.storage_type
+    while hasattr(kind, "value_type") and not pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind
 
 
 def _unwrap(column: Any) -> Any:
@@ -334,7 +314,7 @@ def _explain_damage(path: Path, kind: type) -> Iterator[None]:
 
 
 def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict[str, str]:
-    if config.latents == "precomputed":
+    if config.wants_latents:
         return find_latent_columns(names, image_size=config.image_size)
     image = next((name for name in IMAGE_COLUMNS if name in names), None)
     caption = next((name for name in CAPTION_COLUMNS if name in names), None)
@@ -391,44 +371,32 @@ def check(config: SourceConfig) -> int | None:
     Returns:
         The number of samples, or None for a URL.
     """
-    if config.latents == "online":
-        check_tokenizer_folder(config.tokenizer_folder)
-    else:
+    if config.wants_latents:
         check_no_captions_dropped(config)
+    else:
+        check_tokenizer_folder(config.tokenizer_folder)
     if is_url(config.remote or config.local):
         return None
-    records = open_samples(config)
-    check_enough_samples(config, num_samples=len(records))
-    if config.latents != "online":
-        check_first_samples(records, config=config)
-    return len(records)
+    samples = open_samples(config)
+    check_enough_samples(config, num_samples=len(samples))
+    if config.wants_latents:
+        num_rows = min(NUM_FIRST_SAMPLES, len(samples))
+        _check_some(samples, range(num_rows), config=config)
+        _check_some(samples, range(len(samples) - num_rows, len(samples)), config=config)
+    return len(samples)
 
 
-def check_first_samples(records: ParquetSamples, *, config: SourceConfig) -> None:
-    """Check that one of the first rows, and of the last ones, has the shapes that are wanted.
+def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig) -> None:
+    """Check that one of the rows has arrays of the type and shapes that are wanted.
 
     Raises:
         ConfigError: None has.
     """
-    shapes = array_shapes(records.columns, config=config)
-    num_rows = min(NUM_FIRST_SAMPLES, len(records))
-    _check_some(records, range(num_rows), shapes=shapes, config=config)
-    last = range(len(records) - num_rows, len(records))
-    _check_some(records, last, shapes=shapes, config=config)
-
-
-def _check_some(
-    records: ParquetSamples,
-    indices: range,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    config: SourceConfig,
-) -> None:
     for index in indices:
         try:
-            record = records.read(index)
-            for name, shape in shapes.items():
-                check_array(f"{record.name}, {name}", record.arrays[name], shape=shape)
+            sample = samples.read(index)
+            for name, shape in samples.sample_type.array_shapes(config).items():
+                check_array(f"{sample.name}, {name}", sample.arrays[name], shape=shape)
             return
         except BadSampleError as error:
             reason = str(error)

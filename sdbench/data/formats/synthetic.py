@@ -1,4 +1,4 @@
-"""What feeds a trainer when data must not be the bottleneck?
+"""Synthetic samples, for runs in which data must not be the bottleneck.
 
 Samples are drawn once, when the data set is built, and handed out again and again: drawing
 3 x 512 x 512 normal numbers per sample, as the reference does, takes a core about 4 ms and can
@@ -13,15 +13,18 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sdbench.data.pipeline.batches import Batches, BatchReport, GoodBatch
+from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.transforms import to_float
+from sdbench.data.samples import SampleType
 from sdbench.data.source import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
+    NUM_LATENT_CHANNELS,
     NUM_SYNTHETIC_IMAGES,
     NUM_TOKENS,
+    VAE_FACTOR,
     VOCABULARY_SIZE,
     SourceConfig,
 )
@@ -52,7 +55,7 @@ class SyntheticImageCaptionDataset(Dataset):
         rank: int = 0,
         num_images: int = NUM_SYNTHETIC_IMAGES,
         image_dtype: str = "uint8",
-        latents: str = "online",
+        wants_latents: bool = False,
         text_embedding_dim: int = 1024,
     ) -> None:
         """Draw the samples.
@@ -63,14 +66,16 @@ class SyntheticImageCaptionDataset(Dataset):
             rank: This process's rank.
             num_images: Virtual length of an epoch, over all ranks.
             image_dtype: ``uint8``, or ``float32`` in [-1, 1].
-            latents: ``online`` or ``precomputed``.
+            wants_latents: Whether samples are latents with text embeddings.
             text_embedding_dim: Width of the text embeddings that go with latents.
         """
         self.num_images = num_images
         generator = np.random.default_rng([seed, rank])
-        if latents == "precomputed":
+        if wants_latents:
             samples = draw_latents(
-                generator, latent_size=image_size // 8, text_embedding_dim=text_embedding_dim
+                generator,
+                latent_size=image_size // VAE_FACTOR,
+                text_embedding_dim=text_embedding_dim,
             )
         else:
             samples = draw_images(generator, image_size=image_size, image_dtype=image_dtype)
@@ -111,7 +116,7 @@ def draw_latents(
         ``{latent_mean, latent_logvar: (64, 4, S / 8, S / 8), text_embedding: (64, 77, dim)}``,
         all float16.
     """
-    shape = (NUM_DISTINCT, 4, latent_size, latent_size)
+    shape = (NUM_DISTINCT, NUM_LATENT_CHANNELS, latent_size, latent_size)
     embedding_shape = (NUM_DISTINCT, NUM_TOKENS, text_embedding_dim)
     return {
         "latent_mean": (generator.standard_normal(shape) * LATENT_STD).astype(np.float16),
@@ -120,8 +125,8 @@ def draw_latents(
     }
 
 
-class SyntheticBatches(Batches):
-    """Batches of a synthetic data set, gathered in one copy."""
+class SyntheticBatchReader(BatchReader):
+    """Gathers batches of a synthetic data set in one copy."""
 
     def __init__(self, *, config: SourceConfig) -> None:
         """Draw this rank's samples.
@@ -135,10 +140,11 @@ class SyntheticBatches(Batches):
             rank=config.rank,
             num_images=config.num_images or NUM_SYNTHETIC_IMAGES,
             image_dtype=config.image_dtype,
-            latents=config.latents,
+            wants_latents=config.wants_latents,
             text_embedding_dim=config.text_embedding_dim,
         )
-        super().__init__(blocks=[len(dataset)], config=config)
+        sample_type = SampleType.MOMENTS if config.wants_latents else SampleType.IMAGES
+        super().__init__(sample_type, blocks=[len(dataset)], config=config)
         self._samples = dataset.samples
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
@@ -159,4 +165,4 @@ class SyntheticBatches(Batches):
 
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for synthetic data."""
-    return build_from_samples(SyntheticBatches(config=config), config=config)
+    return build_from_samples(SyntheticBatchReader(config=config), config=config)

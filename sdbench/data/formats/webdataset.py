@@ -1,4 +1,4 @@
-"""Which samples do WebDataset tars hold?
+"""Samples of WebDataset tars, read by number.
 
 Each tar is indexed once, from its headers, and then read by number: so the number of samples, and
 with it the number of steps, is known and the same on all ranks however uneven the tars are, no
@@ -13,9 +13,7 @@ import itertools
 import json
 import os
 import re
-import sys
 import tarfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +21,16 @@ from typing import Any, NoReturn
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.formats.validate import (
+from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
     check_images_wanted,
     check_tokenizer_folder,
 )
+from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.progress import show_progress
 from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
-from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -46,12 +45,11 @@ _MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 
 BLOCK_BYTES = 512
-# Tars are filled up with zeros to whole records, of 10 KiB unless their writer was told otherwise.
+# Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
 MAX_END_BYTES = 2**20
 # Changes whenever the content of an index does.
 INDEX_VERSION = 2
 TAR_PLACES = "a tar, a folder of tars, or a quoted pattern like 'data/{00000..00009}.tar'"
-LINE_PERIOD_S = 5.0
 
 # A place in a tar: first byte and number of bytes; None where a sample has no such member.
 Span = tuple[int, int]
@@ -92,6 +90,7 @@ class TarIndex:
 class WebDatasetSamples:
     """The samples of one or several tars, by number over all of them."""
 
+    sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
     def __init__(self, tars: list[Path], *, config: SourceConfig) -> None:
@@ -111,7 +110,7 @@ class WebDatasetSamples:
         terms = parse_filters(config.filters)
         captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
         indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
-        self._indexes = list(_show_progress(indexes, len(tars)))
+        self._indexes = list(show_progress(indexes, "tars", total=len(tars)))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
         self._starts = list(itertools.accumulate(sizes, initial=0))
@@ -313,18 +312,6 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
             flag="--class_prompts",
         ) from error
     return prompts
-
-
-def _show_progress(indexes: Iterator[TarIndex], num_tars: int) -> Iterator[TarIndex]:
-    """Pass indexes on, with a line now and then when it takes long."""
-    started_s = last_line_s = time.monotonic()
-    for number, index in enumerate(indexes, start=1):
-        yield index
-        now_s = time.monotonic()
-        if now_s - last_line_s >= LINE_PERIOD_S:
-            last_line_s = now_s
-            left_s = (num_tars - number) * (now_s - started_s) / number
-            print(f"Indexed {number} of {num_tars} tars, {left_s:.0f} s left", file=sys.stderr)
 
 
 def find_tars(place: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""How do stored samples become a batch?
+"""Readers of batches: stored samples are read, decoded and tokenized into tensors.
 
 A batch is read, decoded and tokenized as a whole by the process that loads it: a worker, or the
 training process. What that cost, and which samples were bad, travels with the batch.
@@ -16,12 +16,19 @@ import numpy as np
 import torch
 
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_shapes, check_array, check_finite
+from sdbench.data.latent_columns import check_array, check_finite
 from sdbench.data.pipeline.order import Key
 from sdbench.data.pipeline.shared_batches import Layout, SharedBatches
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.pipeline.transforms import decode_image, to_float
-from sdbench.data.samples import BadSampleError, Records, check_whole, undecodable
+from sdbench.data.samples import (
+    DELIVERED_NAMES,
+    BadSampleError,
+    Samples,
+    SampleType,
+    check_whole,
+    undecodable,
+)
 from sdbench.data.source import SourceConfig
 
 # What reading a batch consists of, in order.
@@ -37,7 +44,7 @@ class BatchReport:
         bytes_read: Bytes of the stored samples, as they lie in the data set.
         seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
         bad: A sentence for each sample that could not be used.
-        slot: Of a worker's batch, which of its slots it was made in (see `slots.SharedBatches`).
+        slot: Of a worker's batch, which of its slots it was made in (see `SharedBatches`).
     """
 
     num_images: int = 0
@@ -77,23 +84,30 @@ class GoodBatch(NamedTuple):
     report: BatchReport
 
 
-class Batches:
-    """Makes batches of the samples of a data set; each kind of sample has its subclass.
+class BatchReader:
+    """Makes batches of the samples of a data set; has a subclass for images and one for latents.
 
     A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
     its place, so that every batch is full and all ranks take equally many steps.
     """
 
     def __init__(
-        self, *, blocks: Sequence[int], num_dropped: int = 0, config: SourceConfig
+        self,
+        sample_type: SampleType,
+        *,
+        blocks: Sequence[int],
+        num_dropped: int = 0,
+        config: SourceConfig,
     ) -> None:
         """Set up; nothing is read yet.
 
         Args:
+            sample_type: What the batches are of.
             blocks: Sizes of the runs of samples that are cheap to read together.
             num_dropped: Samples left out because a flag says so.
             config: What is to be made of the samples.
         """
+        self.sample_type = sample_type
         self.blocks = blocks
         self.num_dropped = num_dropped
         self.config = config
@@ -129,21 +143,26 @@ class Batches:
         raise NotImplementedError
 
 
-class SampleBatches(Batches):
-    """Batches of stored samples, read one after the other into one place."""
+class SampleBatchReader(BatchReader):
+    """Reads a batch of stored samples one after the other into one place."""
 
-    def __init__(self, records: Records, *, config: SourceConfig) -> None:
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         """Set up; nothing is read yet.
 
         Args:
-            records: The stored samples.
+            samples: The stored samples.
             config: What is to be made of them.
         """
-        super().__init__(blocks=records.blocks, num_dropped=records.num_dropped, config=config)
-        self.records = records
+        super().__init__(
+            samples.sample_type,
+            blocks=samples.blocks,
+            num_dropped=samples.num_dropped,
+            config=config,
+        )
+        self.samples = samples
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
-        """Read as `Batches.read_good` says."""
+        """Read as `BatchReader.read_good` says."""
         report = BatchReport(num_images=len(keys))
         target, report.slot = self._slots.take(self._layout(len(keys)))
         self._begin(target)
@@ -180,11 +199,11 @@ class SampleBatches(Batches):
         return tensors
 
 
-class ImageBatches(SampleBatches):
+class ImageBatchReader(SampleBatchReader):
     """Makes ``{image: (B, 3, S, S) uint8 or float32, input_ids: (B, 77) int64}``."""
 
-    def __init__(self, records: Records, *, config: SourceConfig) -> None:
-        super().__init__(records, config=config)
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
+        super().__init__(samples, config=config)
         self._tokenizer = CaptionTokenizer(
             folder=config.tokenizer_folder, pad_token_id=config.pad_token_id
         )
@@ -200,23 +219,23 @@ class ImageBatches(SampleBatches):
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):
-            record = self.records.read(key.index)
+            sample = self.samples.read(key.index)
         augmentation = self._augmentation(key)
-        check_whole(record)
-        report.bytes_read += len(record.image) + len(record.caption)
+        check_whole(sample)
+        report.bytes_read += len(sample.image) + len(sample.caption)
         try:
             decoded = decode_image(
-                record.image,
+                sample.image,
                 image_size=self.config.image_size,
                 crop=augmentation.crop,
                 flip=augmentation.flip,
                 phase=report.phase,
             )
         except (OSError, ValueError) as error:
-            raise undecodable(record, error) from error
+            raise undecodable(sample, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded
-        self._captions.append("" if augmentation.drop_caption else record.caption)
+        self._captions.append("" if augmentation.drop_caption else sample.caption)
 
     def _finish(
         self, tensors: dict[str, torch.Tensor], keys: list[Key], report: BatchReport
@@ -261,55 +280,48 @@ class Augmentation(NamedTuple):
 UNCHANGED = Augmentation(crop=None, flip=False, drop_caption=False)
 
 
-# The VAE's moments are stored as one array and delivered as two.
-_PARTS = {"moments": ("latent_mean", "latent_logvar")}
-
-
-class LatentBatches(SampleBatches):
+class LatentBatchReader(SampleBatchReader):
     """Makes ``{latent_mean, latent_logvar | latent: (B, 4, S / 8, S / 8), text_embedding}``.
 
     All are float16; ``text_embedding`` is (B, 77, D). Each value is copied once, from the file's
     pages into the batch.
     """
 
-    def __init__(self, records: Records, *, config: SourceConfig) -> None:
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         """Set up.
 
         Args:
-            records: The stored samples.
+            samples: The stored samples.
             config: What is to be made of them.
         """
-        super().__init__(records, config=config)
-        self._shapes = array_shapes(records.columns, config=config)
+        super().__init__(samples, config=config)
+        self._shapes = self.sample_type.array_shapes(config)
 
     def _layout(self, num_samples: int) -> Layout:
-        layout = {}
-        for name, (first, *others) in self._shapes.items():
-            parts = _PARTS.get(name, (name,))
-            for part in parts:
-                layout[part] = ((num_samples, first // len(parts), *others), torch.float16)
-        return layout
+        return {
+            name: ((num_samples, *shape), getattr(torch, dtype))
+            for name, (shape, dtype) in self.sample_type.batch_tensors(self.config).items()
+        }
 
     def _read_into(self, position: int, *, key: Key, report: BatchReport) -> None:
         with report.phase("read"):
-            record = self.records.read(key.index)
+            sample = self.samples.read(key.index)
         with report.phase("collate"):
             for name, shape in self._shapes.items():
-                stored = record.arrays[name]
-                check_array(f"{record.name}, {name}", stored, shape=shape)
+                stored = sample.arrays[name]
+                check_array(f"{sample.name}, {name}", stored, shape=shape)
                 report.bytes_read += stored.nbytes
-                parts = _PARTS.get(name, (name,))
+                parts = DELIVERED_NAMES.get(name, (name,))
                 length = shape[0] // len(parts)
                 for number, part in enumerate(parts):
                     copy = self._arrays[part][position]
                     with np.errstate(over="ignore"):
                         copy[:] = stored[number * length : (number + 1) * length]
                     # Of the copy: it is aligned, in the processor's cache, and float16.
-                    check_finite(f"{record.name}, {name}", copy)
+                    check_finite(f"{sample.name}, {name}", copy)
 
 
-def make_batches(records: Records, *, config: SourceConfig) -> SampleBatches:
-    """Choose what makes batches of these records: images, or latents."""
-    if config.latents == "online":
-        return ImageBatches(records, config=config)
-    return LatentBatches(records, config=config)
+def make_batches(samples: Samples, *, config: SourceConfig) -> SampleBatchReader:
+    """Choose the reader for the type of the samples."""
+    is_image = samples.sample_type is SampleType.IMAGES
+    return (ImageBatchReader if is_image else LatentBatchReader)(samples, config=config)

@@ -1,8 +1,7 @@
-"""Did the loader deliver what it promised?
+"""`CheckedLoader`, the loader of every source: it counts images, and raises when they are too few.
 
 Streaming 0.13.0 can end an epoch early without an exception, or hang, when a background thread
-fails. A benchmark that trained on fewer images than it counts would lie, so every source of this
-suite delivers through `CheckedLoader`.
+fails. A benchmark that trained on fewer images than it counts would be wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.pipeline.batches import PHASES, Batch, Batches, BatchReport
+from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
@@ -99,6 +98,7 @@ class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
     Attributes:
+        sample_type: What the batches are of; `SampleType.batch_tensors` describes them.
         stats: What has been delivered.
     """
 
@@ -106,7 +106,7 @@ class CheckedLoader(DataLoader):
         self,
         dataset: Dataset,
         *,
-        batches: Batches,
+        batches: BatchReader,
         order: Order,
         config: SourceConfig,
     ) -> None:
@@ -128,6 +128,7 @@ class CheckedLoader(DataLoader):
             timeout=config.data_timeout_s if config.num_workers else 0,
             **config.loader_options(),
         )
+        self.sample_type = batches.sample_type
         self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
         self._config = config
         self._order = order
@@ -251,7 +252,7 @@ class CheckedLoader(DataLoader):
         return num_bad
 
 
-def build_from_samples(batches: Batches, *, config: SourceConfig) -> CheckedLoader:
+def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
     """Build the loader of samples that can be read by number in any order."""
     order = EpochOrder(batches.blocks, config=config)
     return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)

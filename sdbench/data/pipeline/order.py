@@ -1,4 +1,4 @@
-"""In which order does a rank visit samples that can be read by number?"""
+"""The order in which a rank reads samples that can be read by number."""
 
 from __future__ import annotations
 

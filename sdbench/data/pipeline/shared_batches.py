@@ -1,9 +1,9 @@
-"""How does a batch cross from the worker that made it to the trainer?
+"""Shared memory that a loader worker makes its batches in, used again and again.
 
-Through shared memory that the worker uses again and again. New shared memory for each batch, as
-torch's default_collate takes it, costs a page fault for every 4 KiB on either side: with latents at
-512 px two workers then deliver a third less (results/comparisons/2-core-cpu_latents_transport.json,
-made by tests/reference/compare_transport.py).
+New shared memory for each batch, as torch's default_collate takes it, costs a page fault for every
+4 KiB on either side: with latents at 512 px two workers then deliver a third less
+(results/comparisons/2-core-cpu_latents_transport.json, made by
+tests/reference/compare_transport.py).
 """
 
 from __future__ import annotations

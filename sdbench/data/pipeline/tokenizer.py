@@ -1,8 +1,8 @@
-"""Which token ids does a caption become?
+"""Captions to token ids, by transformers' fast CLIP tokenizer.
 
-transformers' own fast CLIP tokenizer does the work, over the tokenizer folder of a model if there
-is one, else over the vocabulary in ``clip_vocabulary/``, so that no network is needed. The fast
-and the slow class differ on some non-Latin captions; the fast one is what this suite uses.
+It takes the tokenizer folder of a model if there is one, else the vocabulary in
+``clip_vocabulary/``, so that no network is needed. The fast and the slow class differ on some
+non-Latin captions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does an image file become a training sample?
+"""Image files to square RGB pixels of one size.
 
 Every image mode becomes RGB, the largest square is cut out (never squashed), and that is resized
 with antialiasing.

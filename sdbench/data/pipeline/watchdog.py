@@ -1,4 +1,4 @@
-"""How does a process stop waiting for data that it loads itself?"""
+"""A time limit on loading in the training process, where no worker is watched by torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does each data format store a chunk of samples?"""
+"""Writers of one chunk of samples, one for each data format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdbench.base.errors import RunError
-from sdbench.data.formats.validate import INDEX_NAME
-
-if TYPE_CHECKING:
-    from sdbench.data.prepare.writers import Output
+from sdbench.data.formats.mds_index import INDEX_NAME
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
 MDS_HASHES = ["sha1", "xxh64"]
@@ -29,7 +26,15 @@ MAX_SHARD_BYTES = 2**32 - 1
 # for 512 px are 14 MB.
 ROWS_PER_GROUP = 64
 
-Rows = Iterable[Mapping[str, Any]]
+# Room for the number of a row in a file name, so that names sort as rows do.
+NUM_ROW_DIGITS = 6
+MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
+
+# Values of a sample by column.
+Row = Mapping[str, Any]
+Rows = Iterable[Row]
+# Column to its MDS encoding.
+Columns = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +42,20 @@ class ChunkFormat:
     """How one data format stores a chunk.
 
     Attributes:
-        name: File or folder of a chunk; takes its number.
-        write: Takes the path to make, the rows and the output; returns how many rows there were
-            and what to note. Makes nothing, or something to be thrown away, where there are none.
+        name: File or folder of a chunk, with ``{}`` for its number.
+        write: Takes the path to make, the rows and their columns; returns the number of
+            rows and details for `finish`. Without rows nothing usable is made.
         count_rows: Counts the rows of a chunk on disk without opening samples.
-        finish: Called when all chunks are there and verified.
+        finish: Takes the folder of all chunks and the details of each, in order.
     """
 
     name: str
-    write: Callable[[Path, Rows, Output], tuple[int, Any]]
+    write: Callable[[Path, Rows, Columns], tuple[int, Any]]
     count_rows: Callable[[Path], int]
-    finish: Callable[[Output], None] = field(default=lambda output: None)
+    finish: Callable[[Path, list[Any]], None] = field(default=lambda folder, details: None)
 
 
-def _write_mds(path: Path, rows: Rows, output: Output) -> tuple[int, dict | None]:
+def _write_mds(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict | None]:
     from streaming import MDSWriter
 
     # The writer names its shards itself, so it gets a folder of its own.
@@ -60,7 +65,7 @@ def _write_mds(path: Path, rows: Rows, output: Output) -> tuple[int, dict | None
         # Not as a context manager: that would write a shard on the way out of an error.
         writer = MDSWriter(
             out=str(folder),
-            columns=dict(output.columns),
+            columns=dict(columns),
             hashes=MDS_HASHES,
             size_limit=MAX_SHARD_BYTES,
         )
@@ -90,23 +95,21 @@ def _count_mds_rows(path: Path) -> int:
         return struct.unpack("<I", file.read(4))[0]
 
 
-def _finish_mds(output: Output) -> None:
+def _finish_mds(folder: Path, shards: list[dict]) -> None:
     from streaming import Stream
-    from streaming.base.world import World
 
-    shards = output.details()
-    folder = output.partial / "data"
+    from sdbench.data.compat import open_shards
+
     write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
-    opened = Stream(local=str(folder)).get_shards(World.detect(), False)
-    num_samples = sum(len(shard) for shard in opened)
-    assert num_samples == output.totals().num_written
+    opened = open_shards(Stream(local=str(folder)))
+    assert list(map(len, opened)) == [shard["samples"] for shard in shards]
 
 
-def _write_parquet(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     import pyarrow
     import pyarrow.parquet
 
-    schema = pyarrow.schema([_parquet_field(*column) for column in sorted(output.columns.items())])
+    schema = pyarrow.schema([_parquet_field(*column) for column in sorted(columns.items())])
     num_rows = 0
     # Images and latents do not get smaller by compression or by a dictionary.
     with pyarrow.parquet.ParquetWriter(
@@ -114,12 +117,8 @@ def _write_parquet(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
     ) as writer:
         remaining = iter(rows)
         while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
-            columns = [[_parquet_value(row[name]) for row in group] for name in schema.names]
-            arrays = [
-                pyarrow.array(values, type=column.type)
-                for values, column in zip(columns, schema, strict=True)
-            ]
-            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+            rows_of_bytes = [{name: _parquet_value(row[name]) for name in columns} for row in group]
+            writer.write_table(pyarrow.Table.from_pylist(rows_of_bytes, schema=schema))
             num_rows += len(group)
     return num_rows, None
 
@@ -150,14 +149,14 @@ def _count_parquet_rows(path: Path) -> int:
     return pyarrow.parquet.ParquetFile(path).metadata.num_rows
 
 
-def _write_tar(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     import webdataset
 
     num_rows = 0
     # A constant time, so that the same samples make the same file.
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
         for row in rows:
-            key = output.row_name(path.stem, num_rows)
+            key = _row_name(path.stem, num_rows)
             writer.write({"__key__": key, **_image_files(row)})
             num_rows += 1
     return num_rows, None
@@ -168,11 +167,11 @@ def _count_tar_rows(path: Path) -> int:
         return sum(name.endswith(".txt") for name in tar.getnames())
 
 
-def _write_folder(path: Path, rows: Rows, output: Output) -> tuple[int, None]:
+def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     path.mkdir()
     num_rows = 0
     for row in rows:
-        name = output.row_name(path.name, num_rows)
+        name = _row_name(path.name, num_rows)
         for extension, content in _image_files(row).items():
             if extension != "json":
                 (path / f"{name}.{extension}").write_bytes(content)
@@ -184,7 +183,12 @@ def _count_folder_rows(path: Path) -> int:
     return sum(file.suffix == ".txt" for file in path.iterdir())
 
 
-def _image_files(row: Mapping[str, Any]) -> dict[str, bytes]:
+def _row_name(chunk: str, row: int) -> str:
+    """Name of a sample's files: the number of its chunk and its own in there."""
+    return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
+
+
+def _image_files(row: Row) -> dict[str, bytes]:
     """The files of an image with its caption, by extension."""
     size = {"width": row["width"], "height": row["height"]}
     return {

@@ -1,4 +1,4 @@
-"""How does a data set of one format become one of another?"""
+"""The command convert: a data set of one format becomes one of another."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import SOURCES
-from sdbench.data.prepare.chunk_formats import FORMATS
+from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK, Row
 from sdbench.data.prepare.pool import WorkReport, run_work, show_progress
-from sdbench.data.prepare.rows import Rows, describe_source, open_rows, read_columns
-from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK, Output, open_output
+from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
+from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.samples import BadSampleError
 
@@ -60,7 +59,7 @@ class Conversion:
         skip_bad: Whether bad ones are left out.
     """
 
-    rows: Rows
+    rows: RowReader
     output: Output
     num_samples: int
     samples_per_shard: int
@@ -81,7 +80,7 @@ class Conversion:
         self.output.write_chunk(number, self._read_good(number, bad), bad=bad)
         return WorkReport(len(self.indices(number)), bad)
 
-    def _read_good(self, number: int, bad: list[str]) -> Iterator[dict[str, Any]]:
+    def _read_good(self, number: int, bad: list[str]) -> Iterator[Row]:
         for index in self.indices(number):
             try:
                 yield self.rows.read(index)

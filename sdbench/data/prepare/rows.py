@@ -1,4 +1,4 @@
-"""Is a stored sample whole, and which columns does it fill in a data set of ours?"""
+"""Stored samples as rows of a data set of ours: checked, in our columns."""
 
 from __future__ import annotations
 
@@ -11,53 +11,51 @@ import numpy as np
 
 from sdbench.base.errors import RunError
 from sdbench.data import detect_format, open_samples
+from sdbench.data.formats.mds_index import locate_mds
 from sdbench.data.formats.parquet import find_files
-from sdbench.data.formats.validate import locate_mds, parse_index
 from sdbench.data.latent_columns import (
     SPELLINGS,
-    VAE_FACTOR,
-    array_shapes,
     check_array,
     check_finite,
     find_image_sizes,
 )
-from sdbench.data.prepare.chunk_formats import image_extension
+from sdbench.data.prepare.chunk_formats import Columns, Row, image_extension
 from sdbench.data.samples import (
     ImageSample,
     LatentSample,
     MissingLatentError,
-    Records,
+    Samples,
     check_whole,
     undecodable,
 )
-from sdbench.data.source import SourceConfig
+from sdbench.data.source import VAE_FACTOR, SourceConfig
 
 
-class ImageRows:
+class ImageRowReader:
     """Images as they are, with their captions and sizes."""
 
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
-    def __init__(self, records: Records, *, as_files: bool = False) -> None:
+    def __init__(self, samples: Samples, *, as_files: bool = False) -> None:
         """Set up; nothing is read yet.
 
         Args:
-            records: Stored images.
+            samples: Stored images.
             as_files: Whether each image must be of a type that makes a file of its own.
         """
-        self.num_dropped = records.num_dropped
-        self._records = records
+        self.num_dropped = samples.num_dropped
+        self._samples = samples
         self._as_files = as_files
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._samples)
 
     @property
     def taken(self) -> set[str]:
         """Columns of the source that are read."""
-        return set(self._records.columns.values())
+        return set(self._samples.columns.values())
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> Row:
         """Read a sample and decode its image wholly, which finds truncated ones.
 
         Raises:
@@ -67,49 +65,48 @@ class ImageRows:
         # Here, because it brings torch, which the help of a command has no use for.
         from sdbench.data.pipeline.transforms import measure_image
 
-        record = self._records.read(index)
-        assert isinstance(record, ImageSample)
-        check_whole(record)
+        sample = self._samples.read(index)
+        assert isinstance(sample, ImageSample)
+        check_whole(sample)
         try:
-            width, height = measure_image(record.image)
+            width, height = measure_image(sample.image)
             if self._as_files:
-                image_extension(record.image)
+                image_extension(sample.image)
         except (OSError, ValueError) as error:
-            raise undecodable(record, error) from error
-        return {"jpg": record.image, "caption": record.caption, "width": width, "height": height}
+            raise undecodable(sample, error) from error
+        return {"jpg": sample.image, "caption": sample.caption, "width": width, "height": height}
 
 
-class LatentRows:
+class LatentRowReader:
     """Encoded images of one or more resolutions with their encoded captions, as float16."""
 
     num_dropped = 0
 
     def __init__(
-        self, records: Mapping[int, Records], *, shapes: Mapping[str, tuple[int, ...]]
+        self, samples: Mapping[int, Samples], *, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Set up; nothing is read yet.
 
         Args:
-            records: Image size in pixels to the same data set, opened for that resolution.
+            samples: Image size in pixels to the same data set, opened for that resolution.
             shapes: Column to the shape that its arrays must have.
         """
-        self.sources = {name for each in records.values() for name in each.columns.values()}
-        self.columns: Mapping[str, str] = {
+        self.columns: Columns = {
             column: f"ndarray:float16:{','.join(map(str, shape))}"
             for column, shape in shapes.items()
         }
-        self._records = records
+        self._samples = samples
         self._shapes = shapes
 
     def __len__(self) -> int:
-        return len(next(iter(self._records.values())))
+        return len(next(iter(self._samples.values())))
 
     @property
     def taken(self) -> set[str]:
         """Columns of the source that are read."""
-        return {name for records in self._records.values() for name in records.columns.values()}
+        return {name for samples in self._samples.values() for name in samples.columns.values()}
 
-    def read(self, index: int) -> dict[str, np.ndarray]:
+    def read(self, index: int) -> Row:
         """Read a sample.
 
         Raises:
@@ -120,17 +117,17 @@ class LatentRows:
         """
         row = {}
         missing = None
-        for image_size, records in self._records.items():
+        for image_size, samples in self._samples.items():
             try:
-                record = records.read(index)
+                sample = samples.read(index)
             except MissingLatentError as error:
                 # The other resolutions are looked at all the same.
                 missing = error
                 continue
-            assert isinstance(record, LatentSample)
-            for name, array in record.arrays.items():
+            assert isinstance(sample, LatentSample)
+            for name, array in sample.arrays.items():
                 column = name_column(name, image_size=image_size)
-                place = f"{record.name}, {column}"
+                place = f"{sample.name}, {column}"
                 check_array(place, array, shape=self._shapes[column])
                 with np.errstate(over="ignore"):
                     row[column] = np.array(array, dtype=np.float16)
@@ -140,7 +137,7 @@ class LatentRows:
         return row
 
 
-Rows = ImageRows | LatentRows
+RowReader = ImageRowReader | LatentRowReader
 
 
 def describe_source(place: str, *, data_format: str, **options: Any) -> SourceConfig:
@@ -163,7 +160,7 @@ def describe_source(place: str, *, data_format: str, **options: Any) -> SourceCo
     )
 
 
-def open_rows(config: SourceConfig, *, as_files: bool = False) -> Rows:
+def open_rows(config: SourceConfig, *, as_files: bool = False) -> RowReader:
     """Open a data set, latents in all their resolutions.
 
     Args:
@@ -173,8 +170,8 @@ def open_rows(config: SourceConfig, *, as_files: bool = False) -> Rows:
     Raises:
         ConfigError: There is none, or it holds no samples of the kind asked for.
     """
-    if config.latents == "online":
-        return ImageRows(open_samples(config), as_files=as_files)
+    if not config.wants_latents:
+        return ImageRowReader(open_samples(config), as_files=as_files)
     configs = {
         image_size: dataclasses.replace(config, image_size=image_size)
         for image_size in find_image_sizes(read_columns(config))
@@ -182,13 +179,13 @@ def open_rows(config: SourceConfig, *, as_files: bool = False) -> Rows:
     if not configs:
         # Says what is there and what is needed.
         open_samples(config)
-    records = {image_size: open_samples(config) for image_size, config in configs.items()}
+    samples = {image_size: open_samples(config) for image_size, config in configs.items()}
     shapes = {
         name_column(name, image_size=image_size): shape
         for image_size, config in configs.items()
-        for name, shape in array_shapes(records[image_size].columns, config=config).items()
+        for name, shape in samples[image_size].sample_type.array_shapes(config).items()
     }
-    return LatentRows(records, shapes=shapes)
+    return LatentRowReader(samples, shapes=shapes)
 
 
 def read_columns(config: SourceConfig) -> set[str]:
@@ -200,8 +197,7 @@ def read_columns(config: SourceConfig) -> set[str]:
     """
     if config.data_format == "mds":
         (place,) = locate_mds(config)
-        shards = parse_index(place.index, source=place.source)
-        return set.intersection(*(set(shard["column_names"]) for shard in shards))
+        return set.intersection(*(set(shard["column_names"]) for shard in place.shards))
     if config.data_format == "parquet":
         assert config.remote is not None
         files = find_files(config.remote, local=config.local)

@@ -1,4 +1,4 @@
-"""Is a data set whole, file by file and on request sample by sample?"""
+"""The command verify-data: is a data set whole, file by file and on request sample by sample?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import SOURCES
+from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
-from sdbench.data.formats.validate import INDEX_NAME, Place, copied_file, locate_mds, parse_index
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
-from sdbench.data.prepare.rows import Rows, describe_source, open_rows, read_columns
+from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
 from sdbench.data.remote import is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
@@ -77,21 +77,21 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
     """
     (place,) = locate_mds(config)
     try:
-        shards = parse_index(place.index, source=place.source)
+        shards = place.shards
     except ConfigError as error:
         return _report([f"{error.value}: {error.what}."])
-    for name in _find_orphans(place, shards):
+    for name in _find_orphans(place):
         print(f"note: {name} is not named in {INDEX_NAME}")
     # Here, because it brings torch, which --help has no use for.
     from sdbench.data.formats.mds_shards import make_streams
 
     # A compressed copy is gone once it is unpacked.
-    streams = make_streams(dataclasses.replace(config, validate_hash="auto"))
-    work = ShardWork(place=place, shards=shards, streams=streams)
+    (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
+    work = ShardWork(place=place, stream=stream)
     num_samples = sum(shard["samples"] for shard in shards)
     broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
     if not broken:
-        for sentence in describe_missing(place, shards):
+        for sentence in describe_missing(place):
             print(f"note: {sentence}")
     if broken or not deep:
         return _conclude(broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
@@ -136,20 +136,18 @@ class ShardWork:
 
     Attributes:
         place: The data set.
-        shards: Entries of its index.json.
-        streams: Streaming's description of it.
+        stream: Streaming's description of it.
     """
 
-    place: Place
-    shards: Sequence[dict]
-    streams: Sequence[Any]
+    place: MdsPlace
+    stream: Any
 
     def __call__(self, number: int) -> WorkReport:
         """Verify a shard by its number."""
-        return WorkReport(self.shards[number]["samples"], list(self._check_files(number)))
+        return WorkReport(self.place.shards[number]["samples"], list(self._check_files(number)))
 
     def _check_files(self, number: int) -> Iterator[str]:
-        shard, place = self.shards[number], self.place
+        place, shard = self.place, self.place.shards[number]
         files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
         sound = True
         if not is_url(place.source):
@@ -168,14 +166,13 @@ class ShardWork:
             yield from _check_present(Path(place.local), files, origin=origin)
 
     def _download(self, number: int) -> str | None:
-        from streaming.base.world import World
+        from sdbench.data.compat import open_shards
 
-        (stream,) = self.streams
         try:
-            stream.prepare_shard(stream.get_shards(World.detect(), False)[number])
+            self.stream.prepare_shard(open_shards(self.stream)[number])
         except Exception as error:
             # Each object store raises its own types; all mean that the shard cannot be had.
-            name = f"{self.place.remote}/{copied_file(self.shards[number])['basename']}"
+            name = f"{self.place.remote}/{copied_file(self.place.shards[number])['basename']}"
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return f"{name}: cannot be had ({reason})."
         return None
@@ -215,7 +212,7 @@ def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
 class SampleWork:
     """Opens a run of samples; goes to each process."""
 
-    rows: Rows
+    rows: RowReader
 
     def __call__(self, number: int) -> WorkReport:
         """Open the samples of a piece by its number."""
@@ -233,14 +230,14 @@ class SampleWork:
         return WorkReport(len(indices), bad)
 
 
-def _find_orphans(place: Place, shards: Sequence[dict]) -> list[str]:
+def _find_orphans(place: MdsPlace) -> list[str]:
     """Files in the folder that the index does not name; of a URL's cache it is none's business."""
     if is_url(place.source):
         return []
     folder = Path(place.source)
     known = {INDEX_NAME} | {
         file["basename"]
-        for shard in shards
+        for shard in place.shards
         for file in (shard["raw_data"], shard["zip_data"])
         if file
     }

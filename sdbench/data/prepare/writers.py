@@ -1,4 +1,4 @@
-"""How does a data set come into being so that a kill at any moment costs one chunk at most?
+"""A data set that is written chunk by chunk: a kill at any moment costs one chunk at most.
 
 A chunk is a fixed run of samples that becomes one file (a folder, for a folder of images). It is
 written under a temporary name, brought to the disk and renamed; after that a small note says what
@@ -26,11 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.prepare.chunk_formats import FORMATS, ChunkFormat, Rows, remove, write_json
-
-# Room for the number of a row in a file name, so that names sort as rows do.
-NUM_ROW_DIGITS = 6
-MAX_ROWS_PER_CHUNK = 10**NUM_ROW_DIGITS
+from sdbench.data.prepare.chunk_formats import (
+    FORMATS,
+    ChunkFormat,
+    Columns,
+    Rows,
+    remove,
+    write_json,
+)
 
 # What is in OUT.partial.
 JOB_NAME = "job.json"
@@ -64,7 +67,7 @@ class Output:
 
     out: Path
     data_format: str
-    columns: Mapping[str, str]
+    columns: Columns
     num_chunks: int
 
     @property
@@ -95,7 +98,9 @@ class Output:
         with self._errors_named():
             remove(temporary)
             try:
-                num_rows, details = self._format.write(temporary, _name_source_errors(rows), self)
+                num_rows, details = self._format.write(
+                    temporary, _name_source_errors(rows), self.columns
+                )
             except BaseException:
                 remove(temporary)
                 raise
@@ -111,8 +116,7 @@ class Output:
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
-        notes = [self._read_note(number) for number in range(self.num_chunks)]
-        notes = [note for note in notes if note is not None]
+        notes = self._notes()
         bad = [sentence for note in notes for sentence in note.bad]
         return Totals(num_written=sum(note.rows for note in notes), num_bad=len(bad), bad=bad)
 
@@ -139,7 +143,8 @@ class Output:
         with self._errors_named():
             for number in range(self.num_chunks):
                 self._verify(number)
-            self._format.finish(self)
+            details = [note.details for note in self._notes() if note.rows]
+            self._format.finish(self.partial / "data", details)
             _synchronize(self.partial / "data")
             (self.partial / "data").rename(self.out)
             shutil.rmtree(self.partial)
@@ -164,15 +169,6 @@ class Output:
                 ) from error
             yield
 
-    def details(self) -> list[Any]:
-        """What the format noted of each chunk that holds rows, in order."""
-        notes = [self._read_note(number) for number in range(self.num_chunks)]
-        return [note.details for note in notes if note is not None and note.rows]
-
-    def row_name(self, chunk: str, row: int) -> str:
-        """Name of a sample's files: the chunk's number and its own in it."""
-        return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
-
     @property
     def _format(self) -> ChunkFormat:
         return FORMATS[self.data_format]
@@ -185,6 +181,11 @@ class Output:
 
     def _note(self, number: int) -> Path:
         return self.partial / "chunks" / f"{self._number(number)}.json"
+
+    def _notes(self) -> list[_ChunkNote]:
+        """Those of the finished chunks, in order."""
+        notes = (self._read_note(number) for number in range(self.num_chunks))
+        return [note for note in notes if note is not None]
 
     def _read_note(self, number: int) -> _ChunkNote | None:
         note = self._note(number)
@@ -220,7 +221,7 @@ def open_output(
     out: Path,
     *,
     data_format: str,
-    columns: Mapping[str, str],
+    columns: Columns,
     num_chunks: int,
     job: Mapping[str, object],
 ) -> Output:
@@ -319,7 +320,7 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
 
 
 class _ChunkNote(NamedTuple):
-    """What a finished chunk holds, as its note says; `details` belong to the format."""
+    """What a finished chunk holds; `details` are what `ChunkFormat.write` returned."""
 
     rows: int
     bytes: int

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import NUM_LATENT_CHANNELS, SPELLINGS, VAE_FACTOR, check_finite
+from sdbench.data.latent_columns import SPELLINGS, check_finite
 from sdbench.data.pipeline.batches import PHASES, BatchReport, GoodBatch, make_batches
 from sdbench.data.pipeline.order import Key, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -27,8 +27,14 @@ from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.prepare.convert import check_bad_fraction
 from sdbench.data.prepare.pool import show_progress
 from sdbench.data.prepare.writers import Output
-from sdbench.data.samples import BadSampleError, ImageSample, Records
-from sdbench.data.source import EOS_TOKEN_ID, NUM_TOKENS, SourceConfig
+from sdbench.data.samples import BadSampleError, ImageSample, Samples
+from sdbench.data.source import (
+    EOS_TOKEN_ID,
+    NUM_LATENT_CHANNELS,
+    NUM_TOKENS,
+    VAE_FACTOR,
+    SourceConfig,
+)
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
@@ -137,16 +143,17 @@ class LoadedBatch(NamedTuple):
 class CachedSamples:
     """Stored samples of which those of the present batch are read once, for all resolutions."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Samples) -> None:
         self._records = records
         self._kept: dict[int, ImageSample] = {}
+        self.sample_type = records.sample_type
         self.blocks, self.num_dropped = records.blocks, records.num_dropped
 
     def __len__(self) -> int:
         return len(self._records)
 
     def read(self, index: int) -> ImageSample:
-        """Read a sample, as `Records.read` does, or give the one that was read before."""
+        """Read a sample, as `Samples.read` does, or give the one that was read before."""
         if index not in self._kept:
             self._kept[index] = self._records.read(index)
         return self._kept[index]

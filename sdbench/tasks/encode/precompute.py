@@ -21,8 +21,9 @@ from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.base.stop import stop_signals_raise
+from sdbench.data.prepare.chunk_formats import MAX_ROWS_PER_CHUNK
 from sdbench.data.prepare.convert import choose_samples_per_shard
-from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK, Output, Totals, open_output
+from sdbench.data.prepare.writers import Output, Totals, open_output
 from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware

@@ -1,11 +1,8 @@
-"""Can this data feed a run? Answered from files' names and sizes, without torch.
-
-The checks run on every rank before any weights are built. Each data format has its own, the ones of
-synthetic and MDS data and those that formats share are here.
-"""
+"""Where MDS data sets lie, what index.json says of them, and whether they fit a run; no torch."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -14,33 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    check_enough_samples,
+    check_no_captions_dropped,
+    check_tokenizer_folder,
+)
 from sdbench.data.formats.missing_latents import count_samples
-from sdbench.data.latent_columns import array_shapes, find_latent_columns
+from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.remote import cache_folder, fetch, is_url
-from sdbench.data.source import NUM_SYNTHETIC_IMAGES, SourceConfig
+from sdbench.data.samples import SampleType
+from sdbench.data.source import SourceConfig
 
 INDEX_NAME = "index.json"
 MDS_COLUMNS = {"jpg", "caption"}
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
-PLACE_FLAGS = "--remote or --local"
-
-
-def check_synthetic(config: SourceConfig) -> int:
-    """Check that one global batch fits into an epoch of synthetic data; return its samples."""
-    num_samples = config.num_images or NUM_SYNTHETIC_IMAGES
-    check_enough_samples(config, num_samples=num_samples)
-    if config.latents == "precomputed" and config.image_size % 8:
-        raise ConfigError(
-            "Latents have an eighth of the image's side",
-            value=config.image_size,
-            allowed=f"a multiple of 8, e.g. {max(config.image_size // 8, 1) * 8}",
-            flag="--image_size",
-        )
-    return num_samples
+# Of several hashes in an index the one that is cheapest to compute is checked.
+HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MdsPlace:
     """Where one MDS data set is.
 
     Attributes:
@@ -60,8 +51,17 @@ class Place:
         """The user's own folder or URL."""
         return self.remote or self.local
 
+    @functools.cached_property
+    def shards(self) -> list[dict]:
+        """The entries of the shards in its index.json.
 
-def check_mds(config: SourceConfig) -> int:
+        Raises:
+            ConfigError: It is damaged, or not one of MDS shards.
+        """
+        return parse_index(self.index, source=self.source)
+
+
+def check(config: SourceConfig) -> int:
     """Check MDS data by index and, on disk, by the sizes of shards and of latents stored as bytes.
 
     Of a URL the index is downloaded, nothing else.
@@ -69,26 +69,24 @@ def check_mds(config: SourceConfig) -> int:
     Returns:
         The number of samples of an epoch.
     """
-    if config.latents == "online":
-        check_tokenizer_folder(config.tokenizer_folder)
-    else:
+    if config.wants_latents:
         check_no_captions_dropped(config)
+    else:
+        check_tokenizer_folder(config.tokenizer_folder)
     num_samples = 0
     for place in locate_mds(config):
-        source = place.source
-        shards = parse_index(place.index, source=source)
-        check_columns(shards, source=source, config=config)
-        check_hashes(shards, source=source, wanted=config.validate_hash)
-        if not is_url(source):
-            for shard in shards:
+        check_columns(place, config=config)
+        check_hashes(place, wanted=config.validate_hash)
+        if not is_url(place.source):
+            for shard in place.shards:
                 file = shard["raw_data"] if place.remote is None else copied_file(shard)
-                check_shard_file(Path(source), file)
-        num_samples += count_samples(place, shards, config=config)
+                check_shard_file(Path(place.source), file)
+        num_samples += count_samples(place, config=config)
     check_enough_samples(config, num_samples=num_samples)
     return num_samples
 
 
-def locate_mds(config: SourceConfig) -> list[Place]:
+def locate_mds(config: SourceConfig) -> list[MdsPlace]:
     """Decide where shards are read from and where they are kept.
 
     A folder on disk is read in place: nothing is copied unless both flags are given, or shards
@@ -133,7 +131,7 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
     return streams
 
 
-def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> Place:
+def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:
     """Decide of one data set as `locate_mds` does of all.
 
     Raises:
@@ -145,14 +143,14 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
     index = read_index(remote)
     if local is not None:
         check_cache(Path(local), remote=remote, index=index)
-        return Place(remote=remote, local=local, proportion=proportion, index=index)
+        return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
     if not is_url(remote):
         if not _has_packed_shards(Path(remote), index):
-            return Place(remote=None, local=remote, proportion=proportion, index=index)
+            return MdsPlace(remote=None, local=remote, proportion=proportion, index=index)
         remote = str(Path(remote).absolute())
     digest = hashlib.sha256(index).hexdigest()
     cache = cache_folder(f"{remote}\n{digest}", None)
-    return Place(remote=remote, local=str(cache), proportion=proportion, index=index)
+    return MdsPlace(remote=remote, local=str(cache), proportion=proportion, index=index)
 
 
 def _is_same_folder(remote: str, local: str) -> bool:
@@ -244,45 +242,32 @@ def parse_index(index: bytes, *, source: str) -> list[dict]:
     return shards
 
 
-def read_shards(folder: Path) -> list[dict]:
-    """The entries of the shards in the ``index.json`` of a folder.
-
-    Raises:
-        ConfigError: There is no such folder, no index, or a damaged one.
-    """
-    return parse_index(read_index(str(folder)), source=str(folder))
-
-
-def check_columns(shards: list[dict], *, source: str, config: SourceConfig) -> None:
+def check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
     """Check that every shard has the columns that `config` asks for.
 
     Raises:
-        ConfigError: A column is missing.
+        ConfigError: A column is missing, or holds arrays of another shape. (Arrays without a fixed
+            shape are checked when they are read.)
     """
-    columns = set.intersection(*(set(shard["column_names"]) for shard in shards))
-    if config.latents == "precomputed":
+    columns = set.intersection(*(set(shard["column_names"]) for shard in place.shards))
+    if config.wants_latents:
         found = find_latent_columns(columns, image_size=config.image_size)
-        for shard in shards:
-            check_encodings(shard, found, source=source, config=config)
+        for shard in place.shards:
+            _check_encodings(shard, found, source=place.source, config=config)
     elif not columns >= MDS_COLUMNS:
         raise ConfigError(
-            f"{source} is not a data set of images with captions",
+            f"{place.source} is not a data set of images with captions",
             value=f"columns {', '.join(sorted(columns))}",
             allowed="columns jpg and caption; for latents --latents precomputed",
             flag=PLACE_FLAGS,
         )
 
 
-def check_encodings(
+def _check_encodings(
     shard: dict, columns: Mapping[str, str], *, source: str, config: SourceConfig
 ) -> None:
-    """Check that the arrays of a shard have the shapes that the model wants.
-
-    Raises:
-        ConfigError: One has another shape. Those without a fixed shape are checked as they come.
-    """
     encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    for name, shape in array_shapes(columns, config=config).items():
+    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
         encoding = encodings[columns[name]]
         stored = encoding.split(":")[2:]
         if stored and stored[0] != ",".join(map(str, shape)):
@@ -294,7 +279,7 @@ def check_encodings(
             )
 
 
-def check_hashes(shards: list[dict], *, source: str, wanted: str) -> None:
+def check_hashes(place: MdsPlace, *, wanted: str) -> None:
     """Check that every shard has the hash that is to be compared.
 
     Raises:
@@ -302,50 +287,29 @@ def check_hashes(shards: list[dict], *, source: str, wanted: str) -> None:
     """
     if wanted in ("auto", "none"):
         return
-    common = set.intersection(*(set(shard["raw_data"]["hashes"]) for shard in shards))
+    common = set.intersection(*(set(shard["raw_data"]["hashes"]) for shard in place.shards))
     if wanted not in common:
         raise ConfigError(
-            f"{source} has no such hash of every shard",
+            f"{place.source} has no such hash of every shard",
             value=wanted,
             allowed=", ".join(["auto", "none", *sorted(common)]),
             flag="--validate_hash",
         )
 
 
-def check_images_wanted(config: SourceConfig, *, what: str) -> None:
-    """Check that latents are not asked of data that cannot hold them.
+def choose_hash(hashes: Mapping[str, str], *, wanted: str) -> str | None:
+    """Which of a shard's hashes to check.
 
-    Raises:
-        ConfigError: They are.
+    Args:
+        hashes: Algorithm to digest, as index.json has them.
+        wanted: ``auto``, ``none``, or an algorithm.
+
+    Returns:
+        An algorithm, or None when there is nothing to check.
     """
-    if config.latents != "online":
-        raise ConfigError(
-            f"{what} holds no latents",
-            value=config.latents,
-            allowed="online; python -m sdbench precompute makes latents of it",
-            flag="--latents",
-        )
-
-
-def check_no_captions_dropped(config: SourceConfig) -> None:
-    """Check that nothing is asked of encoded samples that only pictures and texts allow.
-
-    Raises:
-        ConfigError: Captions are to be dropped, or pictures to be cropped or flipped.
-    """
-    changes = {
-        "caption_drop_probability": config.caption_drop_probability,
-        "horizontal_flip_probability": config.horizontal_flip_probability,
-        "crop": config.crop if config.crop != "center" else 0,
-    }
-    for name, value in changes.items():
-        if value:
-            raise ConfigError(
-                "Precomputed latents cannot be changed any more",
-                value=value,
-                allowed="this flag when they are made, by python -m sdbench precompute",
-                flag=f"--{name}",
-            )
+    if wanted == "auto":
+        return next((name for name in HASHES_BY_COST if name in hashes), None)
+    return None if wanted == "none" else wanted
 
 
 def copied_file(shard: dict) -> dict:
@@ -378,39 +342,3 @@ def check_shard_file(folder: Path, file: dict) -> None:
             allowed="a complete data set: copy or convert it again",
             flag=PLACE_FLAGS,
         )
-
-
-def check_tokenizer_folder(folder: Path | None) -> None:
-    """Check that a tokenizer can be loaded from `folder`, if one is given.
-
-    Raises:
-        ConfigError: Neither form of a CLIP tokenizer is there.
-    """
-    if folder is None or (folder / "tokenizer.json").is_file():
-        return
-    if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
-        raise ConfigError(
-            "The model folder holds no tokenizer",
-            value=str(folder),
-            allowed="tokenizer.json, or vocab.json with merges.txt",
-            flag="--model_name",
-        )
-
-
-def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
-    """Check that the data set holds at least one batch of all ranks together.
-
-    Raises:
-        ConfigError: It does not; the largest batch that fits is named.
-    """
-    if num_samples >= config.global_batch_size:
-        return
-    largest = num_samples // config.world_size * config.world_size
-    nearest = f"at most {largest}" if largest else f"fewer than {config.world_size} ranks"
-    raise ConfigError(
-        f"The data set has {num_samples} samples, fewer than one global batch "
-        f"({config.device_batch_size} per rank x {config.world_size} ranks)",
-        value=config.global_batch_size,
-        allowed=nearest,
-        flag="--batch_size (or another data set with --remote or --local)",
-    )

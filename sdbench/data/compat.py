@@ -1,0 +1,132 @@
+"""Streaming's internals that this room relies on, as read in mosaicml-streaming 0.13.0.
+
+Nothing else here touches a private name of that package. `CheckedStream` copies shards safely,
+`CheckedStreamingDataset` reports failed copies; both override methods that are no public interface,
+so another version has to be read before it may be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import streaming
+import torch
+from filelock import FileLock
+from streaming import Stream, StreamingDataset
+from streaming.base import constant
+from streaming.base.dataset import _ShardState
+from streaming.base.distributed import get_local_rank, maybe_init_dist
+from streaming.base.format import FileInfo
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+from streaming.base.world import World
+
+from sdbench.base import shared_memory
+from sdbench.base.cache import private_folder
+from sdbench.data.formats.mds_index import choose_hash
+
+VERSION_READ = "0.13.0"
+assert streaming.__version__ == VERSION_READ, (
+    f"mosaicml-streaming {streaming.__version__} is installed and {VERSION_READ} was read: "
+    "pip install -r requirements.txt, or compare what this module overrides"
+)
+assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
+assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
+
+
+def open_shards(stream: Stream) -> list[MDSReader]:
+    """The shards of a data set by its index, which is fetched where it is not here yet."""
+    return stream.get_shards(World.detect(), False)
+
+
+class CheckedStream(Stream):
+    """A data set that several runs may copy at a time, and whose compressed copies are checked."""
+
+    def __init__(self, *, wanted_hash: str, **options: Any) -> None:
+        """Set up.
+
+        Args:
+            wanted_hash: As `choose_hash` takes it.
+            options: Of Streaming's class.
+        """
+        super().__init__(**options)
+        self._wanted_hash = wanted_hash
+
+    def prepare_shard(self, shard: MDSReader) -> int:
+        """Make a shard present; returns the change of the cache's size in bytes."""
+        # Streaming's copy goes through a temporary file of one name for all processes.
+        # Of several machines with one home each may have a disk of its own at this path.
+        path = Path(self.local, self.split, shard.raw_data.basename).absolute()
+        digest = hashlib.sha256(f"{os.uname().nodename}\n{path}".encode()).hexdigest()
+        with FileLock(private_folder("locks") / f"{digest[:12]}.lock", mode=0o600):
+            return super().prepare_shard(shard)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        try:
+            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
+            if algorithm in zip_info.hashes:
+                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
+                if digest != zip_info.hashes[algorithm]:
+                    raise ValueError(
+                        f"the {algorithm} of {zip_info.basename} is not the one in index.json"
+                    )
+            super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
+        except Exception:
+            # Streaming would take what is left of it in the next run, whole or not.
+            if not self.safe_keep_zip:
+                Path(zip_filename).unlink(missing_ok=True)
+            raise
+
+
+class CheckedStreamingDataset(StreamingDataset):
+    """A StreamingDataset whose failures reach the one who waits for the sample.
+
+    Attributes:
+        epoch: The epoch that this process has begun, from 0.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.epoch = 0
+        self._prepared: set[int] = set()
+        joined_here = maybe_init_dist()
+        # Local rank 0 does it before any rank looks, and the others wait.
+        if get_local_rank() == 0:
+            shared_memory.remove_stale_shared_memory()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        super().__init__(**options)
+        if joined_here:
+            torch.distributed.destroy_process_group()
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Make a shard available.
+
+        Streaming calls this from background threads too (`blocking` is False there), where an
+        exception ends the epoch early without a message and leaves the shard marked as being
+        prepared, so that other workers wait for ever. Marked as present instead, the shard's file
+        is missed by whoever reads the sample, who then calls here again, and raises.
+
+        Streaming takes a file lock here for every sample that it looks ahead, which halves the rate
+        of latents; a shard that this process has found present is not asked for again.
+        """
+        if shard_id in self._prepared and not blocking:
+            return
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.LOCAL
+            if blocking:
+                raise
+        else:
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
+
+    def _resume_incr_epoch(self) -> tuple[int, int]:
+        # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
+        self.epoch, num_samples = super()._resume_incr_epoch()
+        return self.epoch, num_samples
