@@ -1,166 +1,186 @@
-"""Do the ranks agree on the time, and how fast do they add up gradients?"""
+"""What the ranks find out together: whether all are there, their clocks, a timed all-reduce."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import re
+import shutil
 import statistics
+import subprocess
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sdbench.doctor.finding import Finding, error, number_of, ok, warning
-from sdbench.doctor.gpus import count_gpus, nvlink_gb_per_s
-from sdbench.doctor.job import Job
+from sdbench.base.errors import ConfigError
+from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bounded, describe
+from sdbench.doctor.gpus import nvlink_gb_per_s, read_gpus
 from sdbench.doctor.network import describe_nics, find_active_nics
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import Ranks, connect
 from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 
-if TYPE_CHECKING:
-    from sdbench.doctor.meeting import Meeting
-
-# The shortest of several round trips says best what the other clock showed in its middle.
-NUM_ROUND_TRIPS = 10
+# As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
+# Linux gives to clients.
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
+# The shortest of several rounds says best what the other clocks showed in its middle.
+NUM_CLOCK_ROUNDS = 10
 # Logs of nodes whose clocks differ by more cannot be read side by side.
 LOG_SKEW_S = 1.0
 # How long credentials of MUNGE, by which Slurm's nodes know each other, are valid (munge.h,
 # MUNGE_DEFAULT_TTL). S3 refuses requests that are 15 minutes off.
 CREDENTIAL_SKEW_S = 300.0
-
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2}
 MAX_REPEATS = 5
 # Of the nominal speed. Below half of it something is in the way; below a tenth the gradients most
 # likely take another network than the one that was meant.
 LOW_SHARE, HOPELESS_SHARE = 0.5, 0.1
-ADVICE = (
-    "NCCL_DEBUG=INFO says which network is used and why; look at the lines about network cards, "
-    "and at other jobs on the network"
-)
 
 
-def join_group(job: Job, meeting: Meeting) -> None:
-    """Connect each rank with every other one, by gloo.
+def find_ranks() -> Ranks:
+    """The place of this process, told by a launcher, or by srun where there is no launcher.
+
+    What srun says is written into the environment under the names that launchers use.
 
     Raises:
-        RuntimeError: A rank cannot be reached, although it has said that it is there.
+        ConfigError: There are several ranks, and nothing says where the first one is.
     """
-    import torch
-
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.PrefixStore("gloo", meeting.store),
-        rank=job.ranks.rank,
-        world_size=job.ranks.world_size,
-        timeout=datetime.timedelta(seconds=job.timeout_s),
-    )
-
-
-def measure_skews(ranks: Ranks, nodes: Mapping[int, int]) -> dict[int, tuple[float, float]]:
-    """Compare the clocks of the nodes with that of the first one.
-
-    Args:
-        ranks: The place of this process.
-        nodes: Number of each node to its first rank.
-
-    Returns:
-        On the first rank, number of each other node to how far its clock is ahead and to the most
-        that this may be wrong, both in seconds; nothing on the other ranks.
-    """
-    skews = {}
-    for node, rank in nodes.items():
-        if node == 0:
-            continue
-        if ranks.rank == 0:
-            skews[node] = _ask_clock(rank)
-        elif ranks.rank == rank:
-            _answer_clock()
-    return skews
+    step = os.environ
+    # srun alone sets these; a batch script and a shell in an allocation have other names.
+    num_tasks = int(step.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" not in step and num_tasks > 1:
+        tasks_per_node = num_tasks // int(step["SLURM_STEP_NUM_NODES"])
+        port = FIRST_PORT + int(step["SLURM_JOB_ID"]) % NUM_PORTS
+        step["RANK"], step["WORLD_SIZE"] = step["SLURM_PROCID"], str(num_tasks)
+        step["LOCAL_RANK"], step["LOCAL_WORLD_SIZE"] = step["SLURM_LOCALID"], str(tasks_per_node)
+        step.setdefault("MASTER_PORT", str(port))
+        if "MASTER_ADDR" not in step and shutil.which("scontrol"):
+            # Slurm's own address of the first node: one that the others reach, also without DNS.
+            first = _ask_slurm("hostnames", step["SLURM_STEP_NODELIST"]).split()[0]
+            found = re.findall(r"NodeAddr=(\S+)", _ask_slurm("node", "--oneliner", first))
+            step["MASTER_ADDR"] = found[0]
+    ranks = Ranks.from_environment()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if ranks.world_size > 1 and not step.get(name):
+            raise ConfigError(
+                f"there are {ranks.world_size} ranks, and nothing says where the first one is",
+                value=f"no {name}",
+                allowed="the address of the first node, and a free port of it from 1024 on",
+                flag=name,
+            )
+    return ranks
 
 
-def _ask_clock(rank: int) -> tuple[float, float]:
-    import torch
-
-    answers = []
-    question, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    for _ in range(NUM_ROUND_TRIPS):
-        sent_s = time.time()
-        torch.distributed.send(question, rank)
-        torch.distributed.recv(answer, rank)
-        received_s = time.time()
-        half_trip_s = (received_s - sent_s) / 2
-        answers.append((half_trip_s, answer.item() - (sent_s + half_trip_s)))
-    uncertainty_s, skew_s = min(answers)
-    return skew_s, uncertainty_s
+def _ask_slurm(*arguments: str) -> str:
+    command = ["scontrol", "show", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _answer_clock() -> None:
-    import torch
+class Meeting:
+    """The connection of all ranks, by gloo."""
 
-    question, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    for _ in range(NUM_ROUND_TRIPS):
-        torch.distributed.recv(question, 0)
-        answer[0] = time.time()
-        torch.distributed.send(answer, 0)
+    def __init__(self, job: Job, *, patience_s: float) -> None:
+        """Wait for all ranks.
+
+        Args:
+            job: The job.
+            patience_s: How long `gather` waits for the slowest node.
+
+        Raises:
+            RuntimeError: Ranks are missing, or cannot reach each other.
+        """
+        self.ranks = job.ranks
+        if self.ranks.world_size > 1:
+            import torch
+
+            connect(self.ranks, device_type="cpu", timeout_s=job.timeout_s)
+            patience = datetime.timedelta(seconds=patience_s)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=patience)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order.
+
+        Raises:
+            RuntimeError: A rank is lost.
+        """
+        if self.ranks.world_size == 1:
+            return [value]
+        import torch
+
+        values: list[Any] = [None] * self.ranks.world_size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def compare_clocks(self) -> tuple[str, str]:
+        """Level and text on how far the clocks of the nodes differ from that of the first one."""
+        if self.ranks.num_nodes == 1:
+            return SKIPPED, "a single node"
+        uncertainty_s, skews_s = min(self._read_clocks() for _ in range(NUM_CLOCK_ROUNDS))
+        rank = max(range(len(skews_s)), key=lambda rank: abs(skews_s[rank]))
+        sure_s = abs(skews_s[rank]) - uncertainty_s
+        level = ERROR if sure_s > CREDENTIAL_SKEW_S else WARNING if sure_s > LOG_SKEW_S else OK
+        return level, (
+            f"node {rank // self.ranks.local_world_size} is {skews_s[rank]:+.3f} s from node 0, "
+            f"to within {uncertainty_s:.3f} s; the others less"
+        )
+
+    def _read_clocks(self) -> tuple[float, list[float]]:
+        """How far each clock is ahead of that of this rank, and by how much that may be wrong."""
+        import torch
+
+        began_s = time.time()
+        torch.distributed.barrier()
+        # Every rank reads its clock after this one began, and before this one has ended.
+        clocks = [torch.zeros(1, dtype=torch.float64) for _ in range(self.ranks.world_size)]
+        torch.distributed.all_gather(clocks, torch.tensor([time.time()], dtype=torch.float64))
+        ended_s = time.time()
+        middle_s = (began_s + ended_s) / 2
+        return (ended_s - began_s) / 2, [clock.item() - middle_s for clock in clocks]
+
+    def reduce(self, job: Job, *, device_type: str, num_values: int | None) -> tuple[str, str]:
+        """Level and text on a timed all-reduce; a rank that cannot take part is named.
+
+        Args:
+            job: The job.
+            device_type: ``cuda`` (by NCCL) or ``cpu`` (by gloo), the same on all ranks.
+            num_values: Weights with a gradient; None: not known.
+        """
+        if self.ranks.world_size == 1 or num_values is None:
+            return SKIPPED, "a single rank, or a model of unknown size"
+
+        def measure() -> tuple[float, str | None]:
+            return _time_all_reduce(job, device_type=device_type, num_values=num_values)
+
+        try:
+            own: Any = bounded(measure, timeout_s=job.timeout_s)
+        except Exception as problem:
+            own = describe(problem)
+        times = self.gather(own)
+        for rank, result in enumerate(times):
+            if isinstance(result, str):
+                return ERROR, f"it has failed on rank {rank}: {result}"
+        seconds = max(seconds for seconds, _ in times)
+        return judge_all_reduce(job, seconds=seconds, network=times[0][1], num_values=num_values)
 
 
-def judge_skews(skews: dict[int, tuple[float, float]]) -> Finding:
-    """What the difference of clocks means.
-
-    Args:
-        skews: As `measure_skews` gives them; at least one.
-    """
-    node, (skew_s, uncertainty_s) = max(skews.items(), key=lambda item: abs(item[1][0]))
-    direction = "ahead of" if skew_s > 0 else "behind"
-    found = (
-        f"node {node} is {_show_seconds(abs(skew_s))} {direction} node 0, to within "
-        f"{_show_seconds(uncertainty_s)}"
-    )
-    advice = f"start the time service (chronyd, systemd-timesyncd) on node {node}"
-    if abs(skew_s) - uncertainty_s > CREDENTIAL_SKEW_S:
-        return error(f"{found}: credentials are refused", advice)
-    if abs(skew_s) - uncertainty_s > LOG_SKEW_S:
-        return warning(f"{found}: their logs do not fit together", advice)
-    return ok(f"{found}, the most of {len(skews)}")
-
-
-def _show_seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
-class Reduced(NamedTuple):
-    """How an all-reduce went on one rank.
-
-    Attributes:
-        seconds: Of one of them.
-        network: NCCL's name of what it used between nodes; known to the first rank alone, and
-            None where there is no NCCL, one node, or a log of NCCL that the user has asked for.
-    """
-
-    seconds: float
-    network: str | None
-
-
-def time_all_reduce(job: Job, *, device_type: str, num_values: int) -> Reduced:
+def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> tuple[float, str | None]:
     """Add up as many numbers as the gradient has over all ranks.
 
-    Args:
-        job: The job.
-        device_type: ``cuda`` on all ranks (by NCCL) or ``cpu`` (by gloo).
-        num_values: The same on all ranks.
-
     Returns:
-        The median of up to five behind one that is not counted; all of them within a third of
-        the job's timeout if one is.
+        The median of up to five runs in seconds, after one that is not counted, all within a third
+        of the job's timeout if one is; and NCCL's name of the network between nodes, which the
+        first rank knows, None where NCCL does not tell.
     """
     import torch
 
     nccl_log = NcclLog(job.ranks, device_type=device_type)
-    group, device = None, "cpu"
+    # NCCL's timeout ends the process: the doctor's own has to come first.
+    patience = datetime.timedelta(seconds=10 * job.timeout_s)
+    device = "cpu"
     if device_type == "cuda":
         device = f"cuda:{job.ranks.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-        # This one's timeout ends the process: the doctor's own has to come first.
-        patience = datetime.timedelta(seconds=10 * job.timeout_s)
-        group = torch.distributed.new_group(backend="nccl", timeout=patience)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    group = torch.distributed.new_group(backend=backend, timeout=patience)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.gradient_dtype]
     gradient = torch.zeros(num_values, dtype=dtype, device=device)
 
@@ -173,53 +193,72 @@ def time_all_reduce(job: Job, *, device_type: str, num_values: int) -> Reduced:
 
     run()
     # Of the slowest rank, so that all repeat it equally often.
-    slowest = torch.tensor([run()])
-    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
-    repeats = int(job.timeout_s / 3 / slowest.item())
-    seconds = [run() for _ in range(max(1, min(MAX_REPEATS, repeats)))]
-    return Reduced(statistics.median(seconds), nccl_log.read_network())
+    slowest = torch.tensor([run()], device=device)
+    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
+    num_repeats = int(job.timeout_s / 3 / slowest.item())
+    seconds = [run() for _ in range(max(1, min(MAX_REPEATS, num_repeats)))]
+    return statistics.median(seconds), nccl_log.read_network()
 
 
-def judge_all_reduce(job: Job, reduced: Reduced, *, num_values: int) -> Finding:
-    """What an all-reduce means for the job.
+def judge_all_reduce(
+    job: Job, *, seconds: float, network: str | None, num_values: int
+) -> tuple[str, str]:
+    """Level and text on an all-reduce beside the nominal speed of the link.
 
     Args:
         job: The job.
-        reduced: How it went on the slowest rank.
+        seconds: Its time on the slowest rank.
+        network: NCCL's name of the network between nodes, or None.
         num_values: How many numbers were added up.
     """
     num_ranks = job.ranks.world_size
     num_bytes = num_values * BYTES_OF_DTYPE[job.gradient_dtype]
     # As nccl-tests counts it: what each link carries in a ring, whatever the number of ranks.
-    bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / reduced.seconds / 1e9
+    bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
     nominal_gb_per_s, link = find_nominal(job)
-    by = f" by NCCL's network {reduced.network}" if reduced.network else ""
-    found = (
-        f"{num_values:,} values in {job.gradient_dtype}, {num_bytes / 1e9:.3g} GB, over "
-        f"{number_of(num_ranks, 'rank')} on {number_of(job.ranks.num_nodes, 'node')} in "
-        f"{_show_seconds(reduced.seconds)}{by}: bus bandwidth {bus_gb_per_s:.3g} GB/s, nominal "
+    share = None if nominal_gb_per_s is None else bus_gb_per_s / nominal_gb_per_s
+    level = OK
+    if (network == SOCKETS and find_active_nics()) or (
+        share is not None and share < HOPELESS_SHARE
+    ):
+        level = ERROR
+    elif share is not None and share < LOW_SHARE:
+        level = WARNING
+    return level, (
+        f"{num_bytes / 1e9:.3g} GB over {num_ranks} ranks on {job.ranks.num_nodes} nodes in "
+        f"{seconds:.3g} s by {network or 'an unnamed network'}: bus bandwidth "
+        f"{bus_gb_per_s:.3g} GB/s, "
+        + (f"no nominal speed of {link}" if share is None else f"{share:.0%} of {link}")
     )
-    if reduced.network == SOCKETS and find_active_nics():
-        return error(f"NCCL took TCP and not the faster cards; {found}n/a", ADVICE)
-    if nominal_gb_per_s is None:
-        return ok(f"{found}n/a ({link})")
-    share = bus_gb_per_s / nominal_gb_per_s
-    found += f"{nominal_gb_per_s:.4g} GB/s ({link}), {100 * share:.0f} % of it"
-    if share < HOPELESS_SHARE:
-        return error(found, ADVICE)
-    return warning(found, ADVICE) if share < LOW_SHARE else ok(found)
 
 
 def find_nominal(job: Job) -> tuple[float | None, str]:
-    """GB/s that the slowest link between the ranks should carry, and which link that is."""
+    """GB/s that the slowest link between the ranks should carry, if known, and which link it is."""
     if job.link_gbps is not None:
         return job.link_gbps / 8, f"--link_gbps {job.link_gbps:g}"
     if job.ranks.num_nodes == 1:
         speed = nvlink_gb_per_s()
-        return speed, "no link of known speed" if speed is None else "NVLink"
+        return speed, "the link" if speed is None else f"NVLink, {speed:g} GB/s"
     nics = find_active_nics()
-    if not nics:
-        return None, "no link of known speed, or --link_gbps"
     # Each GPU uses the cards next to it; with fewer ranks than GPUs the others lie idle.
-    share = min(1.0, job.ranks.local_world_size / max(1, count_gpus()))
-    return share * sum(nic.gbps for nic in nics) / 8, describe_nics(nics)
+    share = min(1.0, job.ranks.local_world_size / max(1, len(read_gpus())))
+    return share * sum(
+        nic.gbps for nic in nics
+    ) / 8 or None, f"network cards: {describe_nics(nics)}"
+
+
+def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -> tuple[str, str]:
+    """Level and text on whether the nodes have the same versions and GPUs.
+
+    Args:
+        nodes: Name of each check to its finding, by node.
+        gpus: Those of each node, in words.
+    """
+    facts = {name: {node[name].found for node in nodes} for name in ("software", "driver")}
+    different = [name for name, values in (facts | {"GPUs": set(gpus)}).items() if len(values) > 1]
+    if different:
+        return (
+            WARNING,
+            f"they differ in {', '.join(different)}; GPUs: {'; '.join(sorted(set(gpus)))}",
+        )
+    return OK if len(nodes) > 1 else SKIPPED, f"software, driver and GPUs of {len(nodes)} nodes"

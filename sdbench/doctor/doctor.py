@@ -1,25 +1,57 @@
-"""Is everything ready for an expensive job, on each of its nodes?
-
-python -m sdbench doctor
-"""
+"""The command `python -m sdbench doctor`: is each node of a job fit for it?"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from sdbench.doctor.checks import is_stuck
-from sdbench.doctor.examine import examine
-from sdbench.doctor.flags import parse
-from sdbench.doctor.job import Job
-from sdbench.doctor.meeting import find_ranks
-from sdbench.doctor.printout import to_json, to_text
+from sdbench.data import resolve_format
+from sdbench.doctor import collective, gpus, machine, network
+from sdbench.doctor.finding import ERROR, OK, Finding, Job, bounded, is_stuck, join, settle
+from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
+from sdbench.settings.config import SECONDS, Kind, Request, parse_request, reader
 
+DESCRIPTION = """\
+Look at this machine, or at each node that takes part, before an expensive job begins. Each line is
+ok, skipped, a warning or an error, with what was found and what to do about it. Beside the flags
+below it takes those of the job, as benchmark.py has them.
+"""
+
+EPILOG = """\
+examples:
+  python -m sdbench doctor
+  torchrun --nproc_per_node 8 -m sdbench doctor --remote s3://bucket/pairs --wandb_project mine
+      with an all-reduce between the GPUs of this machine
+  srun --ntasks-per-node=1 python -m sdbench doctor --strict
+      on each node of a Slurm job: clocks, and an all-reduce between the nodes
+  python -m sdbench doctor --json > doctor.json
+
+exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 Ctrl-C; under
+torchrun any failure is 1
+"""
+LINK_SPEED = Kind("a number of Gbit/s above 0", SECONDS.parse)
 # Of an output that is no terminal.
 PLAIN_WIDTH = 100
+
+
+# GPUs come before whatever opens a context on them.
+CHECKS = (*gpus.CHECKS, *network.CHECKS, *machine.CHECKS)
+CONNECT = (
+    "start all ranks within --timeout_s of each other, and let every node reach MASTER_ADDR at "
+    "MASTER_PORT and the others at any port (security group, firewall, GLOO_SOCKET_IFNAME)"
+)
+TOGETHER = {
+    "nodes alike": "start all nodes from one image and of one kind: the slowest sets the pace",
+    "clocks": "start the time service (chronyd, systemd-timesyncd) on each node",
+    "all-reduce": "NCCL_DEBUG=INFO says which network NCCL takes and why; look at the lines about "
+    "the network, at other jobs on it, and raise --timeout_s if it is only slow",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,33 +64,106 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. The verdict is the first rank's; the others end with 0 once it has it.
 
     Raises:
-        ConfigError: A flag, or what Slurm says about the ranks, is of no use.
+        ConfigError: A flag, or what a launcher says about the ranks, is wrong.
     """
-    flags = vars(parse(argv))
-    strict, as_json = flags.pop("strict"), flags.pop("json")
-    job = Job(ranks=find_ranks(), **flags)
+    flags, request = _parse(argv)
+    job = Job(
+        ranks=collective.find_ranks(),
+        request=request,
+        timeout_s=flags.timeout_s,
+        gradient_dtype=flags.gradient_dtype,
+        link_gbps=flags.link_gbps,
+    )
     exit_code = 0
     try:
         with _only_results_on_stdout():
-            report, take_leave = examine(job)
+            report = examine(job)
         if report is not None:
-            text = to_json(report, strict=strict) if as_json else to_text(report, width=_width())
-            # A rank that has not met the first one must not spoil what that one prints.
+            width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+            as_json = flags.json
+            text = to_json(report, strict=flags.strict) if as_json else to_text(report, width=width)
+            # A rank that has lost the first one must not spoil what that one prints.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
-            exit_code = report.exit_code(strict=strict)
-        take_leave()
+            exit_code = report.exit_code(strict=flags.strict)
     except KeyboardInterrupt:
         exit_code = 130
     if is_stuck() or job.ranks.world_size > 1:
-        # Nothing is left to tidy up, and what hangs would keep the interpreter from ending.
+        # What hangs would keep the interpreter from ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
 
 
-def _width() -> int:
-    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+def look_at_node(job: Job) -> dict[str, Finding]:
+    """Name of each check of this node to its finding; none on ranks but the first of a node."""
+    return {
+        check.name: settle(check, job)
+        for check in CHECKS
+        if job.ranks.local_rank == 0 and (check.is_for_all_nodes or job.ranks.rank == 0)
+    }
+
+
+def examine(job: Job) -> Report | None:
+    """Look at this node, and with the other ranks at all of them.
+
+    Returns:
+        The report, on the first rank and on one that does not reach the others; else None.
+    """
+    ranks = job.ranks
+    own: dict[str, Any] = {"host": socket.gethostname()}
+    try:
+        meeting = collective.Meeting(job, patience_s=(len(CHECKS) + 1) * job.timeout_s)
+        own |= _look(job)
+        everyone = meeting.gather(own)
+        firsts = everyone[:: ranks.local_world_size]
+        on_gpus = all(one["device_type"] == "cuda" for one in everyone)
+        together = {
+            "nodes alike": collective.compare_nodes(
+                [first["findings"] for first in firsts], [first["gpus"] for first in firsts]
+            ),
+            "clocks": meeting.compare_clocks(),
+            "all-reduce": meeting.reduce(
+                job,
+                device_type="cuda" if on_gpus else "cpu",
+                num_values=everyone[0]["num_trainable"],
+            ),
+        }
+        if ranks.rank != 0:
+            return None
+        met = (OK, f"{ranks.world_size} of {ranks.world_size} are here")
+    except RuntimeError as problem:  # also torch's, for a connection that fails
+        # benchmark.py has another name for the bound.
+        met = (ERROR, str(problem).splitlines()[0].replace("--dist_timeout", "--timeout_s"))
+        firsts, together = [own if "findings" in own else own | _look(job)], {}
+    lines = [
+        Line("ranks", (), join([met], advice=CONNECT)),
+        *merge([first["findings"] for first in firsts]),
+        *(Line(name, (), join([seen], advice=TOGETHER[name])) for name, seen in together.items()),
+    ]
+    hosts = [first["host"] for first in firsts]
+    return Report(job.request.config.model_name, hosts, ranks.world_size, lines)
+
+
+def _look(job: Job) -> dict[str, Any]:
+    """What this rank tells the others."""
+    findings = look_at_node(job)
+    return {
+        "findings": findings,
+        "gpus": gpus.describe_gpus(gpus.read_gpus()),
+        "device_type": _find_device_type(job),
+        "num_trainable": job.num_trainable,
+    }
+
+
+def _find_device_type(job: Job) -> str:
+    import torch
+
+    try:
+        has_gpu = bounded(torch.cuda.is_available, timeout_s=job.timeout_s)
+    except TimeoutError:  # which the line about the driver tells
+        has_gpu = False
+    return "cuda" if has_gpu else "cpu"
 
 
 @contextlib.contextmanager
@@ -74,3 +179,52 @@ def _only_results_on_stdout() -> Iterator[None]:
         sys.stdout = python_stdout
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Request]:
+    """The doctor's own flags, and those of the job."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sdbench doctor",
+        usage="%(prog)s [-h] [--strict] [--json] [--timeout_s X] ... [FLAGS OF benchmark.py]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="let warnings count as errors in the exit code"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document, without host names"
+    )
+    parser.add_argument(
+        "--timeout_s",
+        type=reader(SECONDS),
+        default=30.0,
+        metavar="X",
+        help="how long a check may take, and how long ranks wait for each other (default: 30)",
+    )
+    parser.add_argument(
+        "--gradient_dtype",
+        choices=tuple(collective.BYTES_OF_DTYPE),
+        default="fp32",
+        help="format of the numbers in the timed all-reduce (default: fp32)",
+    )
+    parser.add_argument(
+        "--link_gbps",
+        type=reader(LINK_SPEED),
+        metavar="X",
+        help="nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce "
+        "with (default: of NVLink, or the sum of the network cards of a node, where known)",
+    )
+    flags, of_job = parser.parse_known_args(argv)
+    request = parse_request(of_job, description="", epilog="")
+    config = request.config
+    if config.data_format != "auto":  # else it is told from the place, which may not answer
+        resolve_format(
+            data_format=config.data_format,
+            use_synth_data=config.use_synth_data,
+            remote=config.remote,
+            local=config.local,
+        )
+    return flags, request

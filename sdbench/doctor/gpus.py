@@ -1,77 +1,66 @@
-"""Are the GPUs there, free, linked to each other, and can torch use them?
-
-NVML answers, which opens no context on a GPU: what is seen on it belongs to others.
-"""
+"""Checks of the GPUs by NVML, which opens no context: what is seen on a GPU belongs to others."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from sdbench.doctor.finding import (
-    BYTES_PER_GIB,
-    ERROR,
-    OK,
-    Finding,
-    error,
-    join,
-    number_of,
-    ok,
-    skipped,
-    warning,
-)
-
-if TYPE_CHECKING:
-    from sdbench.doctor.job import Job
+from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Check, Job, Seen
+from sdbench.measure.gpu_monitor import CLOCK_REASONS, NORMAL_REASON
 
 # Of the running kernel, which a container sees even if it was not given the GPUs.
 KERNEL_DRIVER = Path("/sys/module/nvidia/version")
 # Others' share of a GPU's memory from which on a job that fills it does not fit.
 MAX_SHARE_OF_OTHERS = 0.05
-# More than this is taken by somebody, even if no process is seen: a context alone takes about half.
+# A context alone takes about half of this.
 MAX_IDLE_GIB = 1.0
 # How CUDA_VISIBLE_DEVICES says that there is none; the last one is Slurm's.
 NO_DEVICE = ("", "-1", "NoDevFiles")
 # nvml.h, NVML_GPU_FABRIC_STATE_*: what the fabric manager of NVSwitches has not finished.
-UNFINISHED_FABRIC = {1: "not started", 2: "in progress"}
-# GB/s in one direction, half of what the data sheets of V100, A100, H100, H200 and B200 state as
-# the total of both: 300, 600, 900, 900 and 1800 GB/s.
-NVLINK_GB_PER_S = {
-    "Tesla V100-SXM2-16GB": 150.0,
-    "Tesla V100-SXM2-32GB": 150.0,
-    "NVIDIA A100-SXM4-40GB": 300.0,
-    "NVIDIA A100-SXM4-80GB": 300.0,
-    "NVIDIA H100 80GB HBM3": 450.0,
-    "NVIDIA H200": 450.0,
-    "NVIDIA B200": 900.0,
-}
+UNFINISHED_FABRIC = (1, 2)
+# nvml.h, NVML_NVLINK_VERSION_5_0 (Blackwell). Data sheets: 18 links of B200 carry 900 GB/s in one
+# direction, 18 of H100 450, 12 of A100 300, 6 of V100 150.
+NVLINK_5, NVLINK_5_GB_PER_S, NVLINK_GB_PER_S = 7, 50.0, 25.0
 
 
-class Gpu(NamedTuple):
-    """One GPU that this process may use.
+class Gpu:
+    """One GPU that this process may use."""
 
-    Attributes:
-        index: Its number as nvidia-smi counts.
-        name: Its model.
-        memory_gib: Its memory.
-        used_gib: What of it is taken.
-        num_processes: Processes that compute on it; none are seen from inside most containers.
-        num_links: Active NVLink connections; None where it has no NVLink.
-        fabric_state: Of the fabric manager, as NVML numbers it; None where there is none.
-    """
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self.index: int = nvml.nvmlDeviceGetIndex(handle)
+        self.name: str = nvml.nvmlDeviceGetName(handle)
 
-    index: int
-    name: str
-    memory_gib: float
-    used_gib: float
-    num_processes: int
-    num_links: int | None
-    fabric_state: int | None
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of ``nvmlDeviceGet<name>``, or None where NVML has none."""
+        return _ask(self._nvml, f"nvmlDeviceGet{name}", self._handle, *arguments)
+
+    def read_memory_gib(self) -> tuple[float, float]:
+        """What is taken of its memory, and all of it."""
+        # The second version does not count what the driver keeps for itself.
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        memory = self.ask("MemoryInfo", version) or self.ask("MemoryInfo")
+        return memory.used / BYTES_PER_GIB, memory.total / BYTES_PER_GIB
+
+    def count_links(self) -> int:
+        """Active NVLink connections."""
+        links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
+        return sum(bool(self.ask("NvLinkState", link)) for link in links)
+
+    def has_unfinished_fabric(self) -> bool:
+        """Whether its fabric manager has not set the NVSwitches up."""
+        if not hasattr(self._nvml, "c_nvmlGpuFabricInfo_t"):
+            return False
+        info = self._nvml.c_nvmlGpuFabricInfo_t()
+        has_answer = self.ask("GpuFabricInfo", ctypes.byref(info)) is not None
+        return has_answer and info.state in UNFINISHED_FABRIC
 
 
-def open_nvml() -> Any | None:
+def _open_nvml() -> Any | None:
     """NVML, ready to be asked; None without its Python package, without a driver or a GPU."""
     try:
         import pynvml
@@ -84,82 +73,72 @@ def open_nvml() -> Any | None:
         return None
 
 
-def count_gpus() -> int:
-    """GPUs that this process may use."""
-    nvml = open_nvml()
-    return 0 if nvml is None else len(_visible_handles(nvml))
+def _ask(nvml: Any, name: str, *arguments: Any) -> Any:
+    """An answer of NVML, or None from a GPU, a driver or a version of pynvml without it."""
+    try:
+        return getattr(nvml, name)(*arguments)
+    except (nvml.NVMLError, AttributeError, TypeError):
+        return None
 
 
-def describe_gpus() -> str:
-    """The GPUs that this process may use, e.g. ``8 x NVIDIA H200``."""
-    nvml = open_nvml()
+def read_gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA, none behind one that is not there."""
+    nvml, gpus = _open_nvml(), []
     if nvml is None:
-        return "no GPU"
-    counts = Counter(nvml.nvmlDeviceGetName(handle) for handle in _visible_handles(nvml))
+        return []
+    every = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+    for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(","):
+        by, key = ("Index", int(name)) if name.strip().isdecimal() else ("UUID", name.strip())
+        handle = _ask(nvml, f"nvmlDeviceGetHandleBy{by}", key)
+        if handle is None:
+            break
+        gpus.append(Gpu(nvml, handle))
+    return gpus
+
+
+def describe_gpus(gpus: Sequence[Gpu]) -> str:
+    """GPUs by model, e.g. ``8 x NVIDIA H200``."""
+    counts = Counter(gpu.name for gpu in gpus)
     return ", ".join(f"{number} x {name}" for name, number in counts.items()) or "no GPU"
 
 
 def nvlink_gb_per_s() -> float | None:
-    """Nominal speed of NVLink in GB/s and one direction; None where it is not known or not used."""
-    gpus = _read_gpus(open_nvml())
-    if not gpus or not all(gpu.num_links for gpu in gpus):
+    """Nominal speed of a GPU's NVLink in GB/s and one direction; None without NVLink."""
+    gpus = read_gpus()
+    num_links = min((gpu.count_links() for gpu in gpus), default=0)
+    if not num_links:
         return None
-    return NVLINK_GB_PER_S.get(gpus[0].name)
+    is_5 = (gpus[0].ask("NvLinkVersion", 0) or 0) >= NVLINK_5
+    return num_links * (NVLINK_5_GB_PER_S if is_5 else NVLINK_GB_PER_S)
 
 
-def check_driver(job: Job) -> Finding:
+def check_driver(job: Job) -> Seen:
     """Whether torch and the driver go together."""
-    nvml = open_nvml()
+    nvml = _open_nvml()
+    if nvml is None and KERNEL_DRIVER.exists():
+        version = KERNEL_DRIVER.read_text().strip()
+        yield ERROR, f"the kernel has driver {version}, and no GPU can be asked from here"
+        return
     if nvml is None:
-        return _explain_missing_driver()
+        yield SKIPPED, "no NVIDIA driver: training runs on the CPU"
+        return
     import torch
 
-    driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion()
+    if not torch.cuda.is_available():
+        yield ERROR, "torch cannot use the GPUs"
+    cuda = nvml.nvmlSystemGetCudaDriverVersion()
     found = (
-        f"NVIDIA driver {driver} for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}, "
-        f"torch {torch.__version__} built for {torch.version.cuda or 'the CPU'}"
+        f"NVIDIA driver {nvml.nvmlSystemGetDriverVersion()} for CUDA up to "
+        f"{cuda // 1000}.{cuda % 1000 // 10}, torch {torch.__version__} built for "
+        f"{torch.version.cuda or 'the CPU'}"
     )
-    if torch.cuda.is_available():
-        return ok(found)
-    if torch.version.cuda is None:
-        advice = "install the build of torch for CUDA: pip install -r requirements.txt"
-    elif int(torch.version.cuda.split(".")[0]) > cuda // 1000:
-        advice = "install a newer driver, or torch built for the driver's CUDA"
-    else:
-        advice = "run nvidia-smi, and look into dmesg for Xid errors: a GPU may have to be reset"
-    return error(f"torch cannot use the GPUs: {found}", advice)
+    yield OK, found
 
 
-def _explain_missing_driver() -> Finding:
-    if not KERNEL_DRIVER.exists():
-        return skipped("no NVIDIA driver: training runs on the CPU")
-    return error(
-        f"the kernel has NVIDIA's driver {KERNEL_DRIVER.read_text().strip()}, and no GPU can be "
-        "asked about from here",
-        "start the container with its GPUs (docker run --gpus all, a limit nvidia.com/gpu in the "
-        "pod, --gpus-per-node in Slurm), and install nvidia-ml-py",
-    )
-
-
-def check_gpus(job: Job) -> Finding:
+def check_gpus(job: Job) -> Seen:
     """Whether all GPUs are there, and nobody else is on them."""
-    nvml = open_nvml()
-    if nvml is None:
-        number = _check_number(0, job)
-        return number if number.level == ERROR else skipped("no GPU is seen")
-    gpus = _read_gpus(nvml)
-    if not gpus:
-        return error(
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} leaves none of the "
-            f"{nvml.nvmlDeviceGetCount()} GPUs",
-            "unset CUDA_VISIBLE_DEVICES, or name GPUs that nvidia-smi lists",
-        )
-    findings = [_check_number(len(gpus), job), *map(_check_free, gpus)]
-    bad = [finding for finding in findings if finding.level != OK]
-    return join([*bad, ok(describe_gpus())]) if bad else ok(f"{describe_gpus()}, all free")
-
-
-def _check_number(num_gpus: int, job: Job) -> Finding:
+    gpus = read_gpus()
+    yield OK if gpus else SKIPPED, describe_gpus(gpus)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if chosen is not None:
@@ -168,123 +147,83 @@ def _check_number(num_gpus: int, job: Job) -> Finding:
     else:
         source = f"SLURM_GPUS_ON_NODE={given}"
         num_given = int(given) if given.isdecimal() else 0
-    if num_given > num_gpus:
-        return error(
-            f"{source} gives the job {number_of(num_given, 'GPU')}, and {num_gpus} can be seen",
-            "drain the node if a GPU has been lost (nvidia-smi, dmesg)",
-        )
+    if num_given > len(gpus):
+        yield ERROR, f"{source} gives the job {num_given} GPUs, and {len(gpus)} can be seen"
     # A single one is what a launcher shows to each rank that it binds to a GPU of its own.
-    if 1 < num_gpus < job.ranks.local_world_size:
-        return error(
-            f"{job.ranks.local_world_size} ranks for {num_gpus} GPUs",
-            f"start {num_gpus} ranks on each node",
-        )
-    return ok("")
+    if 1 < len(gpus) < job.ranks.local_world_size:
+        yield ERROR, f"{job.ranks.local_world_size} ranks for {len(gpus)} GPUs"
+    for gpu in gpus:
+        used_gib, memory_gib = gpu.read_memory_gib()
+        # None are seen from inside most containers.
+        num_others = len(gpu.ask("ComputeRunningProcesses") or ())
+        is_full = used_gib > MAX_SHARE_OF_OTHERS * memory_gib
+        if is_full or num_others or used_gib > MAX_IDLE_GIB:
+            found = (
+                f"GPU {gpu.index} has {used_gib:.1f} of {memory_gib:.1f} GiB taken, by "
+                f"{num_others or 'unseen'} other processes"
+            )
+            yield ERROR if is_full else WARNING, found
 
 
-def _check_free(gpu: Gpu) -> Finding:
-    taken = f"GPU {gpu.index} has {gpu.used_gib:.1f} of {gpu.memory_gib:.1f} GiB taken"
-    by = f" by {number_of(gpu.num_processes, 'other process')}" if gpu.num_processes else ""
-    if gpu.used_gib > MAX_SHARE_OF_OTHERS * gpu.memory_gib:
-        return error(
-            taken + by,
-            "end the other processes (nvidia-smi lists them; from inside a container only the "
-            "host sees them), or use other GPUs (CUDA_VISIBLE_DEVICES)",
-        )
-    if gpu.num_processes or gpu.used_gib > MAX_IDLE_GIB:
-        return warning(
-            taken + by, "end the other processes: they would share the GPU with what is measured"
-        )
-    return ok("")
+def check_gpu_health(job: Job) -> Seen:
+    """Whether the GPUs are whole, at their full clocks, and not split."""
+    gpus = read_gpus()
+    yield OK if gpus else SKIPPED, "ECC errors, clocks, MIG, persistence" if gpus else "no GPU"
+    for gpu in gpus:
+        # nvml.h: NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC.
+        if num_errors := gpu.ask("TotalEccErrors", 1, 0):
+            yield ERROR, f"GPU {gpu.index} has {num_errors} uncorrected memory errors"
+        reasons = gpu.ask("CurrentClocksThrottleReasons") or 0
+        names = [name for bit, name in CLOCK_REASONS.items() if reasons & bit]
+        if set(names) - {NORMAL_REASON}:
+            yield WARNING, f"GPU {gpu.index} is slowed down: {', '.join(names)}"
+        if (gpu.ask("MigMode") or [0])[0]:
+            yield WARNING, f"GPU {gpu.index} is split by MIG"
+        if gpu.ask("PersistenceMode") == 0:
+            yield WARNING, f"GPU {gpu.index} is not in persistence mode: each run loads the driver"
 
 
-def check_nvlink(job: Job) -> Finding:
+def check_nvlink(job: Job) -> Seen:
     """Whether the GPUs of this node are linked alike."""
-    gpus = _read_gpus(open_nvml())
+    gpus = read_gpus()
     if len(gpus) < 2:
-        return skipped("fewer than two GPUs")
-    unfinished = [gpu for gpu in gpus if gpu.fabric_state in UNFINISHED_FABRIC]
-    if unfinished:
-        state = UNFINISHED_FABRIC[unfinished[0].fabric_state]
-        return error(
-            f"the NVSwitch fabric is {state} on {_name_gpus(unfinished)}",
-            "start the service nvidia-fabricmanager, of the driver's version, on the host",
-        )
-    most = max(gpu.num_links or 0 for gpu in gpus)
-    fewer = [gpu for gpu in gpus if (gpu.num_links or 0) < most]
+        yield SKIPPED, "fewer than two GPUs"
+        return
+    links = {gpu.index: gpu.count_links() for gpu in gpus}
+    most = max(links.values())
+    yield OK, f"{most} connections active on each GPU" if most else "none: gradients go over PCIe"
+    fewer = [str(index) for index, number in links.items() if number < most]
     if fewer:
-        return error(
-            f"fewer NVLink connections than the {most} of the others: {_name_gpus(fewer)}",
-            "run nvidia-smi nvlink --status, and drain the node",
-        )
-    if not most:
-        return ok("none: the GPUs exchange gradients over PCIe")
-    return ok(f"{most} connections active on each GPU")
+        yield ERROR, f"fewer NVLink connections on GPU {', '.join(fewer)}"
+    for gpu in gpus:
+        if gpu.has_unfinished_fabric():
+            yield ERROR, f"the NVSwitch fabric of GPU {gpu.index} is not set up"
 
 
-def _name_gpus(gpus: list[Gpu]) -> str:
-    return f"GPU {', '.join(str(gpu.index) for gpu in gpus)}"
-
-
-def _read_gpus(nvml: Any | None) -> list[Gpu]:
-    return [] if nvml is None else [_read_gpu(nvml, handle) for handle in _visible_handles(nvml)]
-
-
-def _read_gpu(nvml: Any, handle: Any) -> Gpu:
-    # The second version does not count what the driver keeps for itself.
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, getattr(nvml, "nvmlMemory_v2", None))
-    memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        index=nvml.nvmlDeviceGetIndex(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_gib=memory.total / BYTES_PER_GIB,
-        used_gib=memory.used / BYTES_PER_GIB,
-        num_processes=len(_ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()),
-        num_links=_count_links(nvml, handle),
-        fabric_state=_read_fabric_state(nvml, handle),
-    )
-
-
-def _count_links(nvml: Any, handle: Any) -> int | None:
-    states = [
-        _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-    ]
-    known = [state for state in states if state is not None]
-    return sum(known) if known else None
-
-
-def _read_fabric_state(nvml: Any, handle: Any) -> int | None:
-    import ctypes
-
-    if not hasattr(nvml, "c_nvmlGpuFabricInfo_t"):
-        return None
-    info = nvml.c_nvmlGpuFabricInfo_t()
-    answer = _ask(nvml, "nvmlDeviceGetGpuFabricInfo", handle, ctypes.byref(info))
-    return None if answer is None else info.state
-
-
-def _visible_handles(nvml: Any) -> list[Any]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA, none behind one that is not there."""
-    num_gpus = nvml.nvmlDeviceGetCount()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(num_gpus)]
-    handles = []
-    for name in chosen.split(","):
-        if name.strip().isdecimal() and int(name) < num_gpus:
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
-        else:
-            handle = _ask(nvml, "nvmlDeviceGetHandleByUUID", name.strip())
-            if handle is None:
-                break
-            handles.append(handle)
-    return handles
-
-
-def _ask(nvml: Any, name: str, *arguments: Any) -> Any:
-    """An answer of NVML, or None from a GPU, a driver or a version of pynvml without it."""
-    try:
-        return getattr(nvml, name)(*arguments)
-    except (nvml.NVMLError, AttributeError, TypeError):
-        return None
+CHECKS = (
+    Check(
+        "driver",
+        check_driver,
+        "start the container with its GPUs (docker run --gpus all, a limit nvidia.com/gpu in the "
+        "pod, --gpus-per-node in Slurm); install nvidia-ml-py, and torch for a CUDA that the "
+        "driver knows; look into dmesg for Xid errors: a GPU may have to be reset",
+    ),
+    Check(
+        "GPUs",
+        check_gpus,
+        "name GPUs that nvidia-smi lists, start a rank for each, end other processes (from inside "
+        "a container only the host sees them), or drain the node if a GPU has been lost",
+    ),
+    Check(
+        "GPU health",
+        check_gpu_health,
+        "errors: reset the GPU, or drain the node (nvidia-smi -q -d ECC); slowed down: look at "
+        "cooling and power; nvidia-smi -mig 0 and -pm 1 set the modes, on the host",
+    ),
+    Check(
+        "NVLink",
+        check_nvlink,
+        "run nvidia-smi nvlink --status, start nvidia-fabricmanager, of the driver's version, on "
+        "the host, or drain the node",
+    ),
+)

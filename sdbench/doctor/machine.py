@@ -1,171 +1,317 @@
-"""Has this node the software, the memory and the processors that the job needs?"""
+"""Checks of a node beside its GPUs and network: software, plan, memory, processors, disks, data."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
+import resource
+import shutil
+import tempfile
+import time
 from pathlib import Path
 
-from sdbench.doctor.finding import OK, Finding, error, join, number_of, ok, show_bytes, warning
-from sdbench.doctor.gpus import count_gpus
-from sdbench.doctor.job import Job
+from sdbench.base.cache import private_folder
+from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
+from sdbench.base.shared_memory import find_stale
+from sdbench.doctor.finding import (
+    BYTES_PER_GIB,
+    ERROR,
+    OK,
+    SKIPPED,
+    WARNING,
+    Check,
+    Job,
+    Seen,
+    show_gib,
+)
+from sdbench.doctor.gpus import read_gpus
+from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import PACKAGES, git_state, package_versions
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
-# Without these no run begins; each of the others is needed for some flag.
-REQUIRED = frozenset(
-    {"torch", "torchvision", "mosaicml", "mosaicml-streaming", "diffusers", "transformers"}
-    | {"numpy", "pillow"}
-)
-# Bytes that training a weight in fp32 holds: weight, gradient and AdamW's two moments.
-BYTES_PER_TRAINED_WEIGHT, BYTES_PER_FROZEN_WEIGHT = 16, 4
-CGROUPS = Path("/sys/fs/cgroup")
+# Version 2; in a container its own group is at the top.
+CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
+NCCL_BYTES = 1 * BYTES_PER_GIB
+# What Docker gives a container unless it is told otherwise (docker run, --shm-size).
+CONTAINER_DEFAULT_BYTES = 64 * 1024**2
+# Enough for records, logs and traces; copies of a data set take what it takes.
+LOW_FREE_BYTES = 1 * BYTES_PER_GIB
+# A margin for what a rank opens by itself (libraries, logs, pipes), not a measurement.
+OWN_OPEN_FILES = 256
+# Image and token ids travel from a loader process to its rank as one file descriptor each.
+TENSORS_PER_BATCH = 2
 
 
-def check_software(job: Job) -> Finding:
+def check_software(job: Job) -> Seen:
     """Whether the packages are there, in the versions that requirements.txt pins."""
-    versions, pins = package_versions(), read_pins()
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    state = git_state()
-    commit = f", commit {state['commit'][:10]}" if state["commit"] else ""
-    found = f"{shown}{commit}{' with changes' if state['dirty'] else ''}"
+    from packaging.requirements import Requirement
 
-    missing = [name for name in PACKAGES if name in pins and versions[name] is None]
-    others = [
-        f"{name} {versions[name]} where {pins[name]} is pinned"
-        for name in PACKAGES
-        if name in pins and versions[name] and _release(versions[name]) != pins[name]
-    ]
-    findings = [ok(found)]
-    if missing:
-        judge = error if REQUIRED & set(missing) else warning
-        findings.append(
-            judge(f"not installed: {', '.join(missing)}", "pip install -r requirements.txt")
-        )
-    if others:
-        findings.append(
-            warning(
-                ", ".join(others),
-                "pip install -r requirements.txt, or compare figures of these versions only",
-            )
-        )
-    return join(findings)
+    versions, state = package_versions(), git_state()
+    yield OK, ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if state["commit"]:
+        yield OK, f"commit {state['commit'][:10]}{' with changes' if state['dirty'] else ''}"
+    text = REQUIREMENTS.read_text(encoding="utf-8") if REQUIREMENTS.is_file() else ""
+    for line in text.splitlines():
+        pin = Requirement(line) if line and line[0] not in "#-" else None
+        if pin is None or pin.name not in PACKAGES:
+            continue
+        version = versions[pin.name]
+        if version is None:
+            yield ERROR, f"{pin.name} is not installed"
+        elif version not in pin.specifier:  # 2.7.0+cu126 is in ==2.7.0
+            yield WARNING, f"{pin.name} {version} where {pin.specifier} is pinned"
 
 
-def _release(version: str) -> str:
-    """A version without the build that some carry: 2.7.0 of 2.7.0+cu126."""
-    return version.partition("+")[0]
+def count_ranks_per_node(job: Job) -> int:
+    """Ranks that the job will have here: one per GPU, even if the doctor has one per node."""
+    return max(job.ranks.local_world_size, len(read_gpus()))
 
 
-def read_pins() -> dict[str, str]:
-    """Package to pinned version; empty where the suite has come without requirements.txt."""
-    if not REQUIREMENTS.is_file():
-        return {}
-    text = REQUIREMENTS.read_text(encoding="utf-8")
-    return dict(re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==(\S+)$", text, flags=re.MULTILINE))
+def check_model(job: Job) -> Seen:
+    """Whether the model can be had, and its files of weights are whole."""
+    from safetensors import safe_open
+
+    from sdbench.models.architecture import resolve_architecture
+    from sdbench.models.parameters import count_parameters
+
+    config = job.request.config
+    architecture, note = resolve_architecture(config.model_name, revision=config.model_revision)
+    rows = count_parameters(architecture)
+    job.architecture = architecture
+    job.num_parameters = sum(row.total for row in rows)
+    job.num_trainable = sum(row.trainable for row in rows)
+    found = (
+        f"{architecture.name}, {job.num_trainable:,} of {job.num_parameters:,} parameters trained"
+    )
+    yield OK, found
+    if note is not None:
+        yield WARNING, note
+    folder = architecture.weights_folder
+    for file in sorted(folder.glob("*/*.safetensors")) if folder else ():
+        with safe_open(file, framework="pt") as weights:  # a file that was cut off fails
+            yield OK, f"{len(weights.keys())} tensors in {file.relative_to(folder)}"
 
 
-def check_host_memory(job: Job) -> Finding:
-    """Whether the ranks of this node find room in main memory."""
+def check_plan(job: Job) -> Seen:
+    """Whether the job's flags fit each other and the memory of this node."""
+    from sdbench.measure.hardware import inspect_machine
+    from sdbench.plan.resolve import resolve
+
+    # Where the data is and the results go has checks of its own, and may not answer.
+    synthetic = {"data_format": "synthetic", "remote": None, "local": None, "streams": None}
+    synthetic["results_dir"] = tempfile.gettempdir()
+    config = dataclasses.replace(job.request.config, **synthetic)
+    local_world_size = count_ranks_per_node(job)
+    world_size = job.ranks.num_nodes * local_world_size
+    job.plan = resolve(
+        dataclasses.replace(job.request, config=config),
+        machine=inspect_machine(),
+        ranks=Ranks(0, world_size, 0, local_world_size),
+    )
+    config = job.plan.config
+    found = (
+        f"{world_size} ranks, {config.batch_size} images of {config.image_size} px a step, "
+        f"micro-batches of {config.device_train_microbatch_size}, estimated peak of a rank "
+        f"{job.plan.memory.total_gib:.1f} GiB"
+    )
+    yield OK, found
+
+
+def check_host_memory(job: Job) -> Seen:
+    """Whether the weights of all ranks of this node find room in main memory."""
     import psutil
 
     memory = psutil.virtual_memory()
-    limit_bytes = read_memory_limit()
-    available_bytes = memory.available
-    found = f"{show_bytes(available_bytes)} of {show_bytes(memory.total)} free"
-    if limit_bytes is not None and limit_bytes < memory.total:
-        available_bytes = min(available_bytes, limit_bytes)
-        found += f", {show_bytes(limit_bytes)} allowed to this container or job"
-    if job.model is None:
-        return ok(found)
-    num_ranks = job.ranks_per_node
-    weights_bytes = 4 * job.model.num_parameters * num_ranks
-    training_bytes = num_ranks * (
-        BYTES_PER_TRAINED_WEIGHT * job.model.num_trainable
-        + BYTES_PER_FROZEN_WEIGHT * (job.model.num_parameters - job.model.num_trainable)
-    )
-    advice = (
-        "end other processes, raise the limit (docker run --memory, the pod's limit, sbatch "
-        "--mem), or start fewer ranks on a node"
-    )
-    if available_bytes < weights_bytes:
-        return error(
-            f"{found}; the weights alone take {show_bytes(weights_bytes)} in "
-            f"{number_of(num_ranks, 'rank')}",
-            advice,
-        )
-    if available_bytes < training_bytes and not count_gpus():
-        return warning(
-            f"{found}; weights, gradients and moments in fp32 take "
-            f"{show_bytes(training_bytes)} in {number_of(num_ranks, 'rank')}",
-            advice,
-        )
-    return ok(found)
+    limit = CGROUP_MEMORY_LIMIT.read_text().strip() if CGROUP_MEMORY_LIMIT.is_file() else "max"
+    allowed_bytes = min(int(limit) if limit.isdecimal() else memory.total, memory.total)
+    yield OK, f"{show_gib(memory.available)} of {show_gib(memory.total)} free"
+    if allowed_bytes < memory.total:
+        yield OK, f"{show_gib(allowed_bytes)} allowed to this container"
+    weights_bytes = 4 * (job.num_parameters or 0) * count_ranks_per_node(job)
+    if min(memory.available, allowed_bytes) < weights_bytes:
+        yield ERROR, f"the weights alone take {show_gib(weights_bytes)}"
 
 
-def read_memory_limit() -> int | None:
-    """Bytes that this process and its neighbours may take together, as cgroups (version 2) say."""
-    try:
-        text = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        return None
-    own = re.search(r"^0::/(.*)$", text, flags=re.MULTILINE)
-    if own is None:
-        return None
-    folder = CGROUPS / own[1]
-    limits = []
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(CGROUPS):
-            break
-        file = group / "memory.max"
-        if file.is_file() and (content := file.read_text().strip()).isdecimal():
-            limits.append(int(content))
-    return min(limits, default=None)
-
-
-def check_threads(job: Job) -> Finding:
-    """Whether ranks and loaders have processors to run on."""
+def check_processes(job: Job) -> Seen:
+    """Whether ranks and loaders have processors to run on, and may open their files."""
     import psutil
 
     num_cores = len(psutil.Process().cpu_affinity()) or psutil.cpu_count()
-    num_ranks = job.ranks_per_node
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    shown = f"OMP_NUM_THREADS={given}" if given else "OMP_NUM_THREADS is not set"
-    shared = f"{number_of(num_cores, 'core')} for {number_of(num_ranks, 'rank')}"
-    found = f"{shared}, {shown}"
-    findings = []
-    if num_cores < num_ranks:
-        findings.append(
-            warning(
-                shared,
-                "give each task its cores: srun --cpus-per-task, docker run --cpuset-cpus",
-            )
-        )
-    num_workers = job.model.num_workers if job.model else 0
-    if num_workers * num_ranks > num_cores:
-        findings.append(
-            warning(
-                f"{number_of(num_workers * num_ranks, 'loader process')} on "
-                f"{number_of(num_cores, 'core')}",
-                f"--num_workers {max(1, num_cores // num_ranks)}, or more cores for each task",
-            )
-        )
+    num_ranks, given = count_ranks_per_node(job), os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, num_cores // num_ranks)
+    yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
     # torchrun sets 1 where nobody has set anything, and benchmark.py then takes no notice of it.
     if given.isdecimal() and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        findings.append(_check_given_threads(int(given), num_cores, num_ranks))
-    bad = [finding for finding in findings if finding.level != OK]
-    return join([*bad, ok(found)]) if bad else ok(found)
+        leaves_cores = int(given) < share and not read_gpus()
+        level = WARNING if int(given) > share or leaves_cores else OK
+        yield level, f"OMP_NUM_THREADS={given}, the share of a rank is {share}"
+    if job.plan is None:
+        return
+    config = job.plan.config
+    num_loaders = config.num_workers * num_ranks
+    yield WARNING if num_loaders > num_cores else OK, f"{num_loaders} loader processes"
+    num_tensors = TENSORS_PER_BATCH * config.num_workers * (config.prefetch_factor + 1)
+    # gloo connects each rank with every other one.
+    num_files = OWN_OPEN_FILES + job.plan.ranks.world_size + num_tensors
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = limit != resource.RLIM_INFINITY and limit < num_files
+    yield WARNING if is_low else OK, f"{num_files} open files of a rank, of {limit} allowed"
 
 
-def _check_given_threads(num_threads: int, num_cores: int, num_ranks: int) -> Finding:
-    share = max(1, num_cores // num_ranks)
-    advice = f"unset OMP_NUM_THREADS, or set it to {share}"
-    if num_threads * num_ranks > max(num_cores, num_ranks):
-        return warning(
-            f"{num_threads * num_ranks} threads of {number_of(num_ranks, 'rank')} on "
-            f"{number_of(num_cores, 'core')}",
-            advice,
+def check_shared_memory(job: Job) -> Seen:
+    """Whether batches of the loaders and NCCL fit into /dev/shm, and killed runs left nothing."""
+    if not SHARED_MEMORY.is_dir():
+        yield SKIPPED, "no /dev/shm on this system"
+        return
+    usage, needed_bytes = shutil.disk_usage(SHARED_MEMORY), 0
+    yield OK, f"{show_gib(usage.free)} of {show_gib(usage.total)} free in /dev/shm"
+    if job.plan is not None:
+        # Each worker holds the batches that it prepares and the one just taken, as uint8.
+        config, ranks = job.plan.config, job.plan.ranks
+        num_batches = config.num_workers * (config.prefetch_factor + 1) * ranks.local_world_size
+        num_images = num_batches * config.batch_size // ranks.world_size
+        needed_bytes = 3 * config.image_size**2 * num_images
+    is_tight = usage.free < needed_bytes + (NCCL_BYTES if len(read_gpus()) > 1 else 0)
+    if usage.free < needed_bytes:
+        yield ERROR, f"batches of the loaders take {show_gib(needed_bytes)}"
+    elif is_tight or usage.total <= CONTAINER_DEFAULT_BYTES:
+        yield WARNING, "loaders and NCCL may need more"
+    if stale := find_stale():
+        yield WARNING, f"{len(stale)} files of runs that were killed, e.g. {stale[0].name}"
+
+
+def check_disk(job: Job) -> Seen:
+    """Whether records, caches and temporary files can be written."""
+    config = job.request.config
+    folders = {"TMPDIR": Path(os.environ.get("TMPDIR") or tempfile.gettempdir())}
+    folders["XDG_CACHE_HOME"] = private_folder()
+    if job.ranks.rank == 0:  # which writes the record
+        folders["--results_dir"] = Path(config.results_dir)
+    if config.remote and config.local:
+        folders["--local"] = Path(config.local)
+    for flag, folder in folders.items():
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        free_bytes = shutil.disk_usage(there).free
+        level, why = WARNING if free_bytes < LOW_FREE_BYTES else OK, ""
+        try:
+            with tempfile.NamedTemporaryFile(dir=there, prefix=".sdbench-doctor-") as file:
+                file.write(bytes(2**20))
+                file.flush()
+        except OSError as problem:
+            level, why = ERROR, f": {os.strerror(problem.errno or 0)}"
+        yield level, f"{flag} {folder} has {show_gib(free_bytes)} free{why}"
+
+
+def check_data(job: Job) -> Seen:
+    """Whether the first sample of the data can be read and decoded."""
+    from sdbench.data import detect_format
+    from sdbench.data.prepare.rows import describe_source, open_rows
+    from sdbench.data.prepare.verify import tell_kind
+    from sdbench.data.remote import is_url
+
+    config = job.request.config
+    place = config.remote or config.local
+    if place is None:
+        yield SKIPPED, "neither --remote nor --local"
+        return
+    data_format = detect_format(place) if config.data_format == "auto" else config.data_format
+    first = _find_first_part(place, data_format)
+    options = {}
+    if job.architecture is not None:
+        options["text_embedding_dim"] = job.architecture.unet["cross_attention_dim"]
+    # A cache of its own: a copy of an earlier run would not show that the place answers.
+    with tempfile.TemporaryDirectory(prefix="sdbench-doctor-") as cache:
+        options["local"] = cache if is_url(place) else None
+        started_s = time.perf_counter()
+        rows = open_rows(tell_kind(describe_source(first, data_format=data_format, **options)))
+        rows.read(0)
+        seconds = time.perf_counter() - started_s
+        num_bytes = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
+    found = (
+        f"{data_format}: the first of {len(rows)} samples of {first} is whole, after "
+        f"{num_bytes / 1e6:.1f} MB copied in {seconds:.2f} s"
+    )
+    yield OK, found
+
+
+def _find_first_part(place: str, data_format: str) -> str:
+    """The data, and of many tars or remote parquet files the first one alone."""
+    from sdbench.data.remote import is_url, list_urls
+
+    if data_format == "webdataset":
+        from sdbench.data.formats.webdataset import find_tars
+
+        return find_tars(place)[0]
+    if data_format == "parquet" and is_url(place):
+        from braceexpand import braceexpand
+
+        place = next(iter(braceexpand(place)))
+        if not place.endswith(".parquet"):
+            return [*list_urls(place, suffix=".parquet"), place][0]
+    return place
+
+
+def check_wandb(job: Job) -> Seen:
+    """Whether W&B answers, and knows the key that a run would use."""
+    mode = os.environ.get("WANDB_MODE", "online")
+    if job.request.config.wandb_project is None or mode != "online":
+        yield SKIPPED, f"no --wandb_project, or WANDB_MODE={mode}: nothing is sent to W&B"
+        return
+    import requests
+    from wandb.apis import InternalApi
+
+    wandb = InternalApi()
+    if wandb.api_key is None:
+        yield WARNING, f"no key for {wandb.api_url}: runs stay on disk, to be sent later"
+        return
+    try:
+        answer = requests.post(
+            f"{wandb.api_url}/graphql",
+            json={"query": "query Viewer { viewer { id } }"},
+            auth=("api", wandb.api_key),
+            timeout=job.timeout_s,
+            allow_redirects=False,  # the key is for this server alone
         )
-    if num_threads < share and not count_gpus():
-        return warning(f"OMP_NUM_THREADS={num_threads} of {share} cores that a rank has", advice)
-    return ok("")
+        viewer = answer.json()["data"]["viewer"] if answer.status_code == 200 else None
+    except (OSError, ValueError, LookupError, TypeError) as problem:
+        yield ERROR, f"{wandb.api_url} does not answer as W&B does ({type(problem).__name__})"
+        return
+    level = ERROR if viewer is None else OK
+    verdict = "does not accept" if viewer is None else "knows"
+    yield level, f"{wandb.api_url} {verdict} the key (HTTP status {answer.status_code})"
+
+
+FEWER = "fewer ranks on a node, or fewer --num_workers"
+CHECKS = (
+    Check("software", check_software, "pip install -r requirements.txt"),
+    Check("model", check_model, "--model_name FOLDER takes whole weights from a disk"),
+    Check("plan", check_plan, "benchmark.py would refuse or fail as well"),
+    Check(
+        "host memory",
+        check_host_memory,
+        "end other processes, raise the limit (docker run --memory, the pod's limit, sbatch --mem)"
+        f", or start {FEWER}",
+    ),
+    Check(
+        "processes",
+        check_processes,
+        "give each task its cores (srun --cpus-per-task, docker run --cpuset-cpus), unset "
+        f"OMP_NUM_THREADS, raise ulimit -n (docker run --ulimit nofile=65536), or start {FEWER}",
+    ),
+    Check(
+        "shared memory",
+        check_shared_memory,
+        "docker run --shm-size, in a pod an emptyDir of medium Memory at /dev/shm, or fewer "
+        "--num_workers; the next run that needs them removes files of killed ones",
+    ),
+    Check("disk", check_disk, "free some space, or name another folder by the flag or variable"),
+    Check("data", check_data, "make it whole and reachable from this node"),
+    Check(
+        "W&B",
+        check_wandb,
+        "wandb login --relogin, WANDB_API_KEY from a secret, WANDB_BASE_URL, https_proxy, or "
+        "WANDB_MODE=offline",
+        is_for_all_nodes=False,
+    ),
+)

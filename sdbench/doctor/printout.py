@@ -1,4 +1,4 @@
-"""How is what all nodes have found shown to a person, and to a script?"""
+"""The report of the doctor, as text for a person and as JSON for a script."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sdbench.base.escape import for_terminal
-from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding, number_of
+from sdbench.doctor.finding import ERROR, LEVELS, WARNING, Finding
 
 MIN_TEXT_WIDTH = 40
 
@@ -23,13 +22,11 @@ class Line:
         name: Of the check.
         nodes: Numbers of the nodes; empty for what was found on all of them together.
         finding: What was found.
-        is_shared: All nodes that looked found it.
     """
 
     name: str
     nodes: tuple[int, ...]
     finding: Finding
-    is_shared: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,72 +45,46 @@ class Report:
     num_ranks: int
     lines: Sequence[Line]
 
-    def count(self, level: str) -> int:
-        """How many lines have a level."""
-        return Counter(line.finding.level for line in self.lines)[level]
+    def counts(self) -> dict[str, int]:
+        """How many lines have each level, the most severe first."""
+        levels = [line.finding.level for line in self.lines]
+        return {level: levels.count(level) for level in reversed(LEVELS)}
 
     def exit_code(self, *, strict: bool) -> int:
         """1 if there is an error, and with `strict` also for a warning; else 0."""
-        return int(self.count(ERROR) > 0 or (strict and self.count(WARNING) > 0))
+        counts = self.counts()
+        return int(counts[ERROR] > 0 or (strict and counts[WARNING] > 0))
 
 
 def merge(nodes: Sequence[Mapping[str, Finding]]) -> list[Line]:
-    """Make lines of the findings of all nodes, the same words of several nodes once.
-
-    Args:
-        nodes: Name of each check to what it found, by node.
-    """
-    lines = []
-    for name in dict.fromkeys(name for findings in nodes for name in findings):
-        numbers_of: dict[Finding, list[int]] = {}
+    """Make lines of each node's findings by check, the same words of several nodes once."""
+    numbers_of: dict[tuple[str, Finding], list[int]] = {}
+    for name in nodes[0]:
         for number, findings in enumerate(nodes):
             if name in findings:
-                numbers_of.setdefault(findings[name], []).append(number)
-        lines += [
-            Line(name, tuple(numbers), finding, is_shared=len(numbers_of) == 1)
-            for finding, numbers in numbers_of.items()
-        ]
-    return lines
+                numbers_of.setdefault((name, findings[name]), []).append(number)
+    return [Line(name, tuple(numbers), found) for (name, found), numbers in numbers_of.items()]
 
 
 def to_text(report: Report, *, width: int) -> str:
     """The report for a terminal of so many columns."""
-    name_width = max(len(line.name) for line in report.lines)
-    blocks = [_headline(report)]
+    head = f"{report.model_name}: ranks {report.num_ranks}, nodes {len(report.hosts)}"
+    blocks = _wrap(head, indent="", width=width)
     if len(report.hosts) > 1:
         hosts = (f"node {number} is {host}" for number, host in enumerate(report.hosts))
-        blocks.append("\n".join(_wrap(", ".join(hosts), indent="", width=width)))
-    blocks.append(
-        "\n".join(_to_lines(line, name_width=name_width, width=width) for line in report.lines)
-    )
-    blocks.append(_totals(report))
-    return "\n\n".join(blocks)
-
-
-def _headline(report: Report) -> str:
-    return for_terminal(
-        f"{report.model_name}: {number_of(report.num_ranks, 'rank')} on "
-        f"{number_of(len(report.hosts), 'node')}"
-    )
-
-
-def _totals(report: Report) -> str:
-    counts = {level: report.count(level) for level in reversed(LEVELS)}
-    plural = {ERROR: "error", WARNING: "warning"}
-    return ", ".join(
-        number_of(number, plural[level]) if level in plural else f"{number} {level}"
-        for level, number in counts.items()
-    )
-
-
-def _to_lines(line: Line, *, name_width: int, width: int) -> str:
-    finding = line.finding
-    begin = f"  {finding.level:<7}  {line.name:<{name_width}}  "
-    where = "" if line.is_shared else f"node {shorten(line.nodes)}: "
-    wrapped = _wrap(where + finding.found, indent=" " * len(begin), width=width)
-    if finding.advice:
-        wrapped += _wrap(f"-> {finding.advice}", indent=" " * len(begin), width=width)
-    return begin + "\n".join(wrapped).lstrip()
+        blocks += _wrap(", ".join(hosts), indent="", width=width)
+    blocks.append("")
+    name_width = max(len(line.name) for line in report.lines)
+    for line in report.lines:
+        begin = f"  {line.finding.level:<7}  {line.name:<{name_width}}  "
+        is_of_some = line.nodes and len(line.nodes) < len(report.hosts)
+        where = f"node {', '.join(map(str, line.nodes))}: " if is_of_some else ""
+        wrapped = _wrap(where + line.finding.found, indent=" " * len(begin), width=width)
+        if line.finding.advice:
+            wrapped += _wrap(f"-> {line.finding.advice}", indent=" " * len(begin), width=width)
+        blocks.append(begin + "\n".join(wrapped).lstrip())
+    counts = (f"{level} {number}" for level, number in report.counts().items())
+    return "\n".join([*blocks, "", ", ".join(counts)])
 
 
 def _wrap(text: str, *, indent: str, width: int) -> list[str]:
@@ -126,17 +97,6 @@ def _wrap(text: str, *, indent: str, width: int) -> list[str]:
     )
 
 
-def shorten(numbers: Sequence[int]) -> str:
-    """Sorted numbers with runs of them as ranges: ``0, 2-5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def to_json(report: Report, *, strict: bool) -> str:
     """The report for a script, without any host name."""
     document = {
@@ -144,7 +104,7 @@ def to_json(report: Report, *, strict: bool) -> str:
         "model_name": report.model_name,
         "num_nodes": len(report.hosts),
         "num_ranks": report.num_ranks,
-        "counts": {level: report.count(level) for level in reversed(LEVELS)},
+        "counts": report.counts(),
         "findings": [
             {
                 "name": line.name,

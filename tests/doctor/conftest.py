@@ -16,15 +16,23 @@ FOREIGN = (
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_API_KEY"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE", "FI_PROVIDER", "TMPDIR", "COLUMNS"),
+    *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
 )
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """What the memory model keeps of a model, which is the same for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch, tmp_path):
+def own_environment(monkeypatch, tmp_path, cache):
     for name in (*FOREIGN, *(name for name in os.environ if name.startswith("SLURM_"))):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 

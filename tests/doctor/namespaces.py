@@ -1,4 +1,4 @@
-"""How does a test break a machine for one process, and for no other?"""
+"""Namespaces and a shifted clock, to break a machine for one process and no other."""
 
 from __future__ import annotations
 

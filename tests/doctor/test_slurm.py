@@ -46,11 +46,8 @@ def test_srun_is_launcher_enough(cluster, tmp_path):
     assert (report["num_nodes"], report["num_ranks"]) == (2, 2)
     errors = [finding for finding in report["findings"] if finding["level"] == "error"]
     assert [(one["name"], one["nodes"]) for one in errors] == [("GPUs", [0, 1])]
-    assert errors[0]["found"].endswith(" gives the job 2 GPUs, and 0 can be seen")
-    findings = {finding["name"]: finding for finding in report["findings"]}
-    assert findings["ranks"]["found"] == "all 2 are here"
-    assert findings["clocks"]["level"] == "ok"
-    assert "over 2 ranks on 2 nodes in " in findings["all-reduce"]["found"]
+    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
+    assert [levels[name] for name in ("ranks", "clocks", "all-reduce")] == ["ok"] * 3
 
 
 def test_a_shell_in_an_allocation_is_alone(cluster, tmp_path):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from sdbench.cli import main
-from sdbench.launch.render.render import KINDS
-from sdbench.launch.render.variables import NAME_IN_TEMPLATE
+from sdbench.launch.render.render import KINDS, find_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
 MANIFESTS = tuple(kind for kind in KINDS if kind != "slurm")
@@ -43,7 +42,7 @@ def template_of(kind: str) -> Path:
 def flags_for(text: str, **changes: str) -> list[str]:
     """The flags that give a template's variables the values above, unless changed."""
     values = {**VALUES, **changes}
-    names = [name for name in VALUES if name in NAME_IN_TEMPLATE.findall(text)]
+    names = [name for name in VALUES if name in find_names(text, path=FOLDER)]
     return [part for name in names for part in (f"--{name.lower()}", values[name])]
 
 
@@ -84,7 +83,8 @@ class Fault(NamedTuple):
         name: For people.
         old: What stands in the template of the PyTorchJob.
         new: What the published one has there.
-        sentence: The beginning of what render says; None where it cannot know.
+        place: Where render finds it; None where it cannot know.
+        value: What it finds there.
         is_of_schema: Whether the schema of a PyTorchJob or of a Pod finds it.
         is_of_server: Whether a server refuses it.
     """
@@ -92,7 +92,8 @@ class Fault(NamedTuple):
     name: str
     old: str
     new: str
-    sentence: str | None
+    place: str | None
+    value: object
     is_of_schema: bool
     is_of_server: bool
 
@@ -104,8 +105,8 @@ FAULTS = (
         "a tag without its dollar sign",
         ":${TAG}",
         ":{TAG}",
-        f"{MASTER}.image: a variable was left unfilled (and 1 more): got "
-        "'registry.example.com/team/mosaicml-stable-diffusion:{TAG}'",
+        f"{MASTER}.image",
+        "registry.example.com/team/mosaicml-stable-diffusion:{TAG}",
         is_of_schema=False,
         is_of_server=False,
     ),
@@ -113,7 +114,11 @@ FAULTS = (
         "an empty limit of GPUs",
         "limits: *devices",
         "limits:\n                  nvidia.com/gpu:",
-        f"{MASTER}.resources: requests and limits of nvidia.com/gpu differ",
+        f"{MASTER}.resources",
+        {
+            "requests": {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32},
+            "limits": {"nvidia.com/gpu": None},
+        },
         is_of_schema=True,
         is_of_server=True,
     ),
@@ -121,7 +126,8 @@ FAULTS = (
         "no number of pods, as after a variable that was not set",
         "replicas: ${NUM_WORKERS}",
         "replicas:",
-        f"{WORKER}.replicas: nothing stands there, as after a variable that was not set: got None",
+        f"{WORKER}.replicas",
+        None,
         is_of_schema=True,
         is_of_server=False,
     ),
@@ -129,7 +135,8 @@ FAULTS = (
         "a port below 1024",
         "containerPort: ${MASTER_PORT}",
         "containerPort: 80",
-        f"{MASTER}.ports.0.containerPort: this port is for root alone (and 1 more): got 80",
+        f"{MASTER}.ports.0.containerPort",
+        80,
         is_of_schema=False,
         is_of_server=False,
     ),
@@ -138,6 +145,7 @@ FAULTS = (
         "cleanPodPolicy",
         "cleanPodPolcy",
         None,
+        None,
         is_of_schema=True,
         is_of_server=True,
     ),
@@ -145,7 +153,8 @@ FAULTS = (
         "a number of pods in quotes",
         "replicas: ${NUM_WORKERS}",
         'replicas: "${NUM_WORKERS}"',
-        f"{WORKER}.replicas: this is not a number: got '2'",
+        f"{WORKER}.replicas",
+        "2",
         is_of_schema=True,
         is_of_server=True,
     ),

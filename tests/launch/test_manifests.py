@@ -1,4 +1,4 @@
-"""Are the manifests what a cluster takes, and do their pods run what they should?
+"""The manifests are what a cluster takes, and their pods run what they should.
 
 Schemas are those of Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, made from
 the models of its packages. tests/kubernetes/ asks a server.
@@ -15,9 +15,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sdbench.launch.render.manifest import find_faults
-from sdbench.launch.render.pods import list_pods
+from sdbench.launch.render.faults import find_faults
 from tests import job_schemas
+from tests.launch.pods import list_pods
 from tests.launch.rendering import (
     FAULTS,
     FOLDER,
@@ -69,7 +69,7 @@ def test_a_manifest_is_what_its_schemas_say(kind):
     assert rendered
     for document in rendered:
         validate(document)
-    assert find_faults(rendered) == []
+    assert find_faults(rendered, flag="") == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -83,7 +83,7 @@ def test_schemas_find_the_faults_that_are_theirs(fault):
             validate(document)
     else:
         validate(document)
-    assert (find_faults([document]) == []) == (fault.sentence is None)
+    assert (find_faults([document], flag="") == []) == (fault.place is None)
 
 
 def test_both_packages_know_the_fields_that_matter():
@@ -213,25 +213,22 @@ def test_the_container_refuses_a_number_of_ranks_that_does_not_fit(kind):
     pod = list_pods(documents(kind))[0]
     completed = check_variables(pod, NUM_RANKS="64")
     assert completed.returncode == 2
-    assert completed.stderr == (
-        "error: the number of ranks does not fit 3 nodes with 8 ranks each: got '64'; allowed: "
-        "24; change it with NUM_RANKS, NUM_NODES or NUM_GPUS_PER_NODE.\n"
-    )
+    assert "got '64'; allowed: 24; change it with NUM_RANKS" in completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "value", "sentence"),
+    ("kind", "name", "value"),
     [
-        ("eks", "MASTER_PORT", "80", "the port on node 0 is not one: got '80'; "),
-        ("trainjob", "PET_MASTER_PORT", "80", "the port on node 0 is not one: got '80'; "),
-        ("eks-elastic", "PET_RDZV_ENDPOINT", "etcd:80", "the port of the rendezvous is not one: "),
-        ("eks", "NUM_GPUS_PER_NODE", "{8}", "the number of ranks per node is not one: got '{8}'; "),
-        ("eks", "NUM_NODES", "three", "the number of nodes is not one: got 'three'; "),
-        ("eks-elastic", "PET_NNODES", "1:x", "the number of nodes is not one: got 'x'; "),
-        ("eks-elastic", "LAUNCHER", "mpirun", "the launcher is unknown: got 'mpirun'; "),
+        ("eks", "MASTER_PORT", "80"),
+        ("trainjob", "PET_MASTER_PORT", "80"),
+        ("eks-elastic", "PET_RDZV_ENDPOINT", "etcd:80"),
+        ("eks", "NUM_GPUS_PER_NODE", "{8}"),
+        ("eks", "NUM_NODES", "three"),
+        ("eks-elastic", "PET_NNODES", "1:x"),
+        ("eks-elastic", "LAUNCHER", "mpirun"),
     ],
 )
-def test_the_container_refuses_variables_that_make_no_sense(kind, name, value, sentence):
+def test_the_container_refuses_variables_that_make_no_sense(kind, name, value):
     completed = check_variables(list_pods(documents(kind))[0], **{name: value})
     assert completed.returncode == 2
-    assert completed.stderr.startswith(f"error: {sentence}")
+    assert f"got '{value.split(':')[-1]}'" in completed.stderr

@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sdbench.launch.render.pods import Pod, list_pods
 from sdbench.record.store import load_record
 from tests.debian import find_program
+from tests.launch.pods import Pod, list_pods
 from tests.launch.rendering import documents
 from tests.nodes import address_of, limit_links, make_nodes
 

@@ -1,1 +1,1 @@
-"""How do the templates of multi-node/ become a job that can be started? Needs no torch."""
+"""Fills in the templates of multi-node/ and checks what comes out."""

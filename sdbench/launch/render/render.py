@@ -1,31 +1,25 @@
-"""How do flags become the manifest or the script of a job, checked before a cluster sees it?
-
-python -m sdbench render eks | eks-elastic | trainjob | etcd | slurm
-"""
+"""The command `python -m sdbench render`: flags into the manifest or the script of a job."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import shlex
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.launch.render import slurm
-from sdbench.launch.render.manifest import find_faults
-from sdbench.launch.render.pods import Pod, list_pods
+from sdbench.launch.render.faults import COUNT_KEYS, find_faults, walk
 from sdbench.launch.render.variables import (
     JOB_NAME,
-    NAME_IN_TEMPLATE,
+    SLURM_VARIABLES,
     VARIABLES,
-    fill,
     find_values,
-    names_in,
+    flag_of,
 )
 from sdbench.launch.repeat import split_command
 from sdbench.settings.config import parse_request
@@ -35,6 +29,8 @@ SLURM = "slurm"
 # Where the pods mount the volume that collect-results.sh reads.
 RESULTS_DIR = "/results"
 ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
+# Behind this line a script reads its environment and has no more options of sbatch.
+END_OF_HEAD = "set -euo pipefail\n"
 
 EPILOG = """\
 examples:
@@ -47,72 +43,57 @@ examples:
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Something that render makes.
 
     Attributes:
         template: Its file in multi-node/.
         meaning: What it is, for the help.
-        file_name: How its file is called where the user has not said.
         commands: What to do with the file, one line each.
     """
 
     template: str
     meaning: str
-    file_name: str
     commands: tuple[str, ...]
 
 
-COLLECT = "multi-node/collect-results.sh {claim}"
+def _job_commands(pod: str) -> tuple[str, ...]:
+    return (
+        "kubectl apply -f {file}",
+        "kubectl get pods --watch",
+        f"kubectl logs -f {pod}",
+        "multi-node/collect-results.sh {claim}",
+        "kubectl delete -f {file}",
+    )
+
+
 KINDS: dict[str, Kind] = {
     "eks": Kind(
         "3.stable-diffusion-eks.yaml-template",
         "PyTorchJob of Kubeflow's training operator v1, by composer",
-        f"{JOB_NAME}-eks.yaml",
-        (
-            "kubectl apply -f {file}",
-            "kubectl get pods --watch",
-            "kubectl logs -f {pod}",
-            COLLECT,
-            "kubectl delete -f {file}",
-        ),
+        _job_commands("{job}-master-0"),
     ),
     "eks-elastic": Kind(
         "5.stable-diffusion-eks-elastic.yaml-template",
         "the same by torchrun, which starts the ranks again after a loss",
-        f"{JOB_NAME}-eks-elastic.yaml",
-        (
-            "kubectl apply -f {file}",
-            "kubectl get pods --watch",
-            "kubectl logs -f {pod}",
-            COLLECT,
-            "kubectl delete -f {file}",
-        ),
+        _job_commands("{job}-worker-0"),
     ),
     "trainjob": Kind(
         "6.stable-diffusion-trainjob.yaml-template",
         "TrainJob of Kubeflow Trainer v2 with its runtime, by composer",
-        f"{JOB_NAME}-trainjob.yaml",
-        (
-            "kubectl apply -f {file}",
-            "kubectl get pods --watch",
-            f"kubectl logs -f --tail=-1 -l jobset.sigs.k8s.io/jobset-name={JOB_NAME},"
-            "batch.kubernetes.io/job-completion-index=0",
-            COLLECT,
-            "kubectl delete -f {file}",
+        _job_commands(
+            "--tail=-1 -l jobset.sigs.k8s.io/jobset-name={job},"
+            "batch.kubernetes.io/job-completion-index=0"
         ),
     ),
     "etcd": Kind(
         "4.etcd.yaml",
         "the etcd where the pods of an elastic job can meet",
-        "etcd.yaml",
         ("kubectl apply -f {file}", "kubectl rollout status deployment/etcd"),
     ),
     SLURM: Kind(
         "2.train.sbatch",
         "the sbatch script with its options, image and arguments",
-        f"{JOB_NAME}.sbatch",
         ("sbatch --test-only {file}", "sbatch {file}", "squeue --me"),
     ),
 }
@@ -134,52 +115,77 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, benchmark_arguments = split_command(sys.argv[1:] if argv is None else argv)
     flags = _parse(own)
     kind = KINDS[flags.kind]
-    template = flags.template or FOLDER / kind.template
-    given = {name: value for name, value in vars(flags).items() if _is_setting(name, value)}
     parse_request(benchmark_arguments, description="", epilog="")  # refuses what it does not know
+    table = SLURM_VARIABLES if flags.kind == SLURM else VARIABLES
+    given = {name: getattr(flags, name) for name in table if getattr(flags, name) is not None}
+    path = flags.template or FOLDER / kind.template
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the template cannot be read ({error})",
+            value=str(path),
+            allowed="a readable text file",
+            flag="--template",
+        ) from None
     if flags.kind == SLURM:
-        slurm.check_values(given)
-        text = slurm.fill_script(_read(template), given, benchmark_arguments)
-        description = _describe_script(text, given, benchmark_arguments)
-        words = {}
+        text, words = fill_script(template, given, benchmark_arguments), {}
+        # What a reader of the script needs is in its head.
+        description = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+        description += text.split(END_OF_HEAD)[1].split("\n\n")[0].splitlines()
     else:
-        text, values = _render_manifest(template, given, benchmark_arguments)
-        pods = list_pods(_parse_checked(text, template))
-        description = _describe_pods(pods)
-        words = {"pod": pods[0].name, "claim": values.get("RESULTS_CLAIM", "")}
+        text, documents, words = _render_manifest(template, given, benchmark_arguments, path)
+        description = _describe(documents)
     if flags.out is None and not flags.dry_run:
         print(text, end="")
         return 0
-    file = flags.out or Path(kind.file_name)
+    suffix = ".sbatch" if flags.kind == SLURM else ".yaml"
+    file = flags.out or Path(f"{JOB_NAME}-{flags.kind}{suffix}")
     if flags.dry_run:
-        print(description)
+        print("\n".join(description))
     else:
         _write(file, text)
         print(f"written: {file}")
-    commands = [*_meeting_place(text), *kind.commands]
     print("next:")
-    for command in commands:
+    for command in (*_find_meeting_place(text), *kind.commands):
         print(f"  {command.format(file=shlex.quote(str(file)), **words)}")
     return 0
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    return value is not None and name not in ("kind", "template", "out", "dry_run")
-
-
 def _render_manifest(
-    template: Path, given: Mapping[str, str], arguments: Sequence[str]
-) -> tuple[str, dict[str, str]]:
-    """The text of a manifest, and the values that it was filled with."""
-    text = _read(template)
-    values = find_values(names_in(text, path=template), given)
-    filled = fill(text, values)
+    template: str, given: Mapping[str, str], arguments: Sequence[str], path: Path
+) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
+    """The text of a manifest, its documents, and the words of the commands for it."""
+    values = find_values(find_names(template, path=path), given)
+    text = string.Template(template).substitute(values)
     if arguments:
-        filled = _replace_arguments(filled, arguments, template)
-    return filled, values
+        text = _replace_arguments(text, arguments, path)
+    documents = _parse_checked(text, path)
+    job = documents[-1].get("metadata", {}).get("name", JOB_NAME)
+    return text, documents, {"job": job, "claim": values.get("RESULTS_CLAIM", "")}
 
 
-def _replace_arguments(text: str, arguments: Sequence[str], template: Path) -> str:
+def find_names(template: str, *, path: Path) -> set[str]:
+    """The variables of a template, ``${NAME}`` each.
+
+    Raises:
+        ConfigError: It has one that the table does not know, or a dollar sign that begins none.
+    """
+    names = set()
+    for found in string.Template.pattern.finditer(template):
+        if found["braced"] not in VARIABLES:
+            raise ConfigError(
+                f"line {template.count(chr(10), 0, found.start()) + 1} of the template has a "
+                "variable that render does not know",
+                value=found[0],
+                allowed=", ".join(f"${{{name}}}" for name in VARIABLES),
+                flag=f"the template {path}",
+            )
+        names.add(found["braced"])
+    return names
+
+
+def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
     if any(argument.split("=")[0] == "--results_dir" for argument in arguments):
         raise ConfigError(
             "the results of a pod go to its volume",
@@ -192,19 +198,18 @@ def _replace_arguments(text: str, arguments: Sequence[str], template: Path) -> s
             "the template has no one place for arguments of benchmark.py",
             value=" ".join(arguments),
             allowed="none, or a template with one list `args:`",
-            flag=f"ARGUMENTS or the template {template}",
+            flag=f"ARGUMENTS or the template {path}",
         )
-    items = [*arguments, f"--results_dir={RESULTS_DIR}"]
 
     def write(found: re.Match[str]) -> str:
-        indent = found[1]
         # JSON is YAML, and a text in it stays a text.
-        return f"{indent}args:\n" + "".join(f"{indent}  - {json.dumps(item)}\n" for item in items)
+        items = map(json.dumps, (*arguments, f"--results_dir={RESULTS_DIR}"))
+        return "".join([f"{found[1]}args:\n", *(f"{found[1]}  - {item}\n" for item in items)])
 
     return ARGUMENTS.sub(write, text)
 
 
-def _parse_checked(text: str, template: Path) -> list[dict[str, Any]]:
+def _parse_checked(text: str, path: Path) -> list[dict[str, Any]]:
     """The documents of a manifest, without a fault.
 
     Raises:
@@ -212,88 +217,80 @@ def _parse_checked(text: str, template: Path) -> list[dict[str, Any]]:
     """
     import yaml
 
+    flag = f"the template {path}"
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
         raise ConfigError(
             f"the manifest is no YAML ({' '.join(str(error).split())})",
-            value=str(template),
+            value=str(path),
             allowed="a template that gives YAML",
-            flag="--template",
+            flag=flag,
         ) from None
-    for document in documents:
-        if not isinstance(document, dict) or "kind" not in document:
-            raise ConfigError(
-                "this is no manifest",
-                value=type(document).__name__,
-                allowed="documents with a kind",
-                flag=f"the template {template}",
-            )
-    faults = find_faults(documents)
-    if faults:
-        others = f" (and {len(faults) - 1} more)" if faults[1:] else ""
+    if not documents or not all(isinstance(one, dict) and "kind" in one for one in documents):
         raise ConfigError(
-            f"{faults[0].place}: {faults[0].problem}{others}",
-            value=faults[0].value,
-            allowed=faults[0].allowed,
-            flag=f"the template {template}",
+            "this is no manifest", value=text[:40], allowed="documents with a kind", flag=flag
         )
+    for fault in find_faults(documents, flag=flag):
+        raise fault
     return documents
 
 
-def _describe_pods(pods: Sequence[Pod]) -> str:
-    first = pods[0]
-    size = f"{len(pods)} pod{'s' * (len(pods) > 1)}"
-    if first.num_gpus:
-        size += f" with {first.num_gpus} GPUs each, {len(pods) * first.num_gpus} ranks"
-    variables = [f"{name}={value}" for name, value in first.environment.items()]
-    variables += [f"{name}: {source}" for name, source in first.secrets.items()]
-    variables += [
-        f"{name}={value} (from the operator)" for name, value in first.from_operator.items()
-    ]
-    lines = [size, f"pod {first.name} runs:", f"  {shlex.join(first.command)}"]
-    if variables:
-        lines += ["with:", *(f"  {variable}" for variable in variables)]
-    return "\n".join(lines)
+def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a manifest runs: how many, which command, with which variables and devices."""
+    lines = []
+    for document in documents:
+        for place, value in walk(document, (str(document["kind"]),)):
+            if place[-1] in COUNT_KEYS:
+                lines.append(f"{'.'.join(place)}: {value}")
+            elif place[-1] in ("command", "args"):
+                lines.append(f"{place[-1]}: {shlex.join(value)}")
+            elif place[-1] == "limits":
+                lines += [f"limit: {name}={number}" for name, number in value.items()]
+            elif place[-1] == "env":
+                lines += [f"env: {one['name']}={one.get('value', '(secret)')}" for one in value]
+    return list(dict.fromkeys(lines))  # the workers of a job repeat what its master runs
 
 
-def _describe_script(script: str, given: Mapping[str, str], arguments: Sequence[str]) -> str:
-    options = slurm.read_options(script)
-    gpus = options.get("gpus-per-node")
-    variables = [
-        f"{slurm.SETTINGS[name].target}={value}"
-        for name, value in given.items()
-        if slurm.SETTINGS[name].is_variable
-    ]
-    size = f"{gpus} GPUs each" if gpus else "the GPUs that Slurm gives"
-    lines = [
-        f"{options.get('nodes', 1)} nodes with {size}, a rank for each GPU",
-        "each node runs:",
-        f"  {shlex.join(['multi-node/start-ranks.sh', *arguments])}",
-        "options of sbatch:",
-        *(f"  --{option}={value}" for option, value in options.items()),
-    ]
-    if variables:
-        lines += ["with:", *(f"  {variable}" for variable in variables)]
-    return "\n".join(lines)
-
-
-def _meeting_place(text: str) -> list[str]:
+def _find_meeting_place(text: str) -> list[str]:
     """What has to be there before the job."""
     is_met_at_etcd = re.search(r"^ *rdzvHost: etcd$", text, flags=re.MULTILINE)
     return [f"kubectl apply -f {FOLDER.name}/{KINDS['etcd'].template}"] if is_met_at_etcd else []
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+def fill_script(script: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The script with options, settings and arguments of benchmark.py in it.
+
+    Args:
+        script: Text of 2.train.sbatch.
+        values: Values that were given, by name in `SLURM_VARIABLES`.
+        arguments: Arguments of benchmark.py, which come before those of the command line.
+
+    Raises:
+        ConfigError: A value is wrong, or the script has no head and body to put them into.
+    """
+    head, end, body = script.partition(END_OF_HEAD)
+    if not end or "\n#SBATCH " not in head:
         raise ConfigError(
-            f"the template cannot be read ({error})",
-            value=str(path),
-            allowed="a readable text file",
+            "this is not the script that render knows",
+            value=script.partition("\n")[0],
+            allowed=f"lines that begin with #SBATCH, and behind them `{END_OF_HEAD.strip()}`",
             flag="--template",
-        ) from None
+        )
+    settings = ""
+    for name, value in values.items():
+        SLURM_VARIABLES[name].check(value, flag=flag_of(name))
+        if name.isupper():  # what is in the environment counts more
+            settings += f"{name}=${{{name}:-{shlex.quote(value)}}}\n"
+            continue
+        line = f"#SBATCH --{name}={value}"
+        head, num_replaced = re.subn(rf"^#SBATCH --{name}\b.*$", line, head, flags=re.MULTILINE)
+        if not num_replaced:
+            last = head.index("\n", head.rindex("\n#SBATCH ") + 1)
+            head = f"{head[:last]}\n{line}{head[last:]}"
+    if arguments:
+        settings += f'set -- {shlex.join(arguments)} "$@"\n'
+    return f"{head}{end}{settings}{body}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -326,7 +323,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "[-- ARGUMENTS of benchmark.py]",
             allow_abbrev=False,
         )
-        _add_settings(command, name)
+        template = (FOLDER / kind.template).read_text(encoding="utf-8")
+        for variable, one in (SLURM_VARIABLES if name == SLURM else VARIABLES).items():
+            default = f" (default: {one.default})" if isinstance(one.default, str) else ""
+            is_used = name == SLURM or f"${{{variable}}}" in template
+            help_text = f"{one.meaning}: {one.allowed}{default}"
+            command.add_argument(
+                flag_of(variable),
+                dest=variable,
+                metavar="X",
+                help=help_text if is_used else argparse.SUPPRESS,
+            )
         command.add_argument(
             "--template", type=Path, metavar="FILE", help="your copy instead of the suite's"
         )
@@ -337,24 +344,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "--dry_run", action="store_true", help="say what it would run, and write nothing"
         )
     return parser.parse_args(argv)
-
-
-def _add_settings(command: argparse.ArgumentParser, kind: str) -> None:
-    if kind == SLURM:
-        for setting in slurm.SETTINGS.values():
-            help_text = f"{setting.meaning}: {setting.allowed}"
-            command.add_argument(f"--{setting.name}", metavar="X", help=help_text)
-        return
-    in_template = set(NAME_IN_TEMPLATE.findall(_read(FOLDER / KINDS[kind].template)))
-    for variable in VARIABLES.values():
-        if variable.default is not None:
-            default = f" (default: {variable.default})"
-        else:
-            default = " (default: follows)" if variable.follow else " (required)"
-        help_text = f"{variable.meaning}: {variable.allowed}{default}"
-        command.add_argument(
-            variable.flag,
-            dest=variable.name,
-            metavar="X",
-            help=help_text if variable.name in in_template else argparse.SUPPRESS,
-        )

@@ -1,4 +1,4 @@
-"""What NVML's Python package answers on a machine with the GPUs that FAKE_GPUS lists.
+"""NVML's Python package on a machine with the GPUs that FAKE_GPUS lists.
 
 FAKE_GPUS is a JSON list; each GPU is what it differs in from an idle H100.
 """
@@ -22,6 +22,10 @@ IDLE = {
     "num_processes": 0,
     "num_links": 18,
     "fabric_state": 3,
+    "num_ecc_errors": 0,
+    "throttle_reasons": 0,
+    "is_split": 0,
+    "is_persistent": 1,
 }
 
 
@@ -66,6 +70,8 @@ def nvmlDeviceGetCount() -> int:
 
 def nvmlDeviceGetHandleByIndex(index: int) -> int:
     """A handle is the GPU's number here."""
+    if index >= len(_gpus()):
+        raise NVMLError("Invalid Argument")
     return index
 
 
@@ -109,3 +115,29 @@ def nvmlDeviceGetGpuFabricInfo(handle: int, pointer: Any) -> int:
     """Write the state to where the pointer points, as the driver does."""
     pointer._obj.state = _gpu(handle)["fabric_state"]
     return 0
+
+
+def nvmlDeviceGetNvLinkVersion(handle: int, link: int) -> int:
+    """4.0, of Hopper."""
+    return 6
+
+
+def nvmlDeviceGetTotalEccErrors(handle: int, error_type: int, counter: int) -> int:
+    """Uncorrected (1) since the driver was loaded (0)."""
+    assert (error_type, counter) == (1, 0)
+    return _gpu(handle)["num_ecc_errors"]
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle: int) -> int:
+    """As bits."""
+    return _gpu(handle)["throttle_reasons"]
+
+
+def nvmlDeviceGetMigMode(handle: int) -> list[int]:
+    """Now, and after the next reset."""
+    return [_gpu(handle)["is_split"]] * 2
+
+
+def nvmlDeviceGetPersistenceMode(handle: int) -> int:
+    """1 is on."""
+    return _gpu(handle)["is_persistent"]

@@ -1,7 +1,6 @@
-"""Which pods does a manifest start, and what does each of them run in which environment?
+"""The pods that a manifest starts, with what the operators of Kubeflow add to it.
 
-The operators add to what a manifest says: the place of each pod in the job. What they add is told
-here as their sources have it, so that it can be shown, and tried, without a cluster.
+What they add, the place of each pod in the job, is written here as their sources have it.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from sdbench.base.errors import ConfigError
 
 # Kubeflow Trainer v2 has one port for all jobs.
 TRAINER_PORT = 29400
@@ -31,7 +28,6 @@ class Pod:
         environment: Variables of the manifest with their values.
         secrets: Variables of the manifest that come from a secret, and from which.
         from_operator: Variables that the operator adds; they replace those of the same name.
-        num_gpus: GPUs that it asks for.
     """
 
     name: str
@@ -39,35 +35,16 @@ class Pod:
     environment: Mapping[str, str]
     secrets: Mapping[str, str]
     from_operator: Mapping[str, str]
-    num_gpus: int
 
 
 def list_pods(documents: Sequence[Document]) -> list[Pod]:
-    """The pods that the documents of a manifest start, that of node 0 first.
-
-    Raises:
-        ConfigError: They start none, or lack something that their operator needs.
-    """
-    pods = []
-    for document in documents:
-        find = _FINDERS.get(document["kind"])
-        try:
-            pods += [] if find is None else find(document, documents)
-        except KeyError as error:
-            raise ConfigError(
-                f"the {document['kind']} has no {error.args[0]}, which it needs",
-                value="nothing",
-                allowed=str(error.args[0]),
-                flag="the template",
-            ) from None
-    if not pods:
-        raise ConfigError(
-            "the manifest starts no pods that render knows",
-            value=", ".join(str(document["kind"]) for document in documents),
-            allowed=", ".join(_FINDERS),
-            flag="the template",
-        )
-    return pods
+    """The pods that the documents of a manifest start, that of node 0 first."""
+    finders = [_FINDERS.get(document["kind"], lambda *_: []) for document in documents]
+    return [
+        pod
+        for find, document in zip(finders, documents, strict=True)
+        for pod in find(document, documents)
+    ]
 
 
 def _pods_of_pytorchjob(document: Document, _: Sequence[Document]) -> list[Pod]:
@@ -116,11 +93,7 @@ def _elastic_environment(job: str, policy: Document, container: Document) -> dic
 
 def _pods_of_trainjob(document: Document, documents: Sequence[Document]) -> list[Pod]:
     job, spec = document["metadata"]["name"], document["spec"]
-    runtime = next(
-        (other for other in documents if other["kind"] == spec["runtimeRef"]["kind"]), None
-    )
-    if runtime is None:
-        raise KeyError(spec["runtimeRef"]["kind"])
+    (runtime,) = (one for one in documents if one["kind"] == spec["runtimeRef"]["kind"])
     node = _find_named(runtime["spec"]["template"]["spec"]["replicatedJobs"], TRAINER_NODE)
     containers = node["template"]["spec"]["template"]["spec"]["containers"]
     container = dict(_find_named(containers, TRAINER_NODE))
@@ -155,10 +128,8 @@ _FINDERS: dict[str, Callable[[Document, Sequence[Document]], list[Pod]]] = {
 
 
 def _find_named(parts: Sequence[Document], name: str) -> Document:
-    for part in parts:
-        if part.get("name") == name:
-            return part
-    raise KeyError(f"part named {name}")
+    (part,) = (part for part in parts if part.get("name") == name)
+    return part
 
 
 def _find_port(container: Document) -> int:
@@ -183,5 +154,4 @@ def _make_pod(name: str, container: Document, from_operator: Mapping[str, str]) 
             for variable, reference in references.items()
         },
         from_operator=from_operator,
-        num_gpus=container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0),
     )

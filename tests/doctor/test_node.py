@@ -1,0 +1,348 @@
+"""The checks of one node: each sees its own fault, and only that."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sdbench.data import remote
+from sdbench.doctor import gpus
+from tests.data import datasets
+
+
+def install(folder, package: str, version: str | None) -> None:
+    """A package's metadata, earlier on the path than the real one's."""
+    info = folder / f"{package}-{version or 0}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {package}"]
+    if version is not None:
+        lines.append(f"Version: {version}")
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("0.39.0", "ok"), ("0.1.0", "warning"), (None, "error")]
+)
+def test_versions_are_those_of_the_requirements(look, monkeypatch, tmp_path, version, level):
+    install(tmp_path / "site", "diffusers", version)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert look()["software"]["level"] == level
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def test_without_gpus_their_checks_are_skipped(look, set_gpus, monkeypatch):
+    set_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    findings = look()
+    for name in ("driver", "GPUs", "GPU health", "NVLink"):
+        assert findings[name]["level"] == "skipped"
+
+
+def test_a_driver_without_gpus_is_an_error(look, set_gpus, monkeypatch, tmp_path):
+    set_gpus()
+    kernel = tmp_path / "version"
+    kernel.write_text("570.133.20\n")
+    monkeypatch.setattr(gpus, "KERNEL_DRIVER", kernel)
+    assert look()["driver"]["level"] == "error"
+
+
+def test_idle_gpus_are_fine_and_torch_has_to_see_them(look, set_gpus):
+    set_gpus({}, {})
+    findings = look()
+    assert findings["GPUs"]["found"] == "2 x NVIDIA H100 80GB HBM3"
+    for name in ("GPUs", "GPU health", "NVLink"):
+        assert findings[name]["level"] == "ok"
+    assert findings["driver"]["level"] == "error"  # torch is built for the CPU, or finds none
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "level"),
+    [
+        ("GPUs", {"used_gib": 60.2, "num_processes": 1}, "error"),
+        # From inside a container memory is seen, and no process.
+        ("GPUs", {"used_gib": 60.2}, "error"),
+        ("GPUs", {"used_gib": 0.4, "num_processes": 2}, "warning"),
+        ("GPUs", {"used_gib": 1.5}, "warning"),
+        ("GPU health", {"num_ecc_errors": 3}, "error"),
+        ("GPU health", {"throttle_reasons": 0x40}, "warning"),
+        ("GPU health", {"throttle_reasons": 0x04}, "ok"),  # at its power cap, as under load
+        ("GPU health", {"is_split": 1}, "warning"),
+        ("GPU health", {"is_persistent": 0}, "warning"),
+        ("NVLink", {"num_links": 16}, "error"),
+        ("NVLink", {"fabric_state": 2}, "error"),
+    ],
+)
+def test_a_faulty_gpu_is_named(look, set_gpus, name, fault, level):
+    set_gpus({}, fault)
+    findings = look()
+    assert findings[name]["level"] == level
+    assert ("GPU 1" in findings[name]["found"]) == (level != "ok")
+    others = {"GPUs", "GPU health", "NVLink"} - {name}
+    assert {findings[other]["level"] for other in others} == {"ok"}
+
+
+def test_gpus_without_nvlink_are_no_fault(look, set_gpus):
+    set_gpus(*[{"num_links": None, "fabric_state": 0}] * 2)
+    assert look()["NVLink"]["level"] == "ok"
+
+
+def test_only_gpus_that_the_job_may_use_are_looked_at(look, set_gpus, monkeypatch):
+    set_gpus({}, {"used_gib": 60.2}, {"name": "NVIDIA H200"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-2")
+    finding = look()["GPUs"]
+    assert finding["level"] == "ok"
+    assert finding["found"] == "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "num_gpus"),
+    [
+        ("SLURM_GPUS_ON_NODE", "8", 0),
+        ("SLURM_GPUS_ON_NODE", "8", 7),
+        ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 3),
+        ("CUDA_VISIBLE_DEVICES", "7", 3),
+    ],
+)
+def test_a_lost_gpu_is_an_error(look, set_gpus, monkeypatch, name, value, num_gpus):
+    set_gpus(*[{}] * num_gpus)
+    monkeypatch.setenv(name, value)
+    assert look()["GPUs"]["level"] == "error"
+
+
+# --- The plan, processors and memory -------------------------------------------------------------
+
+
+def test_a_job_that_benchmark_would_refuse_is_an_error(look):
+    finding = look("--batch_size", "4", "--device_train_microbatch_size", "8")["plan"]
+    assert finding["level"] == "error"
+    assert "--device_train_microbatch_size" in finding["advice"]
+
+
+def test_too_many_threads_or_loaders_are_a_warning(look, monkeypatch):
+    assert look()["processes"]["level"] == "ok"
+    assert look("--num_workers", "999")["processes"]["level"] == "warning"
+    monkeypatch.setenv("OMP_NUM_THREADS", "999")
+    assert look()["processes"]["level"] == "warning"
+
+
+# --- The model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The tiny model as diffusers saves it."""
+    from diffusers import DDPMScheduler
+
+    from sdbench.models.architecture import resolve_architecture
+    from sdbench.models.components import make_text_encoder, make_unet, make_vae
+    from sdbench.models.weights import Weights
+
+    architecture, _ = resolve_architecture("tiny")
+    folder = tmp_path_factory.mktemp("models") / "mine"
+    parts = {"unet": make_unet, "vae": make_vae, "text_encoder": make_text_encoder}
+    for part, make in parts.items():
+        make(architecture, weights=Weights(seed=1)).save_pretrained(folder / part)
+    DDPMScheduler.from_config(architecture.scheduler).save_pretrained(folder / "scheduler")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer_config.json").write_text('{"pad_token": "!"}')
+    return folder
+
+
+def test_damaged_and_missing_weights_are_an_error(look, model):
+    flags = ("--model_name", str(model))
+    assert look(*flags)["model"]["level"] == "ok"
+    weights = model / "unet/diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert look(*flags)["model"]["level"] == "error"
+    weights.unlink()
+    finding = look(*flags)["model"]
+    assert finding["level"] == "error"
+    assert "--model_name" in finding["advice"]
+    weights.write_bytes(whole)
+
+
+def test_a_hub_out_of_reach_is_an_error_unless_another_model_stands_in(look, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    findings = look("--model_name", "someone/no-such-model-of-ours")
+    assert findings["model"]["level"] == findings["plan"]["level"] == "error"
+    findings = look("--model_name", "stabilityai/stable-diffusion-2-base")
+    assert findings["model"]["level"] == "warning"
+    assert "865,910,724 of 1,289,952,427" in findings["model"]["found"]
+
+
+# --- The data ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mds", "webdataset", "parquet", "folder"])
+def test_the_first_sample_is_read_and_decoded(look, tmp_path, kind):
+    folder = tmp_path / "data"
+    datasets.WRITERS[kind](folder)
+    finding = look("--remote", str(folder))["data"]
+    assert finding["level"] == "ok", finding
+    num_samples = 5 if kind == "webdataset" else datasets.NUM_SAMPLES
+    assert finding["found"].startswith(f"{kind}: the first of {num_samples} samples ")
+
+
+def test_latents_of_another_model_are_an_error(look, tmp_path):
+    datasets.write_mds_latents(tmp_path / "latents")
+    assert look("--remote", str(tmp_path / "latents"))["data"]["level"] == "error"
+
+
+def test_a_missing_first_shard_is_an_error(look, tmp_path):
+    folder = tmp_path / "pairs"
+    datasets.write_mds(folder)
+    (folder / "shard.00000.mds").unlink()
+    finding = look("--remote", str(folder))["data"]
+    assert finding["level"] == "error"
+    assert "shard.00000.mds" in finding["found"]
+
+
+def test_an_undecodable_first_sample_is_an_error(look, picture_folder):
+    (picture_folder / "0.png").write_bytes(b"no picture")
+    assert look("--remote", str(picture_folder))["data"]["level"] == "error"
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> Iterator[None]:
+    """A store is asked once, for a second."""
+    monkeypatch.setattr(remote, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(remote, "NUM_ATTEMPTS", 1)
+    remote._make_s3_client.cache_clear()
+    yield
+    remote._make_s3_client.cache_clear()
+
+
+def closed_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_bucket_out_of_reach_is_an_error(look, monkeypatch, impatient):
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-length")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    finding = look("--remote", "s3://pictures/{00000..00127}.tar")["data"]
+    assert finding["level"] == "error"
+    assert "EndpointConnectionError" in finding["found"]
+
+
+@pytest.fixture
+def serve() -> Iterator:
+    """A function from a handler to the URL of its server."""
+    servers = []
+
+    def start(handler: type[BaseHTTPRequestHandler]) -> str:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_of_many_tars_behind_a_url_only_the_first_is_copied(look, serve, tmp_path):
+    datasets.write_tars(tmp_path / "tars")
+    asked = []
+
+    class Files(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            content = (tmp_path / "tars" / self.path.lstrip("/")).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    place = f"{serve(Files)}/{{00000..00002}}.tar"
+    assert look("--remote", place, "--data_format", "webdataset")["data"]["level"] == "ok"
+    assert set(asked) == {"/00000.tar"}
+
+
+# --- W&B -----------------------------------------------------------------------------------------
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+VIEWER = '{"data": {"viewer": {"id": "me"}}}'
+
+
+@pytest.fixture
+def wandb(serve, monkeypatch):
+    """A function that starts a server which gives one answer; returns the keys that it sees."""
+
+    def start(code: int, body: str = "{}") -> list[str]:
+        keys: list[str] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                keys.append(self.headers["Authorization"])
+                self.send_response(code)
+                self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+        monkeypatch.setenv("WANDB_BASE_URL", serve(Handler))
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        return keys
+
+    return start
+
+
+def look_at_wandb(look) -> str:
+    finding = look("--wandb_project", "mine")["W&B"]
+    assert KEY not in json.dumps(finding)
+    return finding["level"]
+
+
+def test_nothing_is_asked_unless_a_project_is_named_or_when_offline(look, wandb, monkeypatch):
+    keys = wandb(200)
+    assert look()["W&B"]["level"] == "skipped"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert look_at_wandb(look) == "skipped"
+    assert keys == []
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "level"),
+    [
+        (200, VIEWER, "ok"),
+        (401, "{}", "error"),
+        (200, '{"data": {"viewer": null}}', "error"),
+        (502, "{}", "error"),
+        (302, VIEWER, "error"),  # the key must not follow it
+        (200, "<html>", "error"),
+    ],
+)
+def test_the_answer_to_the_key_decides(look, wandb, code, body, level):
+    keys = wandb(code, body)
+    assert look_at_wandb(look) == level
+    assert len(keys) == 1
+
+
+def test_a_server_out_of_reach_is_an_error(look, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert look_at_wandb(look) == "error"
+
+
+def test_the_key_of_a_netrc_file_is_used(look, wandb, monkeypatch, tmp_path):
+    wandb(200, VIEWER)
+    monkeypatch.delenv("WANDB_API_KEY")
+    assert look_at_wandb(look) == "warning"
+    (tmp_path / "netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {KEY}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert look_at_wandb(look) == "ok"
