@@ -1,7 +1,7 @@
-"""Which micro-batch is the largest that fits, and which is the fastest?
+"""Finds the largest micro-batch that fits and the fastest one.
 
-Memory that a failed attempt leaves behind would spoil what follows, so every probe is a process of
-its own. The winner is measured once more, in a fresh one and with the settings of the command.
+Every probe is a process of its own, so that none finds memory that a failed one has left behind.
+The fastest is measured once more in a fresh process, with the settings of the command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, find_program, new_folder, run_child
@@ -22,8 +22,7 @@ from sdbench.record.store import FAILED, OK, OOM, write_json
 from sdbench.report.terminal import format_number
 
 FLAG = "--device_train_microbatch_size"
-# What benchmark.py says where the estimate exceeds the memory.
-REFUSED_FOR_MEMORY = "this run is estimated to need more memory"
+MEMORY_REFUSAL = MemoryEstimateError.__name__
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
@@ -63,7 +62,7 @@ class Probe:
     def is_too_large(self) -> bool:
         """Whether it failed, or was refused, for want of memory."""
         if self.outcome.status == FAILED:
-            return self.outcome.was_killed or REFUSED_FOR_MEMORY in self.outcome.reason
+            return self.outcome.was_killed or self.outcome.refused_with == MEMORY_REFUSAL
         return self.outcome.status == OOM
 
 

@@ -79,6 +79,11 @@ def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
     assert "this folder holds something already" in capsys.readouterr().err
 
 
+def test_a_refusal_for_memory_is_a_bound(tmp_path):
+    code, found = search(tmp_path, command=("python", FAKE, "--seed", "7"))
+    assert (code, found["largest_micro_batch"], found["is_bounded_by_memory"]) == (0, 4, True)
+
+
 def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
     code, found = search(tmp_path, command=("python", FAKE, "--seed", "4"))
     assert (code, found) == (1, None)
