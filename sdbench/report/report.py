@@ -79,7 +79,7 @@ def rebuild(results: Path) -> str:
     content = _Content.load(results)
     plots = content.draw_plots(results / RUNS)
     tables = content.make_throughput_tables()
-    data_table = feed_table.make_table(content.loaded)
+    data_table = feed_table.make_data_table(content.loaded)
     ladder = content.make_ladder()
     page = format_page(_make_sections(content, tables, data_table, ladder), plots)
 
