@@ -125,7 +125,7 @@ def _rank_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
                 "threads per rank": one.config[THREADS],
                 "images/s": rate_cell(one),
                 "over one rank with as many threads": _ratio(
-                    one, by_threads.get(_num_threads(one))
+                    one, by_threads.get(_num_threads(one)) if one.num_ranks > 1 else None
                 ),
                 **_cost(one),
             }

@@ -128,7 +128,5 @@ def _measured_under_seed_conditions(
 
 
 def _as_it_is(file: str, rows: Sequence[dict[str, Any]]) -> Table:
-    cells = [
-        {name: make_cell(value, num_digits=6) for name, value in row.items()} for row in rows
-    ]
+    cells = [{name: make_cell(value, num_digits=6) for name, value in row.items()} for row in rows]
     return make_table(cells, name=file, caption=f"{file}.csv, quoted")

@@ -176,9 +176,7 @@ def _settings_table(groups: Groups) -> Table:
     rows = [
         {
             "setting": name,
-            **{
-                f"({letter})": make_cell(config.get(name)) for letter, config in configs.items()
-            },
+            **{f"({letter})": make_cell(config.get(name)) for letter, config in configs.items()},
         }
         for name in names
         if len({str(config.get(name)) for config in configs.values()}) > 1

@@ -21,6 +21,7 @@ LATENTS_IN_WORDS = {
     "moments": "VAE moments made beforehand, text encoder in the step (moments)",
 }
 
+
 def make_tables(
     records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]] = ()
 ) -> list[Table]:

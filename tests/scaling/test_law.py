@@ -10,7 +10,7 @@ import pytest
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.figures import read_figures
-from sdbench.scaling.table import make_points, parse_counts, read_rows, split_batch
+from sdbench.scaling.points import make_points, parse_counts, read_rows, split_batch
 from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
