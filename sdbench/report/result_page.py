@@ -26,6 +26,7 @@ from sdbench.report.throughput_table import describe_notes, group_runs
 # Runs of each configuration by its letter.
 Groups = Mapping[str, list[dict[str, Any]]]
 
+BREAKDOWN = "## Where the time goes"
 RUNS_MARKER = re.compile(r"<!-- begin generated: runs +(?P<patterns>\S.*?) +-->")
 
 
@@ -105,18 +106,19 @@ def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
             _runs_table(groups),
         ),
         (
-            "## Where the time goes",
+            BREAKDOWN,
             "Where the time of a step goes: medians over the runs, of steps behind the measured "
             "window in which the device is waited for between phases.",
             _breakdown_table(groups),
         ),
     )
-    parts = []
-    for number, (heading, caption, table) in enumerate(sections, 1):
-        if table.rows:  # one configuration differs in nothing, and old records have no breakdown
-            parts += [heading, f"**Table {number}.** {caption}", to_markdown(table)]
-        elif table.name == "settings":
+    parts, numbers = [], itertools.count(1)
+    for heading, caption, table in sections:
+        # One configuration differs in no setting, and old records have no breakdown.
+        if table.rows or heading != BREAKDOWN:
             parts.append(heading)
+        if table.rows:
+            parts += [f"**Table {next(numbers)}.** {caption}", to_markdown(table)]
     return "\n\n".join(part for part in parts if part is not None)
 
 
@@ -182,7 +184,7 @@ def _settings_table(groups: Groups) -> Table:
         if len({str(config.get(name)) for config in configs.values()}) > 1
     ]
     left = [f"({letter})" for letter in configs]
-    return make_table(rows, name="settings", left=left)
+    return make_table(rows, left=left)
 
 
 def _throughput_table(groups: Groups) -> Table:

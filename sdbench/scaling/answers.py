@@ -284,7 +284,7 @@ def _cost(one: Estimate) -> dict[str, Any]:
         "95 % interval": _interval(one.days_to_train),
         "GPU-hours": round(one.gpu_hours[0]),
         "cost, USD": _whole(one.cost_usd),
-        "95 % interval of the cost": _interval(one.cost_usd),
+        "95 % interval, USD": _interval(one.cost_usd),
         "energy of the boards, kWh": _whole(one.energy_kwh),
     }
 

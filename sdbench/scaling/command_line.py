@@ -161,15 +161,9 @@ def _add_flags(add: Callable[..., Any], command: str) -> None:
         _add_file(add, "--prices", PRICES_FILE)
     if command == "predict":
         add("--num_gpus", required=True, metavar="LIST", help="e.g. 8,16,64 or 8,16,...,512")
-        add(
-            "--global_batch", type=_positive_int, metavar="N", help="(default: that of the figures)"
-        )
-        add(
-            "--device_batch",
-            type=_positive_int,
-            metavar="N",
-            help="images of each GPU, weak scaling",
-        )
+        count = {"type": _positive_int, "metavar": "N"}
+        add("--global_batch", **count, help="(default: that of the figures)")
+        add("--device_batch", **count, help="images of each GPU, weak scaling")
     if command == "cost":
         add(
             "--images_per_second",

@@ -132,7 +132,7 @@ def estimate(
         days_to_train=days,
         gpu_hours=gpu_hours,
         cost_usd=gpu_hours * (price.value if price else math.nan),
-        energy_kwh=gpu_hours * (power.value if power else math.nan) / 1000,
+        energy_kwh=gpu_hours * (power.value / 1000 if power else math.nan),
     )
 
 

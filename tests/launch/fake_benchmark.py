@@ -1,8 +1,8 @@
 """Stands in for benchmark.py where only what starts it is under test: quick, and without torch.
 
 What it does is said by the micro-batch, 8 and more run out of memory, and by the seed: 2 hangs, 3
-is killed, 4 is bad input, 7 is refused from 8 images on for memory, 5 takes a second, 6 writes the record of another version. Every start
-leaves a line in $STARTS.
+is killed, 4 is bad input, 5 takes a second, 6 writes the record of another version, 7 refuses 8
+images and more for memory. Every start leaves a line in $STARTS.
 """
 
 from __future__ import annotations
