@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import fcntl
@@ -30,6 +31,7 @@ from sdbench.record.store import (
     load_record,
     replace_file,
 )
+from sdbench.settings.config import SECONDS, parse_value
 
 OUTPUT_NAME = "output.log"
 REFUSAL_NAME = "refusal.json"
@@ -107,8 +109,39 @@ def find_program(command: Sequence[str]) -> list[str]:
     return [program, *command[1:]]
 
 
+def parse_flags_and_command(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, default_folder: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read the flags before the first ``--`` and the command behind it.
+
+    Args:
+        parser: The program's own flags; gets --folder and --timeout_s.
+        argv: Arguments; None takes those of the process.
+        default_folder: The default of --folder, for the help text.
+
+    Returns:
+        The flags' values, with timeout_s in seconds, and the command as `find_program` returns it.
+
+    Raises:
+        ConfigError: The time-out is none, or the command cannot be run.
+    """
+    parser.add_argument("--folder", type=Path, help=f"for the runs (default: {default_folder})")
+    parser.add_argument("--timeout_s", metavar="S", help="end a run after so many seconds")
+    own, command = split_command(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    if arguments.timeout_s is not None:
+        arguments.timeout_s = parse_value("timeout_s", arguments.timeout_s, kind=SECONDS)
+    return arguments, find_program(command)
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before the first ``--`` and those behind it."""
+    position = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:position]), list(argv[position + 1 :])
+
+
 def new_folder(given: Path | None, *, prefix: str) -> Path:
-    """A folder that holds nothing yet, for runs that belong together.
+    """Make an empty folder for runs that belong together.
 
     Args:
         given: The user's; None makes ``runs/<prefix>_<time>``.
@@ -157,8 +190,8 @@ def make_folder(folder: Path) -> None:
 def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
     """Run a command in a process of its own to its end.
 
-    It, and all that it has started, end with this process, however this one ends. Another command
-    in the same parent folder begins only when nothing of the one before is left.
+    The command and all that it has started end with this process, however this one ends. Another
+    command in the same parent folder begins only when no process of the one before is left.
 
     Args:
         command: Program and arguments; ``--results_dir FOLDER`` is added.
@@ -224,7 +257,7 @@ def _explain(
     status: str | None = None,
     reason: str | None = None,
 ) -> Outcome:
-    """Put together what the record says and how the process ended."""
+    """Combine the record and the end of the process into an outcome."""
     record, run_folder, complaint = _find_record(folder)
     refused = refusal.read_refusal(folder / REFUSAL_NAME)
     crashed = CRASHED_RANK.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))

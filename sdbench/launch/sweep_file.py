@@ -1,7 +1,7 @@
-"""Which runs does a sweep file ask for?
+"""Reads and checks sweep files.
 
-A YAML file names a launcher and settings of benchmark.py: `base` holds for every cell, `grid` is
-multiplied out, `list` names cells one by one. Everything is checked before anything is started.
+A sweep file is YAML with a launcher and settings of benchmark.py: `base` holds for every cell,
+`grid` is multiplied out, `list` names cells one by one. All is checked before a run is started.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def described(self) -> str:
-        """What it varies, for a person: without secrets."""
+        """The settings that it varies, as text without secrets."""
         varied = redact_values(self.varied)
         settings = ", ".join(f"{name}={value}" for name, value in varied.items())
         return settings or "the one cell"

@@ -1,8 +1,8 @@
-"""How is a chart drawn, so that it looks the same wherever and whenever it is made?
+"""Draws charts that are the same wherever and whenever they are made.
 
-Charts get colours that colour-blind readers can tell apart, units on every axis, and below them a
-line that says where the figures come from. They are drawn without pyplot and without the moment of
-drawing in the file, so that the same records give the same bytes.
+Charts have colours that colour-blind readers can tell apart, units on every axis, and below them
+the sources of their figures. They are drawn without pyplot and without a date in the file, so that
+the same records give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What did others publish, and what do models predict?
+"""Tables of other people's figures and of predictions.
 
 Tables of other people's figures lie in results/quoted, predictions in results/modelled. Those with
 images/s become rows beside the measured ones; the others, days and costs, are shown as they are.

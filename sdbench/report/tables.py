@@ -97,7 +97,8 @@ def make_table(
         for row in map(dict.items, rows)
     ]
     headings = dict.fromkeys(heading for row in rows for heading in row)
-    cells = [[row.get(heading, make_cell(None)) for heading in headings] for row in rows]
+    missing = make_cell(None)
+    cells = [[row.get(heading, missing) for heading in headings] for row in rows]
     columns = [
         Column(heading, heading not in left and not any(isinstance(one.value, str) for one in each))
         for heading, each in zip(headings, zip(*cells, strict=True), strict=True)

@@ -1,6 +1,6 @@
-"""How sure is a throughput figure, and is one faster than another?
+"""Confidence intervals of throughput and comparisons of sets of runs.
 
-Pure numbers. The run is the unit of replication: an interval from the steps of one run is labelled
+The run is the unit of replication: an interval from the steps of one run is labelled
 within-run, one from several runs between-runs. A rate is images over time, never a mean of rates.
 """
 

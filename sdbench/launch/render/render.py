@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.launch.child import split_command
 from sdbench.launch.render import slurm
 from sdbench.launch.render.manifest import find_faults
 from sdbench.launch.render.pods import Pod, list_pods
@@ -27,7 +28,6 @@ from sdbench.launch.render.variables import (
     find_values,
     names_in,
 )
-from sdbench.launch.repeat import split_command
 from sdbench.settings.config import parse_request
 
 FOLDER = Path(__file__).resolve().parents[3] / "multi-node"
