@@ -62,7 +62,7 @@ class Match:
         columns: Settings that rows were matched on.
         compared: Settings that were compared across: the values of baseline and candidate.
         missing_on: Settings that only one side tells, and the name of the other.
-        origins: What differs beside the settings: the values of baseline and candidate.
+        origins: Other differences: the values of baseline and candidate.
         pairs: Configurations on both sides, in the order of the baseline.
         only_baseline: Runs of each configuration that the candidate lacks.
         only_candidate: Runs of each that the baseline lacks.
@@ -200,7 +200,7 @@ def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]
 def _check_both_tell(
     told: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
 ) -> None:
-    """Where one side does not tell whether its images are the same work, nobody knows."""
+    """Refuse sides of which only one tells the work of an image."""
     for column in ("latents", "image_size"):
         silent = [side.name for side, names in zip(sides, told, strict=True) if column not in names]
         if len(silent) == 1 and column not in allow:

@@ -32,9 +32,9 @@ class Side:
     """The figures of one side.
 
     Attributes:
-        name: What the user called it.
+        name: Its path or its value in the column.
         rows: Rows with a figure.
-        left_out: How many rows were left out, by reason.
+        left_out: Number of rows left out, by reason.
     """
 
     name: str
@@ -71,7 +71,7 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
     """Keep the rows that have a figure, and count the others.
 
     Args:
-        name: What the user called this side.
+        name: Its path or its value in the column.
         rows: Rows of any status.
 
     Raises:

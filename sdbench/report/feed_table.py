@@ -202,7 +202,7 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
         "job": row["job"],
         "data": row["data"],
         "format": row["data_format"],
-        # What is read: encoding a data set reads images.
+        # The samples that are read: encoding a data set reads images.
         "samples": "latents" if row["latents"] == "precomputed" else "images",
         "px": row["image_size"],
         "batch": row["batch_size"],

@@ -40,7 +40,7 @@ TEXT_COLUMNS = frozenset(
         "reason",
     }
 )
-# A rate or a count that is there has to be a number: everything is computed from these.
+# Rates and counts must be numbers, or empty cells.
 RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high")
 COUNT_COLUMNS = ("num_gpus", "image_size", "global_batch", "images_per_step")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -183,7 +183,7 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
     """Turn ``COLUMN=VALUE`` texts into conditions on rows.
 
     Args:
-        texts: What the user gave.
+        texts: The conditions.
         flag: The flag that they gave it with.
 
     Raises:
@@ -235,9 +235,9 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
     """The name that is equal to this one, or the only one that begins with it.
 
     Args:
-        name: What the user gave.
-        names: What there is.
-        what: What was wrong if there is none.
+        name: The text to look for.
+        names: The names that exist.
+        what: The error if there is none.
         flag: The flag that they gave it with.
 
     Raises:

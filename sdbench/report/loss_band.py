@@ -26,7 +26,7 @@ from sdbench.report.tables import Cell, Table, make_cell, make_table
 from sdbench.report.throughput_table import describe_device
 from sdbench.settings.presets import PRESETS
 
-# What the reference may have on top of seed: in fp32 it computes the same numbers in less time.
+# Settings of the reference that may differ from seed: in fp32 they change the speed only.
 OF_REFERENCE = {"precision", "optimizer", "optimizer_params", "cpu_allocator", THREADS}
 NUM_STEPS = 50
 NUM_OTHER_WEIGHTS = 5

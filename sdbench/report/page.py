@@ -31,7 +31,7 @@ def format_page(sections: Sequence[Section], plots: Sequence[Plot]) -> str:
     """Fill the template.
 
     Args:
-        sections: What the page shows before the plots.
+        sections: Shown above the plots.
         plots: Charts, drawn.
 
     Returns:

@@ -34,7 +34,7 @@ def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
 
     Args:
         folder: Holds CSV files; none at all if it is not there.
-        kind: What the rows are, unless they say it themselves.
+        kind: Kind of the rows without one.
 
     Returns:
         Rows by the name of their file.

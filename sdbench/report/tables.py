@@ -112,7 +112,7 @@ def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> C
     Args:
         value: Text, a number, a yes or no, or None.
         num_digits: Significant figures of a float; whole numbers are shown in full.
-        unknown: What stands for None.
+        unknown: Text for None.
     """
     if value is None:
         return Cell(unknown, None)

@@ -51,8 +51,8 @@ class Series:
     """Figures that differ in one quantity only.
 
     Attributes:
-        device: What they ran on.
-        settings: What else they have in common, in words.
+        device: Name of the device.
+        settings: Their other common settings, as text.
         kind: measured, quoted or modelled.
         source: Where they come from.
         has_ema: Whether an EMA was kept; None where that is not told.
@@ -178,7 +178,7 @@ def _collect(
 
 
 def _line_of(series: Series) -> tuple[str, str, str]:
-    """What a lone figure must share with a line to be drawn beside it, e.g. the one without EMA."""
+    """Key that a single figure shares with a line, beside which it is drawn (e.g. without EMA)."""
     return series.device, series.settings, series.source
 
 
@@ -202,7 +202,7 @@ def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
 
 
 def _settings(row: dict[str, Any]) -> list[Any]:
-    """What tells two series of one device apart."""
+    """Settings that distinguish two series of one device."""
     model = row.get("model")
     return [
         None if model == USUAL_MODEL else model,

@@ -16,37 +16,7 @@ from sdbench.scaling.cost import PRICES_FILE, Amount, Estimate, Recipe, Tariff
 from sdbench.scaling.points import IMAGE_SIZE, Row, known_values
 from sdbench.statistics.law import Prediction, Setup, StepLaw
 
-# Columns of a table of figures, and those that only a prediction has.
-PREDICTION_COLUMNS = (
-    "source",
-    "kind",
-    "gpu",
-    "num_gpus",
-    "image_size",
-    "latents",
-    "ema",
-    "micro_batch",
-    "global_batch",
-    "images_per_step",
-    "images_per_second",
-    "images_per_second_low",
-    "images_per_second_high",
-    "precision",
-    "engine",
-    "model",
-    "preset",
-    "num_micro_batches",
-    "last_micro_batch",
-    "step_time_s",
-    "speed_up",
-    "efficiency_percent",
-    "extrapolated",
-)
 AMOUNTS = ("days_to_train", "gpu_hours", "cost_usd", "energy_kwh")
-COST_COLUMNS = (
-    *("source", "kind", "gpu", "num_gpus", "recipe", "latents"),
-    *(f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")),
-)
 
 
 def format_lines(lines: Sequence[str]) -> str:
@@ -129,21 +99,31 @@ def prediction_rows(
 
     Args:
         predictions: From the fewest GPUs on.
-        common: Values of all rows: source, gpu, image_size, ...
+        common: Values of all rows: source, image_size and the columns of `KIND_OF_WORK`.
         asked_images: The global batch that was asked for; None where it grows with the GPUs.
     """
     rows = []
     for one in predictions:
-        speed_up, efficiency = _gain(one, predictions[0])
-        of_setup = ("num_gpus", "micro_batch", "images_per_step", "num_micro_batches")
-        of_rate = ("images_per_second", "images_per_second_low", "images_per_second_high")
+        setup, (speed_up, efficiency) = one.setup, _gain(one, predictions[0])
         rows.append(
             {
-                **common,
+                "source": common["source"],
                 "kind": "modelled",
-                **{name: getattr(one.setup, name) for name in (*of_setup, "last_micro_batch")},
-                **{name: getattr(one, name) for name in (*of_rate, "step_time_s")},
-                "global_batch": asked_images or one.setup.images_per_step,
+                "gpu": common["gpu"],
+                "num_gpus": setup.num_gpus,
+                "image_size": common["image_size"],
+                "latents": common["latents"],
+                "ema": common["ema"],
+                "micro_batch": setup.micro_batch,
+                "global_batch": asked_images or setup.images_per_step,
+                "images_per_step": setup.images_per_step,
+                "images_per_second": one.images_per_second,
+                "images_per_second_low": one.images_per_second_low,
+                "images_per_second_high": one.images_per_second_high,
+                **{name: common[name] for name in ("precision", "engine", "model", "preset")},
+                "num_micro_batches": setup.num_micro_batches,
+                "last_micro_batch": setup.last_micro_batch,
+                "step_time_s": one.step_time_s,
                 "speed_up": speed_up,
                 "efficiency_percent": 100 * efficiency,
                 "extrapolated": one.is_extrapolated,
@@ -187,12 +167,15 @@ def format_estimates(estimates: Sequence[Estimate]) -> str:
 def estimate_rows(
     estimates: Sequence[Estimate], *, common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Estimates as rows of a CSV file; `common` holds the values of all rows."""
+    """Estimates as rows of a CSV file; `common` has source, gpu, recipe and latents."""
     return [
         {
-            **common,
+            "source": common["source"],
             "kind": "modelled",
+            "gpu": common["gpu"],
             "num_gpus": one.num_gpus,
+            "recipe": common["recipe"],
+            "latents": common["latents"],
             **{
                 f"{name}{end}": None if math.isnan(number) else float(number)
                 for name in AMOUNTS

@@ -80,7 +80,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
         names = " and ".join(path.name for path in arguments.tables)
         common["source"] = f"step law fitted to {names} ({_source_of(rows)})"
         found = answers.prediction_rows(predictions, common=common, asked_images=global_batch)
-        _write(arguments.out, found, columns=answers.PREDICTION_COLUMNS)
+        _write(arguments.out, found)
     return 0
 
 
@@ -107,7 +107,7 @@ def run_cost(arguments: argparse.Namespace) -> int:
             "latents": _only(rows, "latents"),
         }
         found = answers.estimate_rows(estimates, common=common)
-        _write(arguments.out, found, columns=answers.COST_COLUMNS)
+        _write(arguments.out, found)
     return 0
 
 
@@ -269,9 +269,9 @@ def _setup(
     return split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
 
 
-def _write(path: Path, rows: Sequence[Row], *, columns: Sequence[str]) -> None:
+def _write(path: Path, rows: Sequence[Row]) -> None:
     print()
-    write_out(path, format_csv(rows, columns=columns))
+    write_out(path, format_csv(rows, columns=tuple(rows[0])))
 
 
 def _source_of(rows: Sequence[Row]) -> str:

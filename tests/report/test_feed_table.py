@@ -1,4 +1,4 @@
-"""What is printed, tabulated and published of runs that load data without a model."""
+"""The text, table and publication of runs that load data without a model."""
 
 from __future__ import annotations
 

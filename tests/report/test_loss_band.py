@@ -1,4 +1,4 @@
-"""Is a recipe whose arithmetic has changed the training told from one that has not?"""
+"""The band of losses tells recipes that change the training from those that do not."""
 
 from __future__ import annotations
 

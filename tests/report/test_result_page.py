@@ -1,4 +1,4 @@
-"""What does the page of one result take from the records?"""
+"""The generated parts of the page of one result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which number of GPUs to take, on a table whose law is known."""
+"""The choice of a number of GPUs, on a table whose law is known."""
 
 from __future__ import annotations
 
