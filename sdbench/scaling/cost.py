@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.yaml_file import read_mapping
 from sdbench.report.figures import find_name
 
 # A number and the low and high end of its 95 % interval; NaN is not known, or without a bound.
@@ -146,7 +147,7 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
     Raises:
         ConfigError: If the file is none of recipes, or has no such one.
     """
-    content = _load_yaml(path, flag="--recipes")
+    content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
     key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
     try:
         values = content[key]
@@ -212,7 +213,8 @@ def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
 
 
 def _load_tariffs(path: Path, key: str, *, per: str, unit: str) -> list[dict[str, Any]]:
-    rows = _load_yaml(path, flag="--prices").get(key) or []
+    allowed = f"a YAML file like {PRICES_FILE.name}"
+    rows = read_mapping(path, allowed=allowed, flag="--prices").get(key) or []
     needed = {"gpus", "value", "unit", "per", "source", "date"}
     if key == "prices":
         needed.add("name")
@@ -246,25 +248,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _load_yaml(path: Path, *, flag: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the file cannot be read ({' '.join(str(error).split())})",
-            value=str(path),
-            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
-            flag=flag,
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            "the file has no keys",
-            value=str(path),
-            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
-            flag=flag,
-        )
-    return content
