@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.output import protected_output
+from sdbench.base.refusal import report_refusal
 from sdbench.ranks.distributed import Ranks, let_first_rank_end
 from sdbench.settings.config import Request, parse_request
 
@@ -69,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = Ranks.from_environment()
         if ranks.rank == 0:  # every rank has found the same
             print(f"error: {error}", file=sys.stderr)
+            report_refusal(error)
         let_first_rank_end(ranks)
         return 2
     except RunError as error:  # before there was a run
         print(f"error: {error}", file=sys.stderr)
+        report_refusal(error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.output import protected_output
+from sdbench.base.refusal import report_refusal
 from sdbench.data.source import SourceConfig
 from sdbench.settings.config import (
     DATA,
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(_parse(argv), command=list(sys.argv[1:] if argv is None else argv))
     except (ConfigError, RunError) as error:  # before there is a record
         print(f"error: {error}", file=sys.stderr)
+        report_refusal(error)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

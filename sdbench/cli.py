@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.output import protected_output
+from sdbench.base.refusal import report_refusal
 from sdbench.base.secrets import redact
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return getattr(importlib.import_module(module), function)(rest)
     except (ConfigError, RunError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
+        report_refusal(error)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:  # a full disk, a folder that may not be read
         print(f"error: {redact(str(error))}", file=sys.stderr)

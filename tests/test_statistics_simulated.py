@@ -1,4 +1,4 @@
-"""Do intervals and verdicts keep their word, on runs whose truth is known?
+"""Coverage of intervals and error rates of verdicts, on simulated runs.
 
 2,000 pairs of series of runs, as the steps of a training come: a step's time varies by 3 % and
 resembles the one before it (lag-1 correlation 0.5 or 0.8), and runs differ by 1 % among themselves.

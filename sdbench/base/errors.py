@@ -1,4 +1,4 @@
-"""Which mistakes are the user's, and how are they told?
+"""Errors that a person reads, with the exit code of each.
 
 Every message about bad input carries four facts: what was wrong, the value received, what is
 allowed, and the flag that changes it. `ConfigError` is for people; our own invariants are asserts.
@@ -30,7 +30,11 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[object, tuple[str]]:
         """Let the error travel between ranks: pickle cannot call keyword-only arguments itself."""
         facts = {"value": self.value, "allowed": self.allowed, "flag": self.flag}
-        return functools.partial(ConfigError, **facts), (self.what,)
+        return functools.partial(type(self), **facts), (self.what,)
+
+
+class MemoryEstimateError(ConfigError):
+    """A run is estimated to need more memory than there is."""
 
 
 class RunError(RuntimeError):

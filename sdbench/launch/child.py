@@ -1,7 +1,8 @@
-"""What became of a measuring command that ran in a process of its own?"""
+"""Runs a measuring command in a process of its own and says how it ended."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import fcntl
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.base import refusal
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.secrets import redact
@@ -29,8 +31,10 @@ from sdbench.record.store import (
     load_record,
     replace_file,
 )
+from sdbench.settings.config import SECONDS, parse_value
 
 OUTPUT_NAME = "output.log"
+REFUSAL_NAME = "refusal.json"
 LOCK_NAME = ".measuring"
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
@@ -38,8 +42,8 @@ GRACE_S = 20.0
 NUM_TAIL_LINES = 12
 MAX_TAIL_BYTES = 64 * 1024
 MAX_REASON_LENGTH = 300
-# What `composer` says of the rank that ended first. Its own exit code is that of the first rank by
-# number, which may be one that it has ended itself.
+# What Composer 0.32.1 logs of the rank that ended first. It tells that nowhere else: its own exit
+# code is that of the first rank by number, which may be one that it has ended itself.
 CRASHED_RANK = re.compile(r"Rank (\d+) crashed with exit code (-?\d+)\b")
 # The last line of a Python traceback.
 RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*")
@@ -55,6 +59,7 @@ class Outcome:
         exit_code: Of the command; one that a signal ended has 128 plus its number.
         duration_s: From its start to its end.
         was_killed: It, or a rank of it, got SIGKILL, as from the out-of-memory killer.
+        refused_with: Class of the error that it was refused with; None if it was not refused.
         run_folder: The folder of its record, or None if it left none.
         record: The record, or None.
     """
@@ -64,6 +69,7 @@ class Outcome:
     exit_code: int
     duration_s: float
     was_killed: bool
+    refused_with: str | None
     run_folder: Path | None
     record: dict[str, Any] | None
 
@@ -103,8 +109,39 @@ def find_program(command: Sequence[str]) -> list[str]:
     return [program, *command[1:]]
 
 
+def parse_flags_and_command(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, default_folder: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read the flags before the first ``--`` and the command behind it.
+
+    Args:
+        parser: The program's own flags; gets --folder and --timeout_s.
+        argv: Arguments; None takes those of the process.
+        default_folder: The default of --folder, for the help text.
+
+    Returns:
+        The flags' values, with timeout_s in seconds, and the command as `find_program` returns it.
+
+    Raises:
+        ConfigError: The time-out is none, or the command cannot be run.
+    """
+    parser.add_argument("--folder", type=Path, help=f"for the runs (default: {default_folder})")
+    parser.add_argument("--timeout_s", metavar="S", help="end a run after so many seconds")
+    own, command = split_command(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    if arguments.timeout_s is not None:
+        arguments.timeout_s = parse_value("timeout_s", arguments.timeout_s, kind=SECONDS)
+    return arguments, find_program(command)
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before the first ``--`` and those behind it."""
+    position = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:position]), list(argv[position + 1 :])
+
+
 def new_folder(given: Path | None, *, prefix: str) -> Path:
-    """A folder that holds nothing yet, for runs that belong together.
+    """Make an empty folder for runs that belong together.
 
     Args:
         given: The user's; None makes ``runs/<prefix>_<time>``.
@@ -153,8 +190,8 @@ def make_folder(folder: Path) -> None:
 def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
     """Run a command in a process of its own to its end.
 
-    It, and all that it has started, end with this process, however this one ends. Another command
-    in the same parent folder begins only when nothing of the one before is left.
+    The command and all that it has started end with this process, however this one ends. Another
+    command in the same parent folder begins only when no process of the one before is left.
 
     Args:
         command: Program and arguments; ``--results_dir FOLDER`` is added.
@@ -175,6 +212,7 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, refusal.VARIABLE: str((folder / REFUSAL_NAME).absolute())},
                 pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
                 # Ctrl-C reaches this process only, which ends the command itself.
                 start_new_session=True,
@@ -219,8 +257,9 @@ def _explain(
     status: str | None = None,
     reason: str | None = None,
 ) -> Outcome:
-    """Put together what the record says and how the process ended."""
+    """Combine the record and the end of the process into an outcome."""
     record, run_folder, complaint = _find_record(folder)
+    refused = refusal.read_refusal(folder / REFUSAL_NAME)
     crashed = CRASHED_RANK.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
     cause = exit_code if crashed is None else int(crashed[2])
     was_killed = _signal_of(cause) == signal.SIGKILL
@@ -234,9 +273,8 @@ def _explain(
     elif status is None:
         lines = tail(folder).splitlines() or ["no output"]
         raised = [line for line in lines if RAISED.match(line)]
-        errors = [line for line in lines if line.startswith("error: ")]
-        status = FAILED
-        reason = f"{ended}: {complaint or [*lines, *raised, *errors][-1]}"
+        said = refused["message"] if refused else [*lines, *raised][-1]
+        status, reason = FAILED, f"{ended}: {complaint or said}"
     if was_killed and status == FAILED:
         who = "it" if crashed is None else f"rank {crashed[1]}"
         reason = f"{who} got SIGKILL, as from the out-of-memory killer: {reason}"
@@ -246,6 +284,7 @@ def _explain(
         exit_code=exit_code,
         duration_s=duration_s,
         was_killed=was_killed,
+        refused_with=refused["error"] if refused else None,
         run_folder=run_folder,
         record=record,
     )

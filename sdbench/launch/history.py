@@ -1,4 +1,4 @@
-"""How long will runs take, going by those that have been made?"""
+"""Estimates the duration of runs from earlier ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of, load_recor
 from sdbench.settings.config import FIELDS
 
 HISTORY = Path("runs")
-# What decides, more than anything else, how long a run takes.
+# The settings that matter most for the duration of a run.
 DECISIVE = ("model_name", "image_size", "latents")
 
 
@@ -38,7 +38,7 @@ def estimate_durations(pending: Sequence[Run], *, done: Sequence[Run]) -> list[f
 
 
 def _load(path: Path) -> dict[str, Any] | None:
-    """A record that can tell a duration; one that cannot be read is named, and tells none."""
+    """A record with a duration, or None; a record that cannot be read is named on stderr."""
     try:
         record = load_record(path)
     except (ValueError, OSError) as error:

@@ -1,7 +1,6 @@
-"""How much does the same measurement differ from run to run?
+"""The command `python -m sdbench repeat`: one measurement several times, each in fresh processes.
 
-The run is the unit of replication: only an interval over runs in fresh processes says what the next
-run will give.
+The run is the unit of replication: only an interval over runs predicts the next run.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import Outcome, find_program, new_folder, run_child, tail
+from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child, tail
 from sdbench.launch.eta import Countdown
 from sdbench.record.store import OK, write_json
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.settings.config import SECONDS, parse_value
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
 
 EPILOG = """\
@@ -70,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What the runs came to.
+    """The content of repeat.json.
 
     Returns:
-        Each run with its rate, and over those that ended well their median, spread and, from three
-        runs, interval between runs.
+        Each run with its rate; over those that ended well their median and spread and, from three
+        runs, the interval between runs.
     """
-    summaries = [outcome.record["summary"] for outcome in outcomes if outcome.status == OK]
-    rates = [summary["images_per_second"] for summary in summaries]
+    summaries = [one.record["summary"] if one.status == OK else {} for one in outcomes]
+    rates = [summary["images_per_second"] for summary in summaries if summary]
     interval = between_runs_interval(rates)
     return {
         "runs": [
@@ -85,13 +82,11 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "run": None if outcome.run_folder is None else outcome.run_folder.name,
                 "status": outcome.status,
                 "reason": outcome.reason,
-                "images_per_second": outcome.record["summary"]["images_per_second"]
-                if outcome.status == OK
-                else None,
-                "flags": outcome.record["summary"].get("flags", []) if outcome.status == OK else [],
+                "images_per_second": summary.get("images_per_second"),
+                "flags": summary.get("flags", []),
                 "duration_s": outcome.duration_s,
             }
-            for outcome in outcomes
+            for outcome, summary in zip(outcomes, summaries, strict=True)
         ],
         "num_ok": len(rates),
         "images_per_second_median": statistics.median(rates) if rates else None,
@@ -107,7 +102,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """What a person reads when all runs have ended."""
+    """The printed result of all runs."""
     if not summary["num_ok"]:
         return "no run ended well"
     lines = [
@@ -141,27 +136,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("times", type=int, metavar="N", help="how many runs")
-    parser.add_argument("--folder", type=Path, help="where they go (default: runs/repeat_<time>)")
-    parser.add_argument("--timeout_s", metavar="S", help="end a run after so many seconds")
-    own, command = split_command(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
+    arguments, command = parse_flags_and_command(parser, argv, default_folder="runs/repeat_<time>")
     if arguments.times < 1:
         raise ConfigError(
             "there is nothing to run", value=arguments.times, allowed="1 or more", flag="N"
         )
-    arguments.timeout_s = parse_timeout(arguments.timeout_s)
-    return arguments, find_program(command)
-
-
-def parse_timeout(text: str | None) -> float | None:
-    """The value of --timeout_s, or None for no bound."""
-    return None if text is None else parse_value("timeout_s", text, kind=SECONDS)
-
-
-def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first ``--`` and what behind it."""
-    position = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:position]), list(argv[position + 1 :])
+    return arguments, command
 
 
 def _describe(outcome: Outcome) -> str:

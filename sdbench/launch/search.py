@@ -1,7 +1,7 @@
-"""Which micro-batch is the largest that fits, and which is the fastest?
+"""Finds the largest micro-batch that fits and the fastest one.
 
-Memory that a failed attempt leaves behind would spoil what follows, so every probe is a process of
-its own. The winner is measured once more, in a fresh one and with the settings of the command.
+Every probe is a process of its own, so that none finds memory that a failed one has left behind.
+The fastest is measured once more in a fresh process, with the settings of the command.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import Outcome, find_program, new_folder, run_child
-from sdbench.launch.repeat import parse_timeout, split_command
+from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child
 from sdbench.record.store import FAILED, OK, OOM, write_json
 from sdbench.report.terminal import format_number
 
 FLAG = "--device_train_microbatch_size"
-# What benchmark.py says where the estimate exceeds the memory.
-REFUSED_FOR_MEMORY = "this run is estimated to need more memory"
+MEMORY_REFUSAL = MemoryEstimateError.__name__
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
@@ -44,7 +42,7 @@ GPUs, and on a CPU one micro-batch per rank, which then grows with the micro-bat
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What a micro-batch came to.
+    """A micro-batch and the outcome of its run.
 
     Attributes:
         micro_batch: Images per forward and backward pass on one rank.
@@ -63,12 +61,12 @@ class Probe:
     def is_too_large(self) -> bool:
         """Whether it failed, or was refused, for want of memory."""
         if self.outcome.status == FAILED:
-            return self.outcome.was_killed or REFUSED_FOR_MEMORY in self.outcome.reason
+            return self.outcome.was_killed or self.outcome.refused_with == MEMORY_REFUSAL
         return self.outcome.status == OOM
 
 
 class Search:
-    """Probes micro-batches and remembers what each came to."""
+    """Probes micro-batches, each once."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float | None) -> None:
         """Prepare a search.
@@ -84,7 +82,7 @@ class Search:
         self._timeout_s = timeout_s
 
     def probe(self, micro_batch: int) -> Probe:
-        """Run a micro-batch for a few steps, once.
+        """Run a micro-batch for a few steps, unless it has been.
 
         Raises:
             RunError: It failed for another reason than memory.
@@ -171,7 +169,7 @@ def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search.
+    """Run the command `search`.
 
     Args:
         argv: Flags, and behind ``--`` the command.
@@ -209,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summarize(search: Search, final: Outcome | None) -> dict[str, Any]:
-    """What the search found, for search.json.
+    """The content of search.json.
 
     Args:
         search: With at least one probe that fits.
@@ -224,23 +222,21 @@ def summarize(search: Search, final: Outcome | None) -> dict[str, Any]:
         "run": final.run_folder.name if has_figure else None,
         "probes": [
             {
-                "micro_batch": probe.micro_batch,
+                "micro_batch": micro_batch,
                 "status": probe.outcome.status,
                 "reason": probe.outcome.reason,
-                "images_per_second": probe.outcome.record["summary"]["images_per_second"]
-                if probe.fits
-                else None,
-                "peak_memory_gib": probe.outcome.record["summary"]["peak_memory_gib"]
-                if probe.fits
-                else None,
+                **{
+                    name: probe.outcome.record["summary"][name] if probe.fits else None
+                    for name in ("images_per_second", "peak_memory_gib")
+                },
             }
-            for probe in sorted(search.probes.values(), key=lambda p: p.micro_batch)
+            for micro_batch, probe in sorted(search.probes.items())
         ],
     }
 
 
 def describe(outcome: Outcome) -> str:
-    """What a run came to, in a line."""
+    """The outcome of a run in a line."""
     if outcome.status != OK:
         return f"{outcome.status}, {for_terminal(outcome.reason)}"
     summary = outcome.record["summary"]
@@ -271,10 +267,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help=f"between powers of two try multiples of it only (default: {DEFAULT_MULTIPLE})",
     )
-    parser.add_argument("--timeout_s", metavar="S", help="bound on each run")
-    parser.add_argument("--folder", type=Path, help="for the runs (default: runs/search_<time>)")
-    own, command = split_command(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
+    arguments, command = parse_flags_and_command(parser, argv, default_folder="runs/search_<time>")
     for name in ("max_micro_batch", "multiple_of"):
         if getattr(arguments, name) < 1:
             raise ConfigError(
@@ -290,5 +283,4 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             allowed="a command without it",
             flag="COMMAND",
         )
-    arguments.timeout_s = parse_timeout(arguments.timeout_s)
-    return arguments, find_program(command)
+    return arguments, command

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.launch.child import new_folder
+from sdbench.launch.child import new_folder, split_command
 from sdbench.launch.eta import Countdown
-from sdbench.launch.repeat import split_command
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record, write_json
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_rates

@@ -1,7 +1,7 @@
-"""How fast is each of many configurations?
+"""The command `python -m sdbench sweep`: many configurations, each run in a process of its own.
 
-Every run is a process of its own. One that runs out of memory, fails or takes too long is a row
-like any other, and a sweep that was interrupted goes on where it was.
+A run that is out of memory, fails or takes too long is a row like any other. A sweep that was
+interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import OK, OOM, TIMEOUT, replace_file
-from sdbench.report.tables import Column, Table, make_cell
+from sdbench.report.tables import Table, make_cell, make_table
 from sdbench.report.terminal import format_rate
 from sdbench.report.text_table import to_terminal
 
 RETRYABLE = ("failed", "oom", "timeout", "invalid")
-# What a setting of benchmark.py is called in a table of figures, where that is another name.
+# Columns in a table of figures of the settings that have another name there.
 COLUMN_OF_SETTING = {
     "use_ema": "ema",
     "device_train_microbatch_size": "micro_batch",
@@ -59,7 +59,7 @@ was invalid, and 130 after Ctrl-C.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make, or go on with, a sweep.
+    """Begin a sweep or go on with it.
 
     Args:
         argv: The sweep file and flags.
@@ -88,23 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         finally:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
-    print(f"\n{to_terminal(make_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
+    print(f"\n{to_terminal(make_sweep_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
     _warn_of_machines(runs)
     _say_what_is_missing(runs)
     ended = [outcome for run in runs if (outcome := run.outcome()) is not None]
     return 0 if ended and all(outcome["status"] in (OK, OOM) for outcome in ended) else 1
 
 
-def make_table(runs: Sequence[Run]) -> Table:
-    """What varied, and what it came to, a line for each run."""
+def make_sweep_table(runs: Sequence[Run]) -> Table:
+    """The settings that varied and the result, a row for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.cell.varied))
-    columns = [
-        *(Column(name) for name in names),
-        Column("repeat", is_number=True),
-        Column("images/s"),
-        Column("peak GiB", is_number=True),
-        Column("status"),
-    ]
     rows = []
     for run in runs:
         outcome, summary = run.outcome(), (run.record() or {}).get("summary")
@@ -112,16 +105,17 @@ def make_table(runs: Sequence[Run]) -> Table:
         status = "not run" if outcome is None else outcome["status"]
         if outcome is not None and outcome["reason"]:
             status += f": {outcome['reason']}"
+        peak_gib = summary["peak_memory_gib"] if summary else None
         rows.append(
-            [
-                *(make_cell(varied.get(name), unknown="") for name in names),
-                make_cell(run.repeat),
-                make_cell(format_rate(summary) if summary else None, unknown=""),
-                make_cell(summary["peak_memory_gib"] if summary else None, unknown=""),
-                make_cell(status),
-            ]
+            {
+                **{name: make_cell(varied.get(name), unknown="") for name in names},
+                "repeat": run.repeat,
+                "images/s": format_rate(summary) if summary else "",
+                "peak GiB": make_cell(peak_gib, unknown=""),
+                "status": status,
+            }
         )
-    return Table(name="sweep", caption="Runs of the sweep", columns=columns, rows=rows)
+    return make_table(rows, left=names)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -178,7 +172,7 @@ def _pending(runs: Sequence[Run], retry: tuple[str, ...]) -> list[Run]:
 def _describe(
     sweep: SweepFile, runs: Sequence[Run], pending: Sequence[Run], *, folder: Path
 ) -> str:
-    """The plan: every cell, what is done, and how long the rest may take."""
+    """The plan: the state of every cell and the expected duration of the rest."""
     lines = [
         f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(runs) - len(pending)} of "
         f"{len(runs)} runs are done"
@@ -239,7 +233,7 @@ def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _row_without_record(run: Run) -> dict[str, Any]:
-    """What is known of a run that left no record: its settings."""
+    """The row of a run that left no record: its settings."""
     settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
     return {
         **{column: settings.get(column) for column in COLUMNS},

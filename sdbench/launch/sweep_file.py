@@ -1,7 +1,7 @@
-"""Which runs does a sweep file ask for?
+"""Reads and checks sweep files.
 
-A YAML file names a launcher and settings of benchmark.py: `base` holds for every cell, `grid` is
-multiplied out, `list` names cells one by one. Everything is checked before anything is started.
+A sweep file is YAML with a launcher and settings of benchmark.py: `base` holds for every cell,
+`grid` is multiplied out, `list` names cells one by one. All is checked before a run is started.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_values
+from sdbench.base.yaml_file import read_mapping
 from sdbench.launch.child import find_program
 from sdbench.settings.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
 
@@ -53,7 +54,7 @@ class Cell:
 
     @property
     def described(self) -> str:
-        """What it varies, for a person: without secrets."""
+        """The settings that it varies, as text without secrets."""
         varied = redact_values(self.varied)
         settings = ", ".join(f"{name}={value}" for name, value in varied.items())
         return settings or "the one cell"
@@ -144,18 +145,8 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the sweep file cannot be read ({error})",
-            value=str(path),
-            allowed="a readable YAML file",
-            flag="FILE",
-        ) from None
-    if not isinstance(content, dict) or not (content.get("grid") or content.get("list")):
+    content = read_mapping(path, allowed="a YAML file of a sweep", flag="FILE")
+    if not (content.get("grid") or content.get("list")):
         raise _wrong(path, "grid, list", None, "at least one of them")
     return content
 

@@ -1,7 +1,7 @@
-"""Which runs of a sweep are done, and how is that kept through any interruption?
+"""The state of a sweep on disk, which survives any interruption.
 
-Each run has a folder of its own. When it has ended, a file cell.json says how, put there in one
-piece: a run without it has not ended and is made again, all others are left as they are.
+Each run has a folder of its own. When it has ended, its outcome is written to cell.json in one
+piece. A run without this file is made again; all others stay as they are.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LOCK_NAME = ".lock"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One measurement of a sweep: a cell, for the n-th time."""
+    """The n-th measurement of a cell of a sweep."""
 
     cell: Cell
     repeat: int
     folder: Path
 
     def outcome(self) -> dict[str, Any] | None:
-        """How it ended, as cell.json has it; None if it has not, or if its record is gone."""
+        """The content of cell.json; None if it has not ended, or if its record is gone."""
         path = self.folder / STATE_NAME
         if not path.is_file():
             return None
@@ -44,7 +44,7 @@ class Run:
         return outcome if is_whole else None
 
     def record(self) -> dict[str, Any] | None:
-        """The record that it left; None if it left none, or one that could not be read.
+        """The record of the run; None without one, or with one that could not be read.
 
         Raises:
             ConfigError: If it could be read when the run ended, and cannot any more.
@@ -65,7 +65,7 @@ class Run:
             ) from None
 
     def end(self, outcome: Outcome) -> None:
-        """Write how it ended."""
+        """Write its outcome."""
         content = {
             "settings": dict(self.cell.settings),
             "command": list(self.cell.command),
@@ -78,7 +78,7 @@ class Run:
         write_json(self.folder / STATE_NAME, content)
 
     def clear(self) -> None:
-        """Take away what an unfinished or a failed attempt has left."""
+        """Remove the files of an unfinished or failed attempt."""
         (self.folder / STATE_NAME).unlink(missing_ok=True)  # first: a half-cleared run is no run
         if self.folder.is_dir():
             shutil.rmtree(self.folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, MemoryEstimateError, RunError
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -431,7 +431,7 @@ class _Resolver:
         forked_gib = estimate.unet_weights if config.num_workers and not self.on_gpu else 0.0
         needed_gib = estimate.total_gib + forked_gib
         if config.check_memory and needed_gib > limit_gib:
-            raise ConfigError(
+            raise MemoryEstimateError(
                 "this run is estimated to need more memory than a rank has here",
                 value=f"{needed_gib:.1f} GiB ({estimate.describe()}, workers {forked_gib:.1f})",
                 allowed=f"at most {limit_gib:.1f} GiB, {MAX_MEMORY_FRACTION:.0%} of what is free",

@@ -1,13 +1,16 @@
-"""Which settings make a configuration, so that runs with the same ones are its replicates?
+"""Groups runs into configurations: runs with the same settings are replicates.
 
 Every setting counts that may change what a step does, also one that this version of the suite does
-not know, so that nothing is pooled, or compared across, unseen.
+not know: an unknown difference must not be averaged over.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 # Settings of benchmark.py that say how to measure, how long and where to write.
 HOW_MEASURED = frozenset(
@@ -94,3 +97,16 @@ def _as_setting(value: Any) -> str | int | float:
     if isinstance(value, str | int | float):
         return value
     return "none" if value is None else json.dumps(value, sort_keys=True)
+
+
+def group(items: Iterable[Item], *, key_of: Callable[[Item], Hashable]) -> dict[Any, list[Item]]:
+    """Group items by a key, in the order in which each key first occurs."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
+    return groups
+
+
+def as_key(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Settings as a dictionary's key."""
+    return tuple(sorted(settings.items()))

@@ -1,1 +1,1 @@
-"""How are records shown: on a terminal, as rows, in tables? Needs no torch."""
+"""Tables, plots and pages from records and figures. Needs no torch."""

@@ -1,7 +1,4 @@
-"""Which of two is faster, and is that more than chance?
-
-Two tables of figures, two sets of runs, or two names in one table, matched row by row.
-"""
+"""The command `python -m sdbench compare`: two tables of figures or sets of runs, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.record.store import replace_file
 from sdbench.report.compare_match import GUARDED, Match, match
 from sdbench.report.compare_output import FORMATS, describe_settings
 from sdbench.report.compare_sides import (
@@ -22,7 +18,7 @@ from sdbench.report.compare_sides import (
     make_side,
     split,
 )
-from sdbench.report.figures import parse_conditions, select_rows
+from sdbench.report.figures import parse_conditions, select_rows, write_out
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
@@ -81,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out is None:
         sys.stdout.write(text)
     else:
-        _write(arguments.out, text)
+        write_out(arguments.out, text)
     if arguments.fail_if_slower is None:
         return 0
     failures = find_failures(found, threshold=arguments.fail_if_slower)
@@ -91,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_failures(match: Match, *, threshold: float) -> list[str]:
-    """What does not hold in "the candidate is no more than so much slower".
+    """The reasons why the candidate does not pass --fail_if_slower.
 
     A tested row fails if its whole interval lies below the bound. One that cannot be tested fails
     whatever its ratio: a gate without a verdict is shut. A configuration that the candidate has no
@@ -253,16 +249,3 @@ def _parse_share(text: str) -> float:
             flag="--fail_if_slower",
         )
     return share
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be written ({error.strerror})",
-            value=str(path),
-            allowed="a file in a folder that exists and that this user may write",
-            flag="--out",
-        ) from None
-    print(f"wrote {path}")

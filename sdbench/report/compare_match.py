@@ -1,54 +1,39 @@
-"""Which figures of two sides are of the same configuration, and what differs between the sides?
+"""Matches the rows of two sides and compares the rates of each pair.
 
-Rows are matched on every setting, except those that are one value throughout the baseline and
-another throughout the candidate: these are what is being compared, and they are named. Runs of one
-configuration are its replicates.
+Rows are matched on every setting, except those that have one value in the baseline and another in
+the candidate: these are compared. Runs of one configuration are its replicates.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
 from sdbench.report.compare_sides import VERSION_PREFIX, NothingToCompareError, Row, Side
 from sdbench.report.figures import MEASURED, as_text
 from sdbench.statistics.intervals import Comparison, compare, correct_verdicts, geometric_mean
 
-Groups = dict[tuple[Any, ...], list[Row]]
+# The distinct values of a column in the baseline and in the candidate.
+Values = tuple[list[Any], list[Any]]
 
-# The columns of ours that set how a run is made; the others are its figures and its origin. A
-# column that we do not know is taken for a setting, so that nothing is compared across it unseen.
+# Columns of this suite that are settings; its other columns are figures or origins. An unknown
+# column counts as a setting: nothing is compared across it unseen.
 SETTINGS = frozenset(
-    {
-        "gpu",
-        "num_gpus",
-        "image_size",
-        "latents",
-        "ema",
-        "micro_batch",
-        "num_workers",
-        "global_batch",
-        "precision",
-        "engine",
-        "model",
-        "preset",
-        "data_format",
-        "device",
-        "num_devices",
-        "num_cpu_cores",
-        "num_nodes",
-        "other_settings",
-    }
+    (
+        *("gpu", "num_gpus", "device", "num_devices", "num_cpu_cores", "num_nodes"),
+        *("model", "image_size", "latents", "ema", "preset", "precision", "engine"),
+        *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
+    )
 )
 NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from"}
-# The work of one image depends on these: with the encoders in the step it is 1.48 times that
-# without, at 512 px 4.2 times that at 256. They are compared across only by who says so.
+# The work per image depends on these: with the encoders in the step it is 1.48 times that without,
+# at 512 px 4.2 times that at 256. They are compared across only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
-# No settings, but worth a word where they are one value here and another there.
+# Not settings, but named where the sides differ in them.
 ORIGINS = ("kind", "source", "git_commit")
 
 
@@ -69,7 +54,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What became of two sides.
+    """Two sides, matched and compared.
 
     Attributes:
         baseline: One side.
@@ -77,7 +62,7 @@ class Match:
         columns: Settings that rows were matched on.
         compared: Settings that were compared across: the values of baseline and candidate.
         missing_on: Settings that only one side tells, and the name of the other.
-        origins: What differs beside the settings: the values of baseline and candidate.
+        origins: Other differences: the values of baseline and candidate.
         pairs: Configurations on both sides, in the order of the baseline.
         only_baseline: Runs of each configuration that the candidate lacks.
         only_candidate: Runs of each that the baseline lacks.
@@ -99,7 +84,7 @@ class Match:
 def match(
     baseline: Side, candidate: Side, *, between: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> Match:
-    """Set two sides against each other.
+    """Match two sides.
 
     Args:
         baseline: One side.
@@ -114,21 +99,24 @@ def match(
     told = [_told_settings(side) for side in (baseline, candidate)]
     common = [column for column in told[0] if column in told[1]]
     values = {column: _values(baseline, candidate, column) for column in common}
-    compared = {
-        column: (_in_words(ours), _in_words(theirs))
-        for column, (ours, theirs) in values.items()
-        if column in between or (len(ours) == len(theirs) == 1 and ours != theirs)
-    }
+    compared = _in_words(
+        {name: sides for name, sides in values.items() if name in between or _is_apart(sides)}
+    )
     _check_guarded(compared, allow=allow)
     _check_both_tell(told, (baseline, candidate), allow=allow)
     columns = [column for column in common if column not in compared]
-    groups = _group(baseline.rows, columns), _group(candidate.rows, columns)
-    keys = [key for key in groups[0] if key in groups[1]]
+    ours, theirs = (
+        group(side.rows, key_of=lambda row: tuple(row.get(column) for column in columns))
+        for side in (baseline, candidate)
+    )
+    keys = [key for key in ours if key in theirs]
     if not keys:
         raise _nothing_matches({column: values[column] for column in columns}, allow=allow)
-    for group, key in itertools.product(groups, keys):
-        _check_replicates(group[key], compared)
-    pairs = _compare([(groups[0][key], groups[1][key]) for key in keys])
+    for runs in (groups[key] for groups in (ours, theirs) for key in keys):
+        _check_replicates(runs, compared)
+    comparisons = correct_verdicts(
+        [compare(_rates(theirs[key]), _rates(ours[key])) for key in keys]
+    )
     return Match(
         baseline=baseline,
         candidate=candidate,
@@ -141,22 +129,14 @@ def match(
             if column not in mine
         },
         origins=_differing_origins(baseline, candidate),
-        pairs=pairs,
-        only_baseline=[rows for key, rows in groups[0].items() if key not in groups[1]],
-        only_candidate=[rows for key, rows in groups[1].items() if key not in groups[0]],
-        mean=geometric_mean([pair.comparison for pair in pairs]),
+        pairs=[
+            Pair(ours[key], theirs[key], comparison)
+            for key, comparison in zip(keys, comparisons, strict=True)
+        ],
+        only_baseline=[runs for key, runs in ours.items() if key not in theirs],
+        only_candidate=[runs for key, runs in theirs.items() if key not in ours],
+        mean=geometric_mean(comparisons),
     )
-
-
-def _compare(sides: Iterable[tuple[list[Row], list[Row]]]) -> list[Pair]:
-    sides = list(sides)
-    comparisons = [compare(_rates(candidate), _rates(baseline)) for baseline, candidate in sides]
-    return [
-        Pair(baseline, candidate, comparison)
-        for (baseline, candidate), comparison in zip(
-            sides, correct_verdicts(comparisons), strict=True
-        )
-    ]
 
 
 def _rates(rows: Iterable[Row]) -> list[float]:
@@ -165,32 +145,33 @@ def _rates(rows: Iterable[Row]) -> list[float]:
 
 def _told_settings(side: Side) -> list[str]:
     """Settings that at least one row of this side has a value for."""
-    columns = dict.fromkeys(column for row in side.rows for column in row)
     return [
         column
-        for column in columns
+        for column in dict.fromkeys(column for row in side.rows for column in row)
         if column not in NOT_SETTINGS
         and not column.startswith(VERSION_PREFIX)
         and any(row.get(column) is not None for row in side.rows)
     ]
 
 
-def _values(baseline: Side, candidate: Side, column: str) -> tuple[list[Any], list[Any]]:
-    """The different values on either side, in their order."""
+def _values(baseline: Side, candidate: Side, column: str) -> Values:
+    """The distinct values on either side, in their order."""
     return tuple(
         list(dict.fromkeys(row.get(column) for row in side.rows)) for side in (baseline, candidate)
     )
 
 
-def _in_words(values: Sequence[Any]) -> str:
-    return ", ".join(as_text(value) or "not told" for value in values)
+def _is_apart(sides: Values) -> bool:
+    """Whether there is one value on one side and another on the other."""
+    ours, theirs = sides
+    return len(ours) == len(theirs) == 1 and ours != theirs
 
 
-def _group(rows: Iterable[Row], columns: Sequence[str]) -> Groups:
-    groups: Groups = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(column) for column in columns), []).append(row)
-    return groups
+def _in_words(values: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
+    return {
+        column: tuple(", ".join(as_text(one) or "not told" for one in side) for side in sides)
+        for column, sides in values.items()
+    }
 
 
 def _differing_origins(baseline: Side, candidate: Side) -> dict[str, tuple[str, str]]:
@@ -201,11 +182,7 @@ def _differing_origins(baseline: Side, candidate: Side) -> dict[str, tuple[str, 
         if column in ORIGINS or column.startswith(VERSION_PREFIX)
     )
     values = {column: _values(baseline, candidate, column) for column in columns}
-    return {
-        column: (_in_words(ours), _in_words(theirs))
-        for column, (ours, theirs) in values.items()
-        if len(ours) == len(theirs) == 1 and ours != theirs
-    }
+    return _in_words({column: sides for column, sides in values.items() if _is_apart(sides)})
 
 
 def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]) -> None:
@@ -223,7 +200,7 @@ def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]
 def _check_both_tell(
     told: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
 ) -> None:
-    """Where one side does not tell whether its images are the same work, nobody knows."""
+    """Refuse sides of which only one tells the work of an image."""
     for column in ("latents", "image_size"):
         silent = [side.name for side, names in zip(sides, told, strict=True) if column not in names]
         if len(silent) == 1 and column not in allow:
@@ -236,13 +213,11 @@ def _check_both_tell(
 
 
 def _nothing_matches(
-    values: dict[str, tuple[list[Any], list[Any]]], *, allow: Sequence[str]
+    values: Mapping[str, Values], *, allow: Sequence[str]
 ) -> NothingToCompareError:
-    apart = {
-        column: (_in_words(ours), _in_words(theirs))
-        for column, (ours, theirs) in values.items()
-        if not set(ours) & set(theirs)
-    }
+    apart = _in_words(
+        {name: sides for name, sides in values.items() if set(sides[0]).isdisjoint(sides[1])}
+    )
     _check_guarded(apart, allow=allow)
     described = "; ".join(
         f"{column}: {ours} and {theirs}" for column, (ours, theirs) in apart.items()

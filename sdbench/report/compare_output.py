@@ -1,4 +1,4 @@
-"""How is a comparison told: in a terminal, in markdown, as CSV and as JSON?"""
+"""A comparison as text for a terminal, markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdbench.record.row import format_csv
 from sdbench.report.compare_match import Match, Pair
 from sdbench.report.compare_sides import Row, Side
 from sdbench.report.figures import as_text
-from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown
+from sdbench.report.tables import Cell, Table, make_cell, make_table, to_markdown
 from sdbench.report.text_table import to_terminal
 from sdbench.statistics.intervals import NOT_TESTED, Comparison
 
@@ -73,20 +73,9 @@ FORMATS: dict[str, Callable[[Match], str]] = {
 
 
 def describe_settings(row: Row, columns: Iterable[str]) -> str:
-    """Settings of a row in words, e.g. ``micro_batch 4, ema true``."""
+    """Settings of a row as text, e.g. ``micro_batch 4, ema true``."""
     told = [f"{column} {as_text(row[column])}" for column in columns if row.get(column) is not None]
     return ", ".join(told) or "the only configuration"
-
-
-def verdict_in_words(
-    comparison: Comparison, *, num_baseline: int | None = None, num_candidate: int | None = None
-) -> str:
-    """The verdict; where nothing was tested, with the number of runs that is to blame."""
-    if comparison.verdict != NOT_TESTED or num_baseline is None:
-        return comparison.verdict
-    if num_baseline == num_candidate:
-        return f"n={num_baseline}, {NOT_TESTED}"
-    return f"n={num_baseline} and n={num_candidate}, {NOT_TESTED}"
 
 
 def _compose(
@@ -114,7 +103,7 @@ def _compose(
 
 
 def _varying_columns(match: Match) -> list[str]:
-    """Matched settings that are not the same in every row shown: they tell the rows apart."""
+    """Matched settings that are not the same in every row shown."""
     shown = [
         *(pair.baseline[0] for pair in match.pairs),
         *(rows[0] for rows in (*match.only_baseline, *match.only_candidate)),
@@ -123,7 +112,7 @@ def _varying_columns(match: Match) -> list[str]:
 
 
 def _facts(match: Match, varying: Sequence[str]) -> list[str]:
-    """What stands above the table."""
+    """The lines above the table."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
     # gpu and device say the same of our own runs.
     columns_of: dict[tuple[str, str], list[str]] = {}
@@ -146,7 +135,7 @@ def _facts(match: Match, varying: Sequence[str]) -> list[str]:
 
 
 def _remarks(match: Match) -> list[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     tested = [pair for pair in match.pairs if pair.comparison.interval is not None]
     lines = []
     if tested:
@@ -169,83 +158,50 @@ def _remarks(match: Match) -> list[str]:
 
 
 def _make_table(match: Match, varying: Sequence[str]) -> Table:
-    columns = [
-        *_setting_columns(varying, [pair.baseline[0] for pair in match.pairs]),
-        Column("n"),
-        Column("baseline, images/s", is_number=True),
-        Column("candidate, images/s", is_number=True),
-        Column("ratio", is_number=True),
-        Column("95 % interval"),
-        Column("verdict"),
-        Column("flags"),
-    ]
     rows = [
-        [
-            *(_setting_cell(pair.baseline[0], column) for column in varying),
-            make_cell(_num_runs(pair)),
-            make_cell(float(_rate(pair.baseline)), num_digits=5),
-            make_cell(float(_rate(pair.candidate)), num_digits=5),
-            *_comparison_cells(pair.comparison, pair),
-            make_cell(_flags((*pair.baseline, *pair.candidate)), unknown=""),
-        ]
+        {
+            **_setting_cells(pair.baseline[0], varying),
+            "n": _num_runs(pair),
+            "baseline, images/s": make_cell(float(_rate(pair.baseline)), num_digits=5),
+            "candidate, images/s": make_cell(float(_rate(pair.candidate)), num_digits=5),
+            **_comparison_cells(pair.comparison, pair),
+            "flags": make_cell(_flags((*pair.baseline, *pair.candidate)), unknown=""),
+        }
         for pair in match.pairs
     ]
     if len(rows) > 1:
-        empty = make_cell(None, unknown="")
-        label = make_cell(f"{GEOMETRIC_MEAN} of {len(rows)}")
-        rows.append(
-            [
-                *([label, *[empty] * (len(varying) - 1), empty] if varying else [label]),
-                empty,
-                empty,
-                *_comparison_cells(match.mean),
-                empty,
-            ]
-        )
-    return Table("comparison", "", columns, rows).without_empty_columns()
+        empty = dict.fromkeys(rows[0], make_cell(None, unknown=""))
+        label = {next(iter(empty)): Cell(f"{GEOMETRIC_MEAN} of {len(rows)}", None)}
+        rows.append({**empty, **label, **_comparison_cells(match.mean)})
+    return make_table(rows).without_empty_columns()
 
 
 def _make_unmatched_table(groups: Sequence[Sequence[Row]], columns: Sequence[str]) -> Table:
-    first_rows = [rows[0] for rows in groups]
-    return Table(
-        "unmatched",
-        "",
-        [
-            *_setting_columns(columns, first_rows),
-            Column("n"),
-            Column("images/s", is_number=True),
-        ],
-        [
-            [
-                *(_setting_cell(rows[0], column) for column in columns),
-                make_cell(str(len(rows))),
-                make_cell(float(_rate(rows)), num_digits=5),
-            ]
-            for rows in groups
-        ],
+    return make_table(
+        {
+            **_setting_cells(rows[0], columns),
+            "n": str(len(rows)),
+            "images/s": make_cell(float(_rate(rows)), num_digits=5),
+        }
+        for rows in groups
     )
 
 
-def _setting_columns(columns: Iterable[str], rows: Sequence[Row]) -> list[Column]:
-    return [Column(column, all(_is_number(row.get(column)) for row in rows)) for column in columns]
+def _setting_cells(row: Row, columns: Iterable[str]) -> dict[str, Cell]:
+    return {column: make_cell(row.get(column), num_digits=6) for column in columns}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | None) and not isinstance(value, bool)
-
-
-def _setting_cell(row: Row, column: str) -> Cell:
-    return make_cell(row.get(column), num_digits=6)
-
-
-def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> list[Cell]:
-    interval = comparison.interval
-    numbers = (len(pair.baseline), len(pair.candidate)) if pair else (None, None)
-    return [
-        Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
-        make_cell(f"{interval.low:.3f} to {interval.high:.3f}" if interval else None, unknown=""),
-        make_cell(verdict_in_words(comparison, num_baseline=numbers[0], num_candidate=numbers[1])),
-    ]
+def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> dict[str, Cell]:
+    interval, verdict = comparison.interval, comparison.verdict
+    if verdict == NOT_TESTED and pair is not None:
+        verdict = f"n={_num_runs(pair)}, {NOT_TESTED}"
+    return {
+        "ratio": Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
+        "95 % interval": make_cell(
+            f"{interval.low:.3f} to {interval.high:.3f}" if interval else None, unknown=""
+        ),
+        "verdict": make_cell(verdict),
+    }
 
 
 def _num_runs(pair: Pair) -> str:

@@ -1,7 +1,6 @@
-"""Which figures are set against which?
+"""The two sides of a comparison.
 
-The two sides of a comparison come from two places, each a table or a folder with records, or from
-one, divided by the value in a column.
+They come from two tables or folders with records, or from one, split by the value in a column.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import IN_COLUMNS, settings_of
 from sdbench.record.row import make_row
-from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of, load_record
+from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of
 from sdbench.report.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
+from sdbench.report.records import read_record
 
 Row = dict[str, Any]
 
@@ -24,17 +24,17 @@ VERSION_PREFIX = "version of "
 
 
 class NothingToCompareError(ConfigError):
-    """No figure of one side has one of the other to be set against."""
+    """No figure of one side has a counterpart on the other."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The figures of one side, and why others are not among them.
+    """The figures of one side.
 
     Attributes:
-        name: What the user called it.
+        name: Its path or its value in the column.
         rows: Rows with a figure.
-        left_out: How many rows were left out, by reason.
+        left_out: Number of rows left out, by reason.
     """
 
     name: str
@@ -71,7 +71,7 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
     """Keep the rows that have a figure, and count the others.
 
     Args:
-        name: What the user called this side.
+        name: Its path or its value in the column.
         rows: Rows of any status.
 
     Raises:
@@ -143,13 +143,12 @@ def split(
             allowed=nearest("", names),
             flag="--baseline and --candidate",
         )
-    first, second = (
-        default if name is None else _find(name, names, column=column, flag=flag)
-        for name, flag, default in (
-            (baseline, "--baseline", names[0]),
-            (candidate, "--candidate", names[-1]),
-        )
-    )
+    what = f"no row has this {column}"
+    first, second = names[0], names[-1]
+    if baseline is not None:
+        first = find_name(baseline, names, what=what, flag="--baseline")
+    if candidate is not None:
+        second = find_name(candidate, names, what=what, flag="--candidate")
     if first == second:
         raise ConfigError(
             "baseline and candidate are the same",
@@ -163,20 +162,8 @@ def split(
     )
 
 
-def _find(name: str, names: Sequence[str], *, column: str, flag: str) -> str:
-    return find_name(name, names, what=f"no row has this {column}", flag=flag)
-
-
 def _load_run(file: Path) -> Row:
-    try:
-        record = load_record(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a record cannot be read ({error})",
-            value=str(file),
-            allowed="records of this version of the suite",
-            flag="the path given",
-        ) from None
+    record = read_record(file, flag="the path given")
     if kind_of(record) != BENCHMARK:
         return {"status": f"{kind_of(record)}, which is no training"}
     settings = {

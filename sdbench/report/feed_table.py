@@ -1,8 +1,4 @@
-"""What did loading data come to: for a person, as rows of a table?
-
-For runs of data.py (how fast a source feeds a trainer) and for those that encode a data set
-beforehand (how fast that went).
-"""
+"""Results of runs that load data or encode a data set, as a text, a CSV file and a table."""
 
 from __future__ import annotations
 
@@ -10,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdbench.record import row as row_module
+from sdbench.record.configuration import group
 from sdbench.record.store import FEED, OK, kind_of
-from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell, to_markdown
+from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
 from sdbench.report.terminal import format_number, format_rate, format_rates
 
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
@@ -45,28 +42,11 @@ COLUMNS = (
     "git_commit",
     "reason",
 )
-TABLE_COLUMNS = (
-    Column("device"),
-    Column("cores", is_number=True),
-    Column("job"),
-    Column("data"),
-    Column("format"),
-    Column("samples"),
-    Column("px", is_number=True),
-    Column("batch", is_number=True),
-    Column("workers", is_number=True),
-    Column("step, s", is_number=True),
-    Column("runs", is_number=True),
-    Column("images/s (95 % interval)"),
-    Column("images/s per core", is_number=True),
-    Column("MB/s", is_number=True),
-    Column("ms per image: read, decode, transform, tokenize, collate"),
-    Column("trainer waits", is_number=True),
-)
+RATE, PHASES_OF_IMAGE = "images/s (95 % interval)", f"ms per image: {', '.join(PHASES)}"
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """What a person reads when data.py has ended.
+    """The printed result of data.py.
 
     Args:
         record: A record of kind feed with the status ok.
@@ -107,7 +87,7 @@ def format_feed(record: dict[str, Any]) -> str:
 
 
 def _describe_processes(record: dict[str, Any]) -> str:
-    """What one loading process contributes, and how many there are."""
+    """Images/s of a loading process, and the number of those and of CPU cores."""
     num_workers, num_cores = record["config"]["num_workers"], record["machine"]["num_cpu_cores"]
     who = _count(num_workers, "worker") if num_workers else "the trainer's own, without workers"
     rate = format_number(record["summary"]["images_per_second_per_process"])
@@ -115,7 +95,7 @@ def _describe_processes(record: dict[str, Any]) -> str:
 
 
 def _describe_wait(record: dict[str, Any]) -> str:
-    """How much of the time the emulated trainer waited."""
+    """Share of the time that the emulated trainer waited."""
     summary = record["summary"]
     waited_s = summary["data_wait_percent"] / 100 * summary["window_s"]
     return (
@@ -126,7 +106,7 @@ def _describe_wait(record: dict[str, Any]) -> str:
 
 
 def _answer(record: dict[str, Any]) -> str:
-    """Whether the source feeds the rate that was asked for, and with how many workers."""
+    """Whether the source reaches the target, and the number of workers that it takes."""
     summary, target = record["summary"], record["config"]["target_images_per_second"]
     interval = summary["images_per_second_interval"]
     verdict = "yes" if summary["images_per_second"] >= target else "no"
@@ -179,54 +159,56 @@ def format_csv(records: Iterable[dict[str, Any]]) -> str:
     return row_module.format_csv(map(make_row, records), columns=COLUMNS)
 
 
-def make_table(records: Iterable[dict[str, Any]]) -> Table:
-    """One row per configuration, runs of the same one together.
+def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
+    """One row per configuration.
 
     Args:
         records: Records of kind feed or precompute; those that did not end well are left out.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        if record["status"] == OK:
-            groups.setdefault(_configuration(record), []).append(record)
-    rows = [_table_row(configuration, runs) for configuration, runs in groups.items()]
-    return Table("data", "Loading and encoding data", TABLE_COLUMNS, rows)
+    ended_well = [record for record in records if record["status"] == OK]
+    groups = group(ended_well, key_of=lambda record: tuple(_configuration(record).items()))
+    rows = [_table_row(dict(settings), runs) for settings, runs in groups.items()]
+    return make_table(
+        rows, name="data", caption="Loading and encoding data", left=(RATE, PHASES_OF_IMAGE)
+    )
 
 
-def format_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """The same as markdown."""
-    return to_markdown(make_table(records))
-
-
-def _table_row(configuration: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> list[Cell]:
+def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Cell]:
     rows = [make_row(record) for record in runs]
     split_ms = [_median(rows, f"{phase}_ms_per_image") for phase in PHASES]
-    wait_percent = _median(rows, "data_wait_percent")
+    phases, wait = make_cell(None, unknown=NOT_APPLICABLE), _median(rows, "data_wait_percent")
+    if split_ms[0].value is not None:
+        phases = Cell(", ".join(cell.text for cell in split_ms), sum(c.value for c in split_ms))
+    if wait.value is not None:
+        wait = Cell(f"{wait.text} %", wait.value)
     summaries = [record["summary"] for record in runs]
     rate = median_cell(summary["images_per_second"] for summary in summaries)
-    sum_ms = sum(cell.value for cell in split_ms) if split_ms[0].value is not None else None
-    return [
-        *(make_cell(value, unknown=NOT_APPLICABLE) for value in configuration),
-        make_cell(len(runs)),
-        Cell(format_rates(summaries), rate.value),
-        _median(rows, "images_per_second_per_core"),
-        _median(rows, "megabytes_per_second"),
-        Cell(", ".join(cell.text for cell in split_ms), sum_ms)
-        if sum_ms is not None
-        else make_cell(None, unknown=NOT_APPLICABLE),
-        wait_percent
-        if wait_percent.value is None
-        else Cell(f"{wait_percent.text} %", wait_percent.value),
-    ]
+    return {
+        **{name: make_cell(value, unknown=NOT_APPLICABLE) for name, value in settings.items()},
+        "runs": make_cell(len(runs)),
+        RATE: Cell(format_rates(summaries), rate.value),
+        "images/s per core": _median(rows, "images_per_second_per_core"),
+        "MB/s": _median(rows, "megabytes_per_second"),
+        PHASES_OF_IMAGE: phases,
+        "trainer waits": wait,
+    }
 
 
-def _configuration(record: dict[str, Any]) -> tuple[Any, ...]:
+def _configuration(record: dict[str, Any]) -> dict[str, Any]:
     row = make_row(record)
-    columns = ("device", "num_cpu_cores", "job", "data", "data_format", "latents", "image_size")
-    columns += ("batch_size", "num_workers", "emulate_step_seconds")
-    # What was read; to encode a data set beforehand is to read images.
-    row["latents"] = "latents" if row["latents"] == "precomputed" else "images"
-    return tuple(row[column] for column in columns)
+    return {
+        "device": row["device"],
+        "cores": row["num_cpu_cores"],
+        "job": row["job"],
+        "data": row["data"],
+        "format": row["data_format"],
+        # The samples that are read: encoding a data set reads images.
+        "samples": "latents" if row["latents"] == "precomputed" else "images",
+        "px": row["image_size"],
+        "batch": row["batch_size"],
+        "workers": row["num_workers"],
+        "step, s": row["emulate_step_seconds"],
+    }
 
 
 def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:
@@ -234,10 +216,10 @@ def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:
 
 
 def _name_device(record: dict[str, Any]) -> str:
-    """What did the work: data.py loads on the CPU, whatever else the machine has."""
+    """The device at work: data.py loads on the CPU."""
     return record["machine"]["cpu_name" if kind_of(record) == FEED else "device_name"]
 
 
 def _name_data(config: dict[str, Any]) -> str | None:
-    """Where the samples were, as the user said it."""
+    """The user's name of the data."""
     return next((config[name] for name in ("streams", "remote", "local") if config.get(name)), None)

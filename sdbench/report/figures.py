@@ -1,7 +1,7 @@
-"""What does a table of figures say, and which of its rows are meant?
+"""Reads tables of figures and selects rows of them.
 
-A table is CSV with a header, one row per figure: our own results/throughput.csv, the copies of
-other people's in results/quoted/, or a user's own. Any subset of their columns is a table.
+A table is CSV with a header, one row per figure: results/throughput.csv, the copies of other
+people's in results/quoted/, or a user's own. It may have any of their columns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.record.store import replace_file
 
 # These are names, also where one looks like a number: a GPU called 4090, a commit of digits only.
 TEXT_COLUMNS = frozenset(
@@ -38,7 +40,7 @@ TEXT_COLUMNS = frozenset(
         "reason",
     }
 )
-# A rate or a count that is there has to be a number: everything is computed from these.
+# Rates and counts must be numbers, or empty cells.
 RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high")
 COUNT_COLUMNS = ("num_gpus", "image_size", "global_batch", "images_per_step")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -141,7 +143,7 @@ def run_of(row: Mapping[str, Any]) -> str | None:
 
 
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let each run count once: every further row of it gets the status `COPY`.
+    """Mark every further row of a run with the status `COPY`, so that it counts once.
 
     Args:
         rows: Rows of tables or records.
@@ -181,7 +183,7 @@ def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
     """Turn ``COLUMN=VALUE`` texts into conditions on rows.
 
     Args:
-        texts: What the user gave.
+        texts: The conditions.
         flag: The flag that they gave it with.
 
     Raises:
@@ -230,12 +232,12 @@ def select_rows(
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """The name that is meant: exactly this one, or the only one that begins so.
+    """The name that is equal to this one, or the only one that begins with it.
 
     Args:
-        name: What the user gave.
-        names: What there is.
-        what: What was wrong if there is none.
+        name: The text to look for.
+        names: The names that exist.
+        what: The error if there is none.
         flag: The flag that they gave it with.
 
     Raises:
@@ -272,3 +274,21 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "" if value is None else str(value)
+
+
+def write_out(path: Path, text: str) -> None:
+    """Write what a command has made to the file of --out.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be written ({error.strerror})",
+            value=str(path),
+            allowed="a file in a folder that exists and that this user may write",
+            flag="--out",
+        ) from None
+    print(f"wrote {for_terminal(path)}")

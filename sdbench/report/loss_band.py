@@ -1,11 +1,11 @@
-"""Does a recipe train to the losses of the reference, or has its arithmetic changed the training?
+"""Compares the losses of recipes with those of the reference.
 
 The reference is the preset seed in fp32, not compiled. Five more runs of it with other weights, on
-the same data and noise, say how far losses lie apart that are equally right. Their standard
-deviation at each step, averaged over the steps as a root mean square, is the spread, and the band
-reaches three spreads to either side of the reference. A recipe has the weights, data and noise of
-the reference, so that only its arithmetic sets it apart; it is inside when not one of its 50 losses
-lies outside the band. Nothing is smoothed: an average would hide a single bad step.
+the same data and noise, give the spread of equally right losses: the root mean square over the
+steps of the standard deviation at each step. The band reaches three spreads to either side of the
+reference. A recipe has the weights, data and noise of the reference, so that only its arithmetic
+differs; it is inside when none of its 50 losses lies outside the band. Nothing is smoothed: an
+average would hide a single bad step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.record.configuration import settings_of
+from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
-from sdbench.report.ladder import THREADS, added_to_seed, as_key, describe_recipe
-from sdbench.report.tables import Cell, Column, Table, make_cell
+from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe
+from sdbench.report.tables import Cell, Table, make_cell, make_table
 from sdbench.report.throughput_table import describe_device
 from sdbench.settings.presets import PRESETS
 
-# What the reference may have on top of seed: in fp32 it computes the same numbers in less time.
+# Settings of the reference that may differ from seed: in fp32 they change the speed only.
 OF_REFERENCE = {"precision", "optimizer", "optimizer_params", "cpu_allocator", THREADS}
 NUM_STEPS = 50
 NUM_OTHER_WEIGHTS = 5
@@ -49,7 +49,7 @@ class LossRun:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """How far the losses of a run are from those of the reference.
+    """The distance of the losses of a run from those of the reference.
 
     Attributes:
         run: The run.
@@ -70,7 +70,7 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """One device and size: its reference, its band, and what was judged by it.
+    """The band of one device and size, and the runs that were compared with it.
 
     Attributes:
         reference: The run that the others are compared with.
@@ -87,7 +87,7 @@ class Band:
 
     @property
     def half_width(self) -> float | None:
-        """How far a loss may lie from the reference's."""
+        """The largest distance of a loss from the reference's that is inside."""
         return None if self.spread is None else NUM_SPREADS * self.spread
 
 
@@ -113,15 +113,12 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
 
 
 def find_bands(runs: Sequence[LossRun]) -> list[Band]:
-    """Judge the runs of each device and size that has a reference."""
-    groups: dict[tuple[Any, ...], list[LossRun]] = {}
-    for run in runs:
-        groups.setdefault(as_key(_same_for_all(run.record)), []).append(run)
+    """The band of each device and size that has a reference."""
     bands = []
-    for group in groups.values():
-        references = [run for run in group if _is_eager_fp32(run) and not _has_other_weights(run)]
+    for alike in group(runs, key_of=lambda run: as_key(_same_for_all(run.record))).values():
+        references = [run for run in alike if _is_eager_fp32(run) and not _has_other_weights(run)]
         if references:
-            bands.append(_make_band(references[0], group))
+            bands.append(_make_band(references[0], alike))
     return bands
 
 
@@ -130,9 +127,9 @@ def make_tables(bands: Sequence[Band]) -> list[Table]:
     return [_make_table(band, name=f"loss-band-{number}") for number, band in enumerate(bands, 1)]
 
 
-def _make_band(reference: LossRun, group: Sequence[LossRun]) -> Band:
-    others = [run for run in group if _has_other_weights(run) and _is_eager_fp32(run)]
-    recipes = [run for run in group if not _has_other_weights(run) and run is not reference]
+def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
+    others = [run for run in runs if _has_other_weights(run) and _is_eager_fp32(run)]
+    recipes = [run for run in runs if not _has_other_weights(run) and run is not reference]
     spread = None
     if len(others) >= NUM_OTHER_WEIGHTS:
         by_step = zip(*(run.losses for run in others), strict=True)
@@ -171,36 +168,35 @@ def _judge(
 
 
 def _make_table(band: Band, *, name: str) -> Table:
-    columns = [
-        Column("recipe"),
-        Column("engine"),
-        Column("largest deviation", is_number=True),
-        Column("at step", is_number=True),
-        Column("mean deviation", is_number=True),
-        Column("loss, first to last"),
-        Column("verdict"),
-        Column("run"),
-    ]
-    rows = [_row(band.reference, "the reference", [make_cell(None, unknown="")] * 3, None)]
-    for one in band.judged:
-        distances = [
+    unknown = make_cell(None, unknown="")
+    rows = [_row(band.reference, "the reference", unknown, unknown, unknown, None)]
+    rows += [
+        _row(
+            one.run,
+            one.recipe,
             make_cell(one.deviation, num_digits=3),
             make_cell(one.step),
             make_cell(one.mean_deviation, num_digits=2),
-        ]
-        rows.append(_row(one.run, one.recipe, distances, one.verdict))
-    return Table(name, _describe_band(band), columns, rows)
-
-
-def _row(run: LossRun, recipe: str, distances: Sequence[Cell], verdict: str | None) -> list[Cell]:
-    return [
-        make_cell(recipe),
-        make_cell(run.record["config"]["engine"]),
-        *distances,
-        make_cell(f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}"),
-        make_cell(verdict, unknown=""),
-        make_cell(run.record["run_id"]),
+            one.verdict,
+        )
+        for one in band.judged
     ]
+    return make_table(rows, name=name, caption=_describe_band(band), left=["verdict"])
+
+
+def _row(
+    run: LossRun, recipe: str, deviation: Cell, step: Cell, mean: Cell, verdict: str | None
+) -> dict[str, Any]:
+    return {
+        "recipe": recipe,
+        "engine": run.record["config"]["engine"],
+        "largest deviation": deviation,
+        "at step": step,
+        "mean deviation": mean,
+        "loss, first to last": f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}",
+        "verdict": make_cell(verdict, unknown=""),
+        "run": run.record["run_id"],
+    }
 
 
 def _describe_band(band: Band) -> str:
@@ -226,7 +222,7 @@ def _describe(record: dict[str, Any]) -> str:
 
 
 def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
-    """What has to be the same for two runs to see the same data and noise."""
+    """The settings that two runs share if they see the same data and noise."""
     recipe = {*PRESETS["seed"], "preset", "engine", THREADS, "use_ema"}
     settings = settings_of(record) | {"seed": record["config"]["seed"]}
     return {name: value for name, value in settings.items() if name not in recipe}

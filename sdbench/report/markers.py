@@ -1,7 +1,7 @@
-"""Where in a text written by hand does a generated part go?
+"""Puts generated parts into texts written by hand.
 
-Between a line ``<!-- begin generated: NAME -->`` and a line ``<!-- end generated: NAME -->``. What
-is around them stays as it is.
+A generated part is between a line ``<!-- begin generated: NAME -->`` and a line
+``<!-- end generated: NAME -->``. The text around them stays as it is.
 """
 
 from __future__ import annotations

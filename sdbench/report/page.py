@@ -1,4 +1,4 @@
-"""How do all tables and plots become one page that opens anywhere?
+"""One HTML page of all tables and plots.
 
 The page needs no network and no other file: plots are data URIs, the script that sorts and filters
 is a few lines inside it. The template escapes every text.
@@ -31,7 +31,7 @@ def format_page(sections: Sequence[Section], plots: Sequence[Plot]) -> str:
     """Fill the template.
 
     Args:
-        sections: What the page shows before the plots.
+        sections: Shown above the plots.
         plots: Charts, drawn.
 
     Returns:

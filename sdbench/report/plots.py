@@ -1,8 +1,8 @@
-"""How is a chart drawn, so that it looks the same wherever and whenever it is made?
+"""Draws charts that are the same wherever and whenever they are made.
 
-Charts get colours that colour-blind readers can tell apart, units on every axis, and below them a
-line that says where the figures come from. They are drawn without pyplot and without the moment of
-drawing in the file, so that the same records give the same bytes.
+Charts have colours that colour-blind readers can tell apart, units on every axis, and below them
+the sources of their figures. They are drawn without pyplot and without a date in the file, so that
+the same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
-    # Saves measuring every label to see whether the title must give way: a seventh of the time.
+    # A fixed place for the title: to find one takes a seventh of the time.
     "axes.titley": 1.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -58,7 +58,7 @@ STYLE = {
     "lines.markersize": 5.5,
     # Text stays text: it can be searched, read aloud and is a tenth of the size of its outlines.
     "svg.fonttype": "none",
-    # What matplotlib names the parts of a drawing after; otherwise a random number.
+    # Salt of the ids in the SVG, which are random otherwise.
     "svg.hashsalt": "sdbench",
 }
 
@@ -152,7 +152,7 @@ def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
     """Write the plots, and remove those of an earlier time that have no data any more.
 
     Args:
-        plots: What was drawn.
+        plots: The plots to write.
         folder: Where the files go; made if it is not there.
         names: Every name that a plot may have.
     """

@@ -1,4 +1,4 @@
-"""How does a run get into results/, and its tables with it?
+"""The command `python -m sdbench publish`: copies runs into results/ and rebuilds its tables.
 
 A published run is copied once and never edited. Tables, plots and pages are then made from the
 records there, so that no figure is typed by hand.
@@ -23,11 +23,11 @@ from sdbench.record.store import (
     RECORD_NAME,
     STEPS_NAME,
     kind_of,
-    load_record,
     replace_file,
     write_json,
 )
 from sdbench.report.loss_band import read_run
+from sdbench.report.records import read_record
 from sdbench.report.report import NUMERICS, RUNS, rebuild
 
 # A path of the machine: absolute, and neither the inside of another one nor of a URL.
@@ -91,15 +91,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         ConfigError: If it is no run that ended well, is there already, holds a secret, or is to be
             one of losses and has too few.
     """
-    try:
-        record = load_record(run)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"this folder holds no record that can be read ({error})",
-            value=str(run),
-            allowed="a folder that benchmark.py, data.py or precompute made",
-            flag="RUN",
-        ) from None
+    record = read_record(run, flag="RUN")
     if record["status"] != "ok":
         raise ConfigError(
             f"only a run that ended well is published ({record['reason']})",
@@ -144,7 +136,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
 
 
 def secrets_in(path: Path) -> Iterator[str]:
-    """What in a file looks like a secret: the place, a path in JSON or a line, and the kind."""
+    """Places in a file that look like a secret (a path in JSON, or a line), each with its kind."""
     if path.suffix == ".json":
         texts = _texts_in(json.loads(path.read_text(encoding="utf-8")), place="")
     else:

@@ -1,4 +1,4 @@
-"""What did others publish, and what do models predict?
+"""Tables of other people's figures and of predictions.
 
 Tables of other people's figures lie in results/quoted, predictions in results/modelled. Those with
 images/s become rows beside the measured ones; the others, days and costs, are shown as they are.
@@ -13,8 +13,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.report.figures import read_figures
-from sdbench.report.tables import Cell, Column, Table, make_cell
-from sdbench.report.terminal import format_number
+from sdbench.report.tables import Cell, Table, make_cell, make_table
 
 # The two tables of seed 003's section 1.5: its throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
@@ -35,7 +34,7 @@ def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
 
     Args:
         folder: Holds CSV files; none at all if it is not there.
-        kind: What the rows are, unless they say it themselves.
+        kind: Kind of the rows without one.
 
     Returns:
         Rows by the name of their file.
@@ -77,37 +76,30 @@ def make_seed_table(
         )
     p4de, p5 = gpus
     ours = _measured_under_seed_conditions(measured)
-    columns = [
-        Column("micro-batch", is_number=True),
-        Column("num_workers", is_number=True),
-        Column("EMA"),
-        Column(f"8 x {p4de}, images/s", is_number=True),
-        Column(f"8 x {p5}, images/s", is_number=True),
-        Column("ratio", is_number=True),
-        Column("ratio printed there", is_number=True),
-        Column("tested"),
-        *(Column(f"measured: 8 x {name}, images/s", is_number=True) for name in ours),
-    ]
     rows = []
     for settings, rate in rates.items():
         ratio = rate[p5] / rate[p4de]
         printed = printed_ratios.get(settings)
         rows.append(
-            [
-                *(make_cell(value) for value in settings),
-                make_cell(rate[p4de], num_digits=6),
-                make_cell(rate[p5], num_digits=6),
-                Cell(f"{ratio:.2f}x", ratio),
-                make_cell(None) if printed is None else Cell(f"{printed:.2f}x", printed),
-                make_cell("n=1, not tested"),
-                *(make_cell(by_settings.get(settings)) for by_settings in ours.values()),
-            ]
+            {
+                **dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True)),
+                f"8 x {p4de}, images/s": make_cell(rate[p4de], num_digits=6),
+                f"8 x {p5}, images/s": make_cell(rate[p5], num_digits=6),
+                "ratio": Cell(f"{ratio:.2f}x", ratio),
+                "ratio printed there": printed and Cell(f"{printed:.2f}x", printed),
+                "tested": "n=1, not tested",
+                **{
+                    f"measured: 8 x {name}, images/s": by_settings.get(settings)
+                    for name, by_settings in ours.items()
+                },
+            }
         )
-    return Table("p4de-p5", "P4de and P5 in seed 003, section 1.5, reproduced", columns, rows)
+    caption = "P4de and P5 in seed 003, section 1.5, reproduced"
+    return make_table(rows, name="p4de-p5", caption=caption)
 
 
 def make_other_tables(quoted: dict[str, list[dict[str, Any]]]) -> list[Table]:
-    """What others published other than images/s, each file as it is."""
+    """A table for each file of figures other than images/s, with its own columns."""
     return [
         _as_it_is(file, rows)
         for file, rows in quoted.items()
@@ -136,17 +128,5 @@ def _measured_under_seed_conditions(
 
 
 def _as_it_is(file: str, rows: Sequence[dict[str, Any]]) -> Table:
-    columns = [
-        Column(name, is_number=not any(isinstance(row[name], str) for row in rows))
-        for name in rows[0]
-    ]
-    cells = [
-        [
-            Cell(format_number(value, num_digits=6), value)
-            if isinstance(value, float)
-            else make_cell(value)
-            for value in row.values()
-        ]
-        for row in rows
-    ]
-    return Table(file, f"{file}.csv, quoted", columns, cells)
+    cells = [{name: make_cell(value, num_digits=6) for name, value in row.items()} for row in rows]
+    return make_table(cells, name=file, caption=f"{file}.csv, quoted")

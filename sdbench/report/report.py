@@ -1,7 +1,7 @@
-"""How do tables, plots and pages come from records and from other people's figures?
+"""Makes the tables, plots and pages of a results folder from records and from quoted figures.
 
-All of results/ but runs/, quoted/, modelled/, comparisons/ and the text around the markers is made
-here, and the same files give the same bytes: no date, no name of a machine, no order of the file
+It makes all of results/ but runs/, quoted/, modelled/, comparisons/ and the text around the
+markers. The same files give the same bytes: no date, no name of a machine and no order of the file
 system gets in.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import BENCHMARK, OK, kind_of, load_record, replace_file
+from sdbench.record.store import BENCHMARK, OK, kind_of, replace_file
 from sdbench.report import feed_table, loss_band, result_page, run_plots, throughput_plots
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
@@ -24,6 +24,7 @@ from sdbench.report.markers import BEGIN, END, fill_block
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
+from sdbench.report.records import read_record
 from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
 from sdbench.report.throughput_table import make_tables
 
@@ -79,7 +80,7 @@ def rebuild(results: Path) -> str:
     content = _Content.load(results)
     plots = content.draw_plots(results / RUNS)
     tables = content.make_throughput_tables()
-    data_table = feed_table.make_table(content.loaded)
+    data_table = feed_table.make_data_table(content.loaded)
     ladder = content.make_ladder()
     page = format_page(_make_sections(content, tables, data_table, ladder), plots)
 
@@ -113,7 +114,7 @@ def rebuild(results: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-    """What everything is made from.
+    """The contents of a results folder that the rest is made from.
 
     Attributes:
         trained: Records of training runs.
@@ -203,15 +204,7 @@ def load_losses(results: Path) -> list[loss_band.LossRun]:
 
 
 def _load_record(path: Path) -> dict[str, Any]:
-    try:
-        record = load_record(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a published record cannot be read ({error})",
-            value=str(path),
-            allowed="a record.json that `publish` copied and nobody edited",
-            flag="--results",
-        ) from None
+    record = read_record(path, flag="--results")
     if record["run_id"] != path.parent.name:  # a copy would count as one more run
         raise ConfigError(
             "a published record is in the folder of another run",

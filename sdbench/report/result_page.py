@@ -1,7 +1,7 @@
-"""What does the page of one result say, in the shape that all such pages have?
+"""Pages about one result each, filled from the records of its runs.
 
-A person writes who measured, what is not reported and why, and footnotes. All else, every figure
-included, is made from the records of the runs that the page's marker names by patterns:
+A person writes who measured, what is not reported and why, and footnotes. Everything else is made
+from the records of the runs that the page's marker names by patterns:
 
     <!-- begin generated: runs 202611*_sd2-base-256px-* -->
 """
@@ -9,19 +9,24 @@ included, is made from the records of the runs that the page's marker names by p
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.report.markers import BEGIN, END, fill_block
-from sdbench.report.tables import Cell, Column, Table, make_cell, median_cell, to_markdown
+from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown
 from sdbench.report.terminal import NOT_KNOWN, format_rate, format_rates
 from sdbench.report.throughput_table import describe_notes, group_runs
 
+# Runs of each configuration by its letter.
+Groups = Mapping[str, list[dict[str, Any]]]
+
+BREAKDOWN = "## Where the time goes"
 RUNS_MARKER = re.compile(r"<!-- begin generated: runs +(?P<patterns>\S.*?) +-->")
 
 
@@ -73,220 +78,195 @@ def _select(
 
 
 def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
-    """The end of a sentence: when, and how many runs."""
+    """The number of runs and the time of the first and the last, as the end of a sentence."""
     starts = sorted(run["started_utc"] for run in runs)
     first, last = (f"{moment[:10]} {moment[11:16]}" for moment in (starts[0], starts[-1]))
     return f"in {len(runs)} runs that began between {first} and {last} UTC."
 
 
 def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
-    groups = group_runs(runs)
-    tables = (
-        ("The models.", _models_table(groups)),
-        ("The hardware.", _hardware_table(runs)),
-        ("The settings in which the configurations differ.", _settings_table(groups)),
+    groups = dict(zip(map(chr, itertools.count(ord("a"))), group_runs(runs), strict=False))
+    sections = (
+        ("## Models", "The models.", _models_table(groups)),
+        ("## Hardware", "The hardware.", _hardware_table(runs)),
         (
+            f"## How it was measured\n\n{_describe_method(runs)}",
+            "The settings in which the configurations differ.",
+            _settings_table(groups),
+        ),
+        (
+            "## Throughput",
             "Throughput by configuration. Three or more runs have a 95 % interval between runs (t "
             "on the logs of their rates).",
             _throughput_table(groups),
         ),
         (
+            None,
             "Every run. Its interval is within the run (t over block means of its steps).",
             _runs_table(groups),
         ),
         (
+            BREAKDOWN,
             "Where the time of a step goes: medians over the runs, of steps behind the measured "
             "window in which the device is waited for between phases.",
             _breakdown_table(groups),
         ),
     )
-    headings = (
-        "Models",
-        "Hardware",
-        "How it was measured",
-        "Throughput",
-        None,
-        "Where the time goes",
-    )
-    parts = []
-    for number, (heading, (caption, table)) in enumerate(zip(headings, tables, strict=True), 1):
-        if not table.rows and heading == "Where the time goes":
-            continue  # records made before steps were profiled
-        if heading is not None:
-            parts.append(f"## {heading}")
-        if heading == "How it was measured":
-            parts.append(_describe_method(runs))
-        parts += [f"**Table {number}.** {caption}", to_markdown(table)]
-    return "\n\n".join(parts)
+    parts, numbers = [], itertools.count(1)
+    for heading, caption, table in sections:
+        # One configuration differs in no setting, and old records have no breakdown.
+        if table.rows or heading != BREAKDOWN:
+            parts.append(heading)
+        if table.rows:
+            parts += [f"**Table {next(numbers)}.** {caption}", to_markdown(table)]
+    return "\n\n".join(part for part in parts if part is not None)
 
 
-def _models_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    columns = [
-        Column("model"),
-        Column("parameters", is_number=True),
-        Column("trained parameters", is_number=True),
-        Column("weights"),
-        Column("model FLOP per image, 10^9", is_number=True),
-        Column("resolution, px", is_number=True),
-        Column("encoders"),
-    ]
+def _models_table(groups: Groups) -> Table:
     rows = []
-    for group in groups:
+    for group in groups.values():
         workload, config = group[0]["workload"], group[0]["config"]
-        row = [
-            make_cell(workload["architecture"]),
-            _grouped_cell(workload.get("num_parameters")),
-            _grouped_cell(workload.get("num_trainable_parameters")),
-            make_cell(workload["weights"]),
-            _grouped_cell(round(workload["flops_per_image"] / 1e9)),
-            make_cell(config["image_size"]),
-            make_cell("in the step" if config["latents"] == "online" else config["latents"]),
-        ]
+        row = {
+            "model": workload["architecture"],
+            "parameters": _grouped_cell(workload.get("num_parameters")),
+            "trained parameters": _grouped_cell(workload.get("num_trainable_parameters")),
+            "weights": workload["weights"],
+            "model FLOP per image, 10^9": _grouped_cell(round(workload["flops_per_image"] / 1e9)),
+            "resolution, px": config["image_size"],
+            "encoders": "in the step" if config["latents"] == "online" else config["latents"],
+        }
         if row not in rows:
             rows.append(row)
-    return Table("models", "", columns, rows)
+    return make_table(rows)
 
 
 def _hardware_table(runs: Sequence[dict[str, Any]]) -> Table:
-    columns = [Column("what"), Column("value")]
-    rows = []
-    for name, value_of in (
-        ("device", lambda run: f"{run['ranks']['world_size']} x {run['machine']['device_name']}"),
-        ("nodes", lambda run: run["ranks"]["num_nodes"]),
-        ("memory of a device, GiB", lambda run: run["machine"]["device_memory_gib"]),
-        ("CPU", lambda run: run["machine"]["cpu_name"]),
-        ("CPU cores", lambda run: run["machine"]["num_cpu_cores"]),
-        ("CPU instructions for training", lambda run: ", ".join(run["machine"]["cpu_flags"])),
-        ("memory, GiB", lambda run: run["machine"]["memory_gib"]),
-        ("driver", lambda run: run["machine"]["driver"]),
-        ("system", lambda run: run["machine"]["platform"]),
-    ):
-        rows.append([make_cell(name), make_cell(_join(value_of(run) for run in runs))])
-    return Table("hardware", "", columns, rows)
+    return _facts_table(
+        runs,
+        {
+            "device": lambda run: f"{run['ranks']['world_size']} x {run['machine']['device_name']}",
+            "nodes": lambda run: run["ranks"]["num_nodes"],
+            "memory of a device, GiB": lambda run: run["machine"]["device_memory_gib"],
+            "CPU": lambda run: run["machine"]["cpu_name"],
+            "CPU cores": lambda run: run["machine"]["num_cpu_cores"],
+            "CPU instructions for training": lambda run: ", ".join(run["machine"]["cpu_flags"]),
+            "memory, GiB": lambda run: run["machine"]["memory_gib"],
+            "driver": lambda run: run["machine"]["driver"],
+            "system": lambda run: run["machine"]["platform"],
+        },
+        heading="value",
+    )
 
 
-def _settings_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    """One column per configuration; only settings that differ between two."""
-    configs = [group[0]["config"] for group in groups]
-    names = [
-        name
-        for name in dict.fromkeys(name for config in configs for name in config)
-        if len({str(config.get(name)) for config in configs}) > 1
-    ]
-    columns = [Column("setting"), *(Column(f"({letter})") for letter in _letters(groups))]
+def _facts_table(
+    runs: Sequence[dict[str, Any]],
+    facts: Mapping[str, Callable[[dict[str, Any]], Any]],
+    *,
+    heading: str,
+) -> Table:
+    """A row for each fact, with the value that all runs share or each value once."""
+    return make_table(
+        {"what": name, heading: _join(value_of(run) for run in runs)}
+        for name, value_of in facts.items()
+    )
+
+
+def _settings_table(groups: Groups) -> Table:
+    """One column per configuration, one row per setting in which two of them differ."""
+    configs = {letter: group[0]["config"] for letter, group in groups.items()}
+    names = dict.fromkeys(name for config in configs.values() for name in config)
     rows = [
-        [make_cell(name), *(make_cell(config.get(name)) for config in configs)] for name in names
+        {
+            "setting": name,
+            **{f"({letter})": make_cell(config.get(name)) for letter, config in configs.items()},
+        }
+        for name in names
+        if len({str(config.get(name)) for config in configs.values()}) > 1
     ]
-    return Table("settings", "", columns, rows)
+    left = [f"({letter})" for letter in configs]
+    return make_table(rows, left=left)
 
 
-def _throughput_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    columns = [
-        Column("configuration"),
-        Column("preset"),
-        Column("precision"),
-        Column("global batch", is_number=True),
-        Column("runs", is_number=True),
-        Column("images/s (95 % interval)", is_number=True),
-        Column("step p50, s", is_number=True),
-        Column("data wait, %", is_number=True),
-        Column("peak memory, GiB", is_number=True),
-        Column("achieved TFLOP/s", is_number=True),
-        Column("of a matrix product, %", is_number=True),
-        Column("notes"),
-    ]
+def _throughput_table(groups: Groups) -> Table:
     rows = []
-    for letter, group in zip(_letters(groups), groups, strict=True):
+    for letter, group in groups.items():
         config, summaries = group[0]["config"], [run["summary"] for run in group]
         rates = [summary["images_per_second"] for summary in summaries]
-        rows.append(
-            [
-                make_cell(f"({letter})"),
-                make_cell(config["preset"]),
-                make_cell(config["precision"]),
-                make_cell(config["batch_size"]),
-                make_cell(len(group)),
-                Cell(format_rates(summaries), statistics.median(rates)),
-                median_cell(summary["step_time_p50_s"] for summary in summaries),
-                median_cell((summary["data_wait_percent"] for summary in summaries), num_digits=2),
-                make_cell(max(summary["peak_memory_gib"] for summary in summaries), num_digits=3),
-                median_cell(
-                    (summary["achieved_tflops_per_device"] for summary in summaries), num_digits=3
-                ),
-                median_cell(
-                    (summary.get("mfu_of_matmul_percent") for summary in summaries), num_digits=3
-                ),
-                make_cell(describe_notes(group), unknown=""),
-            ]
-        )
-    return Table("throughput", "", columns, rows)
-
-
-def _runs_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    columns = [
-        Column("configuration"),
-        Column("run"),
-        Column("images/s (95 % interval)", is_number=True),
-        Column("warm-up steps", is_number=True),
-        Column("measured steps", is_number=True),
-        Column("step p50, s", is_number=True),
-        Column("step p95, s", is_number=True),
-        Column("loss, first to last"),
-        Column("notes"),
-    ]
-    rows = []
-    for letter, group in zip(_letters(groups), groups, strict=True):
-        for run in group:
-            summary = run["summary"]
-            losses = f"{summary['loss_first']:.4f} to {summary['loss_last']:.4f}"
-            rows.append(
-                [
-                    make_cell(f"({letter})"),
-                    make_cell(run["run_id"]),
-                    Cell(format_rate(summary), summary["images_per_second"]),
-                    make_cell(summary.get("num_warmup_steps", run["config"]["warmup_batches"])),
-                    make_cell(summary["num_measured_steps"]),
-                    make_cell(summary["step_time_p50_s"]),
-                    make_cell(summary["step_time_p95_s"]),
-                    make_cell(losses),
-                    make_cell(describe_notes([run]), unknown=""),
-                ]
+        medians = {
+            heading: median_cell((summary.get(name) for summary in summaries), num_digits=digits)
+            for heading, name, digits in (
+                ("step p50, s", "step_time_p50_s", 4),
+                ("data wait, %", "data_wait_percent", 2),
+                ("achieved TFLOP/s", "achieved_tflops_per_device", 3),
+                ("of a matrix product, %", "mfu_of_matmul_percent", 3),
             )
-    return Table("runs", "", columns, rows)
+        }
+        peak_gib = max(summary["peak_memory_gib"] for summary in summaries)
+        rows.append(
+            {
+                "configuration": f"({letter})",
+                "preset": config["preset"],
+                "precision": config["precision"],
+                "global batch": config["batch_size"],
+                "runs": len(group),
+                "images/s (95 % interval)": Cell(format_rates(summaries), statistics.median(rates)),
+                "step p50, s": medians.pop("step p50, s"),
+                "data wait, %": medians.pop("data wait, %"),
+                "peak memory, GiB": make_cell(peak_gib, num_digits=3),
+                **medians,
+                "notes": make_cell(describe_notes(group), unknown=""),
+            }
+        )
+    return make_table(rows, left=["notes"])
 
 
-def _breakdown_table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    """Seconds and shares by phase, a pair of columns per configuration; no rows if none has any."""
-    columns, breakdowns = [Column("phase")], []
-    for letter, group in zip(_letters(groups), groups, strict=True):
-        known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
-        if known:
-            breakdowns.append(known)
-            columns += [Column(f"({letter}), s", True), Column(f"({letter}), %", True)]
-    if not breakdowns:
-        return Table("breakdown", "", columns, [])
+def _runs_table(groups: Groups) -> Table:
     rows = []
-    for phase in breakdowns[0][0]["seconds"]:
-        row = [make_cell(phase.replace("_", " "))]
-        for known in breakdowns:
-            shares = [100 * one["seconds"][phase] / one["step_time_s"] for one in known]
-            row.append(median_cell((one["seconds"][phase] for one in known), num_digits=3))
-            row.append(median_cell(shares, num_digits=2))
-        rows.append(row)
-    return Table("breakdown", "", columns, rows)
+    for letter, run in ((letter, run) for letter, group in groups.items() for run in group):
+        summary = run["summary"]
+        rows.append(
+            {
+                "configuration": f"({letter})",
+                "run": run["run_id"],
+                "images/s (95 % interval)": Cell(
+                    format_rate(summary), summary["images_per_second"]
+                ),
+                "warm-up steps": _num_warmup_steps(run),
+                "measured steps": summary["num_measured_steps"],
+                "step p50, s": summary["step_time_p50_s"],
+                "step p95, s": summary["step_time_p95_s"],
+                "loss, first to last": f"{summary['loss_first']:.4f} to {summary['loss_last']:.4f}",
+                "notes": make_cell(describe_notes([run]), unknown=""),
+            }
+        )
+    return make_table(rows, left=["notes"])
+
+
+def _breakdown_table(groups: Groups) -> Table:
+    """Seconds and shares by phase, a pair of columns per configuration; no rows if none has any."""
+    rows: dict[str, dict[str, Any]] = {}
+    for letter, group in groups.items():
+        known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
+        for phase in known[0]["seconds"] if known else ():
+            row = rows.setdefault(phase, {"phase": phase.replace("_", " ")})
+            times_s = [one["seconds"][phase] for one in known]
+            shares = [
+                100 * time_s / one["step_time_s"]
+                for time_s, one in zip(times_s, known, strict=True)
+            ]
+            row[f"({letter}), s"] = median_cell(times_s, num_digits=3)
+            row[f"({letter}), %"] = median_cell(shares, num_digits=2)
+    return make_table(rows.values())
 
 
 def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
-    """In words, from the settings that all runs share."""
+    """How the runs were measured, from their settings."""
     configs = [run["config"] for run in runs]
 
     def all_of(name: str) -> str:
         return for_markdown(_join(config[name] for config in configs))
 
-    # Records made before a window could be extended do not count their warm-up.
-    warmups = _join(
-        run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"]) for run in runs
-    )
+    warmups = _join(map(_num_warmup_steps, runs))
     windows = _join(run["summary"]["num_measured_steps"] for run in runs)
 
     return (
@@ -302,40 +282,28 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _num_warmup_steps(run: dict[str, Any]) -> int:
+    """Steps before the measured window; old records have the setting only, which they kept to."""
+    return run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"])
+
+
 def _format_versions(runs: Sequence[dict[str, Any]]) -> str:
-    names = dict.fromkeys(name for run in runs for name in run["versions"])
-    rows = [
-        [
-            make_cell("this suite, commit"),
-            make_cell(_join(run["git"]["commit"] for run in runs)),
-        ],
-        [
-            make_cell("uncommitted changes"),
-            make_cell(_join(run["git"]["dirty"] for run in runs)),
-        ],
-        [
-            make_cell("date of the runs"),
-            make_cell(_join(run["started_utc"][:10] for run in runs)),
-        ],
-        *(
-            [make_cell(name), make_cell(_join(run["versions"].get(name) for run in runs))]
-            for name in names
-        ),
-    ]
-    return to_markdown(Table("versions", "", [Column("what"), Column("version")], rows))
-
-
-def _letters(groups: Sequence[Any]) -> list[str]:
-    """a, b, c for the configurations of a page."""
-    return [chr(ord("a") + index) for index in range(len(groups))]
+    facts: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "this suite, commit": lambda run: run["git"]["commit"],
+        "uncommitted changes": lambda run: run["git"]["dirty"],
+        "date of the runs": lambda run: run["started_utc"][:10],
+    }
+    for name in dict.fromkeys(name for run in runs for name in run["versions"]):
+        facts[name] = lambda run, name=name: run["versions"].get(name)
+    return to_markdown(_facts_table(runs, facts, heading="version"))
 
 
 def _join(values: Any) -> str:
-    """What all runs share, or each value once."""
+    """Each value once, in words."""
     texts = (make_cell(NOT_KNOWN if value is None else value).text for value in values)
     return " or ".join(dict.fromkeys(texts))
 
 
 def _grouped_cell(number: int | None) -> Cell:
-    """A large whole number with commas between thousands."""
+    """A whole number with commas between thousands."""
     return make_cell(None) if number is None else Cell(f"{number:,}", number)

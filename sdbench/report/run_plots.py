@@ -1,7 +1,4 @@
-"""Where does the time of a step go, and did the steps settle?
-
-One bar and one trace per configuration, of its latest run.
-"""
+"""Charts of the phases of a step and of step times, for the latest run of each configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ PARTS = {
     "other": "other",
 }
 SHADED_PHASES = {"warmup": ("warm-up", "#BBBBBB"), "profiled": ("profiled", "#DDCC77")}
-# What is narrower bears no number.
+# A narrower part has no number in it.
 MIN_LABELLED_PERCENT = 4
 MAX_BARS = 12
 MAX_TRACES = 4

@@ -1,25 +1,22 @@
-"""What is a table, before it becomes markdown or HTML?
-
-Both outputs are made from one `Table`, so that no figure can differ between them.
-"""
+"""A table of cells, which markdown, HTML and the terminal show alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sdbench.base.escape import for_markdown
 from sdbench.report.terminal import NOT_KNOWN, format_number
 
-# A browser, and whoever reads markdown, chokes on more; the CSV files have every row.
+# The most rows that a page shows; the CSV files have all.
 MAX_ROWS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one cell shows, and the value that it is sorted by (None sorts last)."""
+    """The text that a cell shows and the value that it is sorted by (None sorts last)."""
 
     text: str
     value: float | str | None
@@ -27,7 +24,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column's heading, and whether its cells are numbers, which stand to the right."""
+    """A column's heading and whether its cells are aligned right."""
 
     name: str
     is_number: bool = False
@@ -38,7 +35,7 @@ class Table:
     """A table with a caption.
 
     Attributes:
-        name: Names the table in a URL, e.g. ``512px-online``.
+        name: Anchor of the table in a page, e.g. ``512px-online``.
         caption: One line of plain text.
         columns: As many as every row has cells.
         rows: Cells by row.
@@ -51,22 +48,22 @@ class Table:
 
     @property
     def kind_column(self) -> int | None:
-        """Where the kind of a row (measured, quoted, modelled) stands, if anywhere."""
+        """Index of the column that says whether a row is measured, quoted or modelled."""
         names = [column.name for column in self.columns]
         return names.index("kind") if "kind" in names else None
 
     @property
     def shown_rows(self) -> Sequence[Sequence[Cell]]:
-        """The first rows, as many as a page bears."""
+        """The first `MAX_ROWS` rows."""
         return self.rows[:MAX_ROWS]
 
     @property
     def num_hidden_rows(self) -> int:
-        """Rows beyond those."""
+        """Number of rows beyond `MAX_ROWS`."""
         return len(self.rows) - len(self.shown_rows)
 
     def without_empty_columns(self) -> Table:
-        """The same without the columns of which nothing is known in any row."""
+        """The table without the columns whose value is None in every row."""
         kept = [
             index
             for index in range(len(self.columns))
@@ -79,13 +76,43 @@ class Table:
         )
 
 
+def make_table(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    name: str = "",
+    caption: str = "",
+    left: Collection[str] = (),
+) -> Table:
+    """A table from rows by heading; columns are in the order in which headings first occur.
+
+    Args:
+        rows: Cells, or values for `make_cell`. A heading that a row lacks is an unknown value.
+        name: See `Table`.
+        caption: See `Table`.
+        left: Headings of columns that are aligned left; so is every column with a text in it.
+            The others are aligned right.
+    """
+    rows = [
+        {heading: value if isinstance(value, Cell) else make_cell(value) for heading, value in row}
+        for row in map(dict.items, rows)
+    ]
+    headings = dict.fromkeys(heading for row in rows for heading in row)
+    missing = make_cell(None)
+    cells = [[row.get(heading, missing) for heading in headings] for row in rows]
+    columns = [
+        Column(heading, heading not in left and not any(isinstance(one.value, str) for one in each))
+        for heading, each in zip(headings, zip(*cells, strict=True), strict=True)
+    ]
+    return Table(name, caption, columns, cells)
+
+
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
     """A value as a cell.
 
     Args:
         value: Text, a number, a yes or no, or None.
         num_digits: Significant figures of a float; whole numbers are shown in full.
-        unknown: What stands for None.
+        unknown: Text for None.
     """
     if value is None:
         return Cell(unknown, None)
@@ -99,7 +126,7 @@ def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> C
 def median_cell(
     values: Iterable[float | None], *, num_digits: int = 4, unknown: str = NOT_KNOWN
 ) -> Cell:
-    """The median of what is known, as `make_cell` shows it."""
+    """The median of the values that are not None, as `make_cell` shows it."""
     known = [value for value in values if value is not None]
     median = float(statistics.median(known)) if known else None
     return make_cell(median, num_digits=num_digits, unknown=unknown)

@@ -1,4 +1,4 @@
-"""What does a person read when a run has ended?"""
+"""The printed result of a run, and how rates and numbers are shown everywhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def format_summary(record: dict[str, Any]) -> str:
 
 
 def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What records made before lack, or what a run was told not to measure."""
+    """Lines about figures that old records lack, or that a run was told not to measure."""
     rows = []
     if summary.get("matmul_tflops") is not None:
         rows.append(

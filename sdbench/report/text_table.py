@@ -1,4 +1,4 @@
-"""How does a table look in a terminal?"""
+"""A table as text for a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How does throughput depend on the micro-batch and on the number of GPUs?
+"""Charts of throughput against micro-batch and against the number of GPUs.
 
-The three charts of seed 003 under its names, from quoted, measured and modelled rows alike. Only
-figures of one resolution and one place of the encoders share axes. A figure that stands alone, so
-that no line leads through it, is in the tables only.
+They are the three charts of seed 003 under its names, from quoted, measured and modelled rows. Only
+figures of one resolution and one place of the encoders share axes. A figure that is the only one of
+its series is in the tables only.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sdbench.record.configuration import group
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.throughput_table import describe_work
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# How the line of a series is drawn, as arguments of `Axes.plot`.
+Look = Callable[["Series"], dict[str, Any]]
 
 MICRO_BATCH = "sd_p4de_p5"
 SPEED_UP = "p5-model-scaling-stable-diff"
@@ -47,8 +51,8 @@ class Series:
     """Figures that differ in one quantity only.
 
     Attributes:
-        device: What they ran on.
-        settings: What else they have in common, in words.
+        device: Name of the device.
+        settings: Their other common settings, as text.
         kind: measured, quoted or modelled.
         source: Where they come from.
         has_ema: Whether an EMA was kept; None where that is not told.
@@ -72,7 +76,7 @@ class Panel:
 
 
 def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> Plot | None:
-    """Throughput against micro-batch per GPU type, with and without EMA.
+    """Draw throughput against micro-batch per GPU type, with and without EMA.
 
     Args:
         rows: Rows of results/throughput.csv.
@@ -102,7 +106,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> Plot | None:
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Speed-up with the ideal line, and throughput, against the number of GPUs.
+    """Draw speed-up, with the ideal line, and throughput against the number of GPUs.
 
     Args:
         rows: Rows of results/throughput.csv.
@@ -153,21 +157,18 @@ def _collect(
 
     The seed's panel comes first, then those with the most points.
     """
-    found: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]] = {}
-    for row in rows:
-        x = x_of(row)
-        if row.get("images_per_second") is None or not isinstance(x, int):
-            continue
+
+    def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(part for part in settings_of(row) if part)
-        key = (_device(row), settings, row["kind"], _source(row), row.get("ema"))
-        series = found.setdefault(panel_of(row), defaultdict(lambda: defaultdict(list)))
-        series[key][x].append(row)
+        return _device(row), settings, row["kind"], _source(row), row.get("ema")
+
+    drawable = [row for row in rows if row.get("images_per_second") and isinstance(x_of(row), int)]
     panels = []
-    for panel, groups in found.items():
-        series = [
-            Series(*key, {x: _summarise(by_x[x]) for x in sorted(by_x)})
-            for key, by_x in groups.items()
-        ]
+    for panel, of_panel in group(drawable, key_of=panel_of).items():
+        series = []
+        for key, of_series in group(of_panel, key_of=key_of).items():
+            by_x = group(of_series, key_of=x_of)
+            series.append(Series(*key, {x: _summarise(by_x[x]) for x in sorted(by_x)}))
         lines = {_line_of(one) for one in series if len(one.points) > 1}
         series = [one for one in series if _line_of(one) in lines]
         if series:
@@ -177,7 +178,7 @@ def _collect(
 
 
 def _line_of(series: Series) -> tuple[str, str, str]:
-    """What a lone figure must share with a line to be drawn beside it, e.g. the one without EMA."""
+    """Key that a single figure shares with a line, beside which it is drawn (e.g. without EMA)."""
     return series.device, series.settings, series.source
 
 
@@ -201,7 +202,7 @@ def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
 
 
 def _settings(row: dict[str, Any]) -> list[Any]:
-    """What tells two series of one device apart."""
+    """Settings that distinguish two series of one device."""
     model = row.get("model")
     return [
         None if model == USUAL_MODEL else model,
@@ -292,11 +293,8 @@ def _draw(
     return render(figure, name=name, title=title)
 
 
-def _draw_micro_batch_panel(
-    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
-) -> None:
-    for series in panel.series:
-        _draw_series(ax, series, look_of(series), scale=1.0)
+def _draw_micro_batch_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
+    _draw_lines(ax, panel, look_of)
     micro_batches = sorted({x for series in panel.series for x in series.points})
     if len(micro_batches) <= MAX_TICKS:
         ax.set_xticks(micro_batches)
@@ -306,9 +304,7 @@ def _draw_micro_batch_panel(
     ax.set_ylabel("images/s")
 
 
-def _draw_speed_up_panel(
-    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
-) -> None:
+def _draw_speed_up_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
     smallest = min(min(series.points) for series in panel.series)
     largest = max(max(series.points) for series in panel.series)
     ax.plot(
@@ -318,17 +314,13 @@ def _draw_speed_up_panel(
         linestyle=":",
         label="ideal",
     )
-    for series in panel.series:
-        _draw_series(ax, series, look_of(series), scale=1 / series.points[smallest].rate)
+    _draw_lines(ax, panel, look_of, relative_to=smallest)
     _label_gpu_counts(ax, panel)
     ax.set_ylabel(f"speed-up over {smallest} GPUs")
 
 
-def _draw_scaling_panel(
-    ax: Axes, panel: Panel, look_of: Callable[[Series], dict[str, Any]]
-) -> None:
-    for series in panel.series:
-        _draw_series(ax, series, look_of(series), scale=1.0)
+def _draw_scaling_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
+    _draw_lines(ax, panel, look_of)
     _label_gpu_counts(ax, panel)
     ax.set_ylabel("images/s")
 
@@ -349,16 +341,19 @@ def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel("GPUs")
 
 
-def _draw_series(ax: Axes, series: Series, look: dict[str, Any], *, scale: float) -> None:
-    points = series.points.values()
-    ax.plot(list(series.points), [point.rate * scale for point in points], **look)
-    ax.vlines(
-        list(series.points),
-        [point.low * scale for point in points],
-        [point.high * scale for point in points],
-        color=look["color"],
-        linewidth=1,
-    )
+def _draw_lines(ax: Axes, panel: Panel, look_of: Look, *, relative_to: int | None = None) -> None:
+    """Draw each series with its intervals, as it is or over its own figure at one x."""
+    for series in panel.series:
+        look, points = look_of(series), series.points.values()
+        scale = 1.0 if relative_to is None else 1 / series.points[relative_to].rate
+        ax.plot(list(series.points), [point.rate * scale for point in points], **look)
+        ax.vlines(
+            list(series.points),
+            [point.low * scale for point in points],
+            [point.high * scale for point in points],
+            color=look["color"],
+            linewidth=1,
+        )
 
 
 def _label(series: Series, *, number: int) -> str:

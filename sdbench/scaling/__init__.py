@@ -1,1 +1,1 @@
-"""How does throughput grow with GPUs, and what do days, money and energy follow from it?"""
+"""Throughput against GPU count, and the days, money and energy that follow from it."""

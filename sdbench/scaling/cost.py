@@ -1,21 +1,27 @@
-"""How many days, GPU-hours, dollars and kilowatt-hours does a training take at a given throughput?
+"""Days, GPU-hours, dollars and kilowatt-hours of a training at a given throughput.
 
     days = sum over the stages of images / images_per_second / 86,400
     GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
 
-An interval of the throughput becomes one of the days and of all that follows from them, as if every
-stage were off in the same direction.
+The interval of the throughput is carried through, as if every stage were off in the same direction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sdbench.base.errors import ConfigError
+from sdbench.base.yaml_file import read_mapping
 from sdbench.report.figures import find_name
+
+# A number and the low and high end of its 95 % interval; NaN is not known, or without a bound.
+Amount = np.ndarray
 
 SECONDS_PER_DAY = 86_400
 HOURS_PER_DAY = 24
@@ -25,7 +31,7 @@ PRICES_FILE = Path(__file__).with_name("prices.yaml")
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """So many images at one resolution."""
+    """A number of images at one resolution, in pixels."""
 
     image_size: int
     num_images: int
@@ -51,41 +57,8 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """A number with its 95 % interval, where there is one.
-
-    Attributes:
-        value: The number.
-        low: Lower end; None without an interval.
-        high: Upper end; None without an interval, or where it has no bound.
-    """
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def __mul__(self, factor: float) -> Value:
-        return Value(*(None if one is None else one * factor for one in self._ends()))
-
-    def __add__(self, other: Value) -> Value:
-        pairs = zip(self._ends(), other._ends(), strict=True)
-        return Value(*(None if None in pair else sum(pair) for pair in pairs))
-
-    def _ends(self) -> tuple[float | None, ...]:
-        return self.value, self.low, self.high
-
-    def as_time_of(self, num_images: int) -> Value:
-        """Seconds for so many images at this rate; the slow end of the rate is the long one."""
-        return Value(
-            num_images / self.value,
-            None if self.high is None else num_images / self.high,
-            None if self.low is None else num_images / self.low,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class Tariff:
-    """What a GPU costs or draws.
+    """The price or the power of a GPU.
 
     Attributes:
         value: Dollars per GPU-hour, or watts per board.
@@ -104,22 +77,27 @@ class Estimate:
 
     Attributes:
         num_gpus: GPUs.
-        days: Wall-clock days of training alone, without interruptions and evaluation.
+        days_to_train: Wall-clock days of training alone, without interruptions and evaluation.
         gpu_hours: GPU-hours.
-        cost_usd: Dollars; None without a price.
-        energy_kwh: Of the GPU boards alone; None without their power.
+        cost_usd: Dollars; not known without a price.
+        energy_kwh: Of the GPU boards alone; not known without their power.
     """
 
     num_gpus: int
-    days: Value
-    gpu_hours: Value
-    cost_usd: Value | None
-    energy_kwh: Value | None
+    days_to_train: Amount
+    gpu_hours: Amount
+    cost_usd: Amount
+    energy_kwh: Amount
+
+
+def make_amount(value: float, low: float | None = None, high: float | None = None) -> Amount:
+    """A number with the ends of its 95 % interval, where it has one."""
+    return np.array([value, low, high], dtype=float)
 
 
 def estimate(
     recipe: Recipe,
-    rates: Mapping[int, Value],
+    rates: Mapping[int, Amount],
     *,
     num_gpus: int,
     price: Tariff | None = None,
@@ -146,15 +124,16 @@ def estimate(
             allowed="figures at " + " and ".join(f"{one.image_size} px" for one in recipe.stages),
             flag="TABLE, --images_per_second or --recipe",
         )
-    seconds = [rates[stage.image_size].as_time_of(stage.num_images) for stage in recipe.stages]
-    days = sum(seconds[1:], start=seconds[0]) * (1 / SECONDS_PER_DAY)
-    gpu_hours = days * (HOURS_PER_DAY * num_gpus)
+    # The slow end of the rate is the long end of the time.
+    seconds = sum(stage.num_images / rates[stage.image_size][[0, 2, 1]] for stage in recipe.stages)
+    days = seconds / SECONDS_PER_DAY
+    gpu_hours = days * HOURS_PER_DAY * num_gpus
     return Estimate(
         num_gpus=num_gpus,
-        days=days,
+        days_to_train=days,
         gpu_hours=gpu_hours,
-        cost_usd=gpu_hours * price.value if price else None,
-        energy_kwh=gpu_hours * (power.value / 1000) if power else None,
+        cost_usd=gpu_hours * (price.value if price else math.nan),
+        energy_kwh=gpu_hours * (power.value / 1000 if power else math.nan),
     )
 
 
@@ -168,7 +147,7 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
     Raises:
         ConfigError: If the file is none of recipes, or has no such one.
     """
-    content = _load_yaml(path, flag="--recipes")
+    content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
     key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
     try:
         values = content[key]
@@ -190,7 +169,7 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
 def load_price(
     gpu: str | None, *, chosen: str | None = None, path: Path = PRICES_FILE
 ) -> Tariff | None:
-    """What an hour of this GPU costs.
+    """The price of an hour of a GPU.
 
     Args:
         gpu: Its name; None if the figures do not tell it.
@@ -216,7 +195,7 @@ def load_price(
 
 
 def load_power(gpu: str | None, *, path: Path = PRICES_FILE) -> Tariff | None:
-    """What the board of this GPU draws at most, in watts; None if there is no row for it."""
+    """The maximum power of the board of a GPU, in watts; None without a row for it."""
     rows = _load_tariffs(path, "power", per="GPU board", unit="W")
     return _first([row for row in rows if _is_for(gpu, row)])
 
@@ -234,7 +213,8 @@ def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
 
 
 def _load_tariffs(path: Path, key: str, *, per: str, unit: str) -> list[dict[str, Any]]:
-    rows = _load_yaml(path, flag="--prices").get(key) or []
+    allowed = f"a YAML file like {PRICES_FILE.name}"
+    rows = read_mapping(path, allowed=allowed, flag="--prices").get(key) or []
     needed = {"gpus", "value", "unit", "per", "source", "date"}
     if key == "prices":
         needed.add("name")
@@ -268,25 +248,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _load_yaml(path: Path, *, flag: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the file cannot be read ({' '.join(str(error).split())})",
-            value=str(path),
-            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
-            flag=flag,
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            "the file has no keys",
-            value=str(path),
-            allowed=f"a YAML file like {PRICES_FILE.name} or {RECIPES_FILE.name}",
-            flag=flag,
-        )
-    return content

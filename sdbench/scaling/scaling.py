@@ -1,41 +1,35 @@
-"""How fast on other numbers of GPUs, and what would a full training take?
-
-python -m sdbench scaling fit | predict | cost | plan
-"""
+"""The commands `python -m sdbench scaling fit | predict | cost | plan`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.report.figures import as_text
-from sdbench.scaling import printout
-from sdbench.scaling.cost import Recipe, estimate, load_power, load_price, load_recipe
-from sdbench.scaling.flags import DEFAULT_GPU_COUNTS, parse
-from sdbench.scaling.plan import Limits, choose_best, make_candidates
-from sdbench.scaling.rates import Rates, find_rates, parse_rates, split_complete
-from sdbench.scaling.sentences import (
-    advise,
-    describe_figures,
-    describe_limits,
-    describe_recipe,
-    describe_tariffs,
-)
-from sdbench.scaling.table import (
+from sdbench.record.row import format_csv
+from sdbench.report.figures import as_text, write_out
+from sdbench.scaling import answers
+from sdbench.scaling.candidates import Limits, choose_best, make_candidates
+from sdbench.scaling.command_line import DEFAULT_GPU_COUNTS, parse
+from sdbench.scaling.cost import Recipe, Tariff, estimate, load_power, load_price, load_recipe
+from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
+    Rates,
     Row,
     check_one_kind,
+    find_rates,
     known_values,
     make_points,
     parse_counts,
+    parse_rates,
     read_rows,
     split_batch,
 )
-from sdbench.statistics.law import Prediction, Setup, StepLaw, fit_law
+from sdbench.statistics.law import Setup, StepLaw, fit_law
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +53,8 @@ def run_fit(arguments: argparse.Namespace) -> int:
     """Print the constants and the error at each figure."""
     rows = _read(arguments)
     law = _fit(rows, arguments)
-    print(printout.format_lines(describe_figures(rows, law)))
-    print(f"\n{printout.format_law(law)}")
+    print(answers.format_lines(answers.describe_figures(rows, law)))
+    print(f"\n{answers.format_law(law)}")
     return 0
 
 
@@ -79,10 +73,14 @@ def run_predict(arguments: argparse.Namespace) -> int:
         if global_batch is None
         else f"strong scaling: a global batch of {global_batch}"
     )
-    print(printout.format_lines([*describe_figures(rows, law), kind]))
-    print(f"\n{printout.format_predictions(predictions, asked_images=global_batch)}")
+    print(answers.format_lines([*answers.describe_figures(rows, law), kind]))
+    print(f"\n{answers.format_predictions(predictions, asked_images=global_batch)}")
     if arguments.out is not None:
-        _write_predictions(predictions, rows, arguments, global_batch=global_batch)
+        common = {column: _only(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)}
+        names = " and ".join(path.name for path in arguments.tables)
+        common["source"] = f"step law fitted to {names} ({_source_of(rows)})"
+        found = answers.prediction_rows(predictions, common=common, asked_images=global_batch)
+        _write(arguments.out, found)
     return 0
 
 
@@ -92,16 +90,15 @@ def run_cost(arguments: argparse.Namespace) -> int:
     rows = [] if arguments.images_per_second else _read(arguments)
     check_one_kind(rows)
     gpu = arguments.gpu or _only(rows, "gpu")
-    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
-    power = load_power(gpu, path=arguments.prices)
-    rates, left_out = split_complete(_rates(rows, recipe, arguments), recipe)
+    price, power = _tariffs(gpu, arguments)
+    rates, left_out = _rates(rows, recipe, arguments)
     estimates = [
         estimate(recipe, rates[num_gpus], num_gpus=num_gpus, price=price, power=power)
         for num_gpus in sorted(rates)
     ]
-    lines = [*describe_recipe(recipe), *describe_tariffs(gpu, price, power), *left_out]
-    print(printout.format_lines(lines))
-    print(f"\n{printout.format_estimates(estimates)}")
+    lines = [*answers.describe_recipe(recipe), *answers.describe_tariffs(gpu, price, power)]
+    print(answers.format_lines([*lines, *left_out]))
+    print(f"\n{answers.format_estimates(estimates)}")
     if arguments.out is not None:
         common = {
             "source": f"recipe {recipe.name} at {_source_of(rows) or 'a throughput given'}",
@@ -109,11 +106,8 @@ def run_cost(arguments: argparse.Namespace) -> int:
             "recipe": recipe.name,
             "latents": _only(rows, "latents"),
         }
-        printout.write_csv(
-            arguments.out,
-            printout.estimate_rows(estimates, common=common),
-            columns=printout.COST_COLUMNS,
-        )
+        found = answers.estimate_rows(estimates, common=common)
+        _write(arguments.out, found)
     return 0
 
 
@@ -124,8 +118,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     rows = _read(arguments)
     check_one_kind(rows)
     gpu = _only(rows, "gpu")
-    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
-    power = load_power(gpu, path=arguments.prices)
+    price, power = _tariffs(gpu, arguments)
     if limits.max_cost_usd is not None and price is None:
         raise ConfigError(
             "a sum is set and the price of this GPU is not known",
@@ -147,15 +140,21 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     best = choose_best(candidates, limits=limits)
     lines = [
-        *describe_recipe(recipe),
-        *describe_tariffs(gpu, price, power),
-        f"limits: {describe_limits(limits)}",
+        *answers.describe_recipe(recipe),
+        *answers.describe_tariffs(gpu, price, power),
+        f"limits: {answers.describe_limits(limits)}",
         f"global batch: {global_batch}",
     ]
-    print(printout.format_lines(lines))
-    print(f"\n{printout.format_candidates(candidates, best=best)}")
-    print(f"\n{advise(candidates, best, limits)}")
+    print(answers.format_lines(lines))
+    print(f"\n{answers.format_candidates(candidates, best=best)}")
+    print(f"\n{answers.advise(candidates, best, limits)}")
     return 0
+
+
+def _tariffs(gpu: str | None, arguments: argparse.Namespace) -> tuple[Tariff | None, Tariff | None]:
+    """Price and power of a GPU."""
+    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
+    return price, load_power(gpu, path=arguments.prices)
 
 
 def _read(arguments: argparse.Namespace) -> list[Row]:
@@ -234,14 +233,17 @@ def _global_batch(rows: Sequence[Row], arguments: argparse.Namespace) -> int | N
 
 
 def _only(rows: Sequence[Row], column: str) -> Any:
-    """The value of a column that has one at most."""
+    """The first value of a column; None for an empty one."""
     return next(iter(known_values(rows, column)), None)
 
 
-def _rates(rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace) -> Rates:
+def _rates(
+    rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace
+) -> tuple[Rates, list[str]]:
+    """Images/s by number of GPUs and by resolution, and a line about each number left out."""
     counts = parse_counts(arguments.num_gpus, flag="--num_gpus") if arguments.num_gpus else []
     if not arguments.images_per_second:
-        return find_rates(rows, recipe, gpu_counts=counts)
+        return find_rates(rows, {one.image_size for one in recipe.stages}, gpu_counts=counts)
     if arguments.tables:
         raise ConfigError(
             "a throughput is given and a table too",
@@ -249,7 +251,7 @@ def _rates(rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace) -
             allowed="one of the two",
             flag="TABLE or --images_per_second",
         )
-    return parse_rates(arguments.images_per_second, gpu_counts=counts)
+    return parse_rates(arguments.images_per_second, gpu_counts=counts), []
 
 
 def _gpu_counts_to_try(arguments: argparse.Namespace, global_batch: int) -> list[int]:
@@ -267,21 +269,9 @@ def _setup(
     return split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
 
 
-def _write_predictions(
-    predictions: Sequence[Prediction],
-    rows: Sequence[Row],
-    arguments: argparse.Namespace,
-    *,
-    global_batch: int | None,
-) -> None:
-    common: dict[str, Any] = {column: _only(rows, column) for column in (*KIND_OF_WORK, IMAGE_SIZE)}
-    names = " and ".join(path.name for path in arguments.tables)
-    common["source"] = f"step law fitted to {names} ({_source_of(rows)})"
-    printout.write_csv(
-        arguments.out,
-        printout.prediction_rows(predictions, common=common, asked_images=global_batch),
-        columns=printout.PREDICTION_COLUMNS,
-    )
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    print()
+    write_out(path, format_csv(rows, columns=tuple(rows[0])))
 
 
 def _source_of(rows: Sequence[Row]) -> str:

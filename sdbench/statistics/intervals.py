@@ -1,6 +1,6 @@
-"""How sure is a throughput figure, and is one faster than another?
+"""Confidence intervals of throughput and comparisons of sets of runs.
 
-Pure numbers. The run is the unit of replication: an interval from the steps of one run is labelled
+The run is the unit of replication: an interval from the steps of one run is labelled
 within-run, one from several runs between-runs. A rate is images over time, never a mean of rates.
 """
 
@@ -32,8 +32,8 @@ MAX_LAG1_CORRELATION = 0.95
 # narrow. Half a standard error more, 1 / (2 sqrt(n)), brings the coverage of 10 and 20 steps with a
 # correlation of 0.5 from 90 and 92 % to 94 and 95 %, and with 0.8 from 86 and 89 % to 90 and 92 %.
 CORRELATION_MARGIN = 0.5
-# Two sets of runs on one machine differ by about 1 to 2 % for reasons nobody asked about (clock,
-# neighbours, page placement), so a smaller difference is not called one.
+# Two sets of runs on one machine differ by about 1 to 2 % for other reasons (clock, neighbours,
+# page placement), so a smaller difference is not called one.
 NOISE_THRESHOLD = 0.02
 FASTER = "faster"
 SLOWER = "slower"
@@ -62,7 +62,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How one set of runs compares with another.
+    """The ratio of the rates of two sets of runs, with its interval and verdict.
 
     Attributes:
         ratio: Geometric-mean rate of the first over that of the second.
@@ -332,7 +332,7 @@ def _block_means(step_times_s: Sequence[float]) -> list[float]:
 
 
 def _num_effective(samples: Sequence[float]) -> float:
-    """How many independent samples would know the mean as well: n (1 - r) / (1 + r).
+    """Number of independent samples with the same error of the mean: n (1 - r) / (1 + r).
 
     r is the lag-1 correlation, taken as that of a first-order autoregression, with Kendall's
     correction of its bias in short series (Biometrika 41, 1954): E r = rho - (1 + 3 rho) / n.

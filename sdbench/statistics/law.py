@@ -1,4 +1,4 @@
-"""How long does one optimizer step take on any number of GPUs?
+"""The law of the time of an optimizer step on any number of GPUs.
 
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
     num_micro_batches = ceil(device_batch / micro_batch), device_batch = floor(global_batch / N)
@@ -32,7 +32,7 @@ NO_TIME_S = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How a step is made on so many GPUs.
+    """How a step is divided among GPUs and micro-batches.
 
     Attributes:
         num_gpus: GPUs, one rank each.
@@ -80,7 +80,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the law gives for a setup.
+    """The prediction of a law for a setup.
 
     Attributes:
         setup: The setup.
@@ -112,7 +112,7 @@ class StepLaw:
         degrees_of_freedom: Points less terms.
         gpus_per_node: What counts as a node for the communication term.
         points: What was fitted.
-        notes: Terms that the points cannot tell, in words.
+        notes: Terms that the points do not determine, in words.
     """
 
     terms: tuple[str, ...]
@@ -136,7 +136,7 @@ class StepLaw:
         return sorted({point.setup.micro_batch for point in self.points})
 
     def predict(self, setup: Setup) -> Prediction:
-        """What a figure measured with this setup would be.
+        """Predict a figure measured with this setup.
 
         The interval holds the doubt about the constants and the distance of single figures from
         the law.
@@ -171,7 +171,7 @@ class StepLaw:
         )
 
     def errors(self) -> list[float]:
-        """How far the law is from each figure, as a fraction of the figure."""
+        """The error of the law at each figure, as a fraction of the figure."""
         return [
             self.predict(point.setup).images_per_second / point.images_per_second - 1
             for point in self.points
@@ -255,7 +255,7 @@ def _make_rows(points: Sequence[Point], terms: Sequence[str], *, gpus_per_node: 
 
 
 def communication_share(num_nodes: int) -> float:
-    """How much of the communication constant is in a step.
+    """The share of the communication constant in a step.
 
     Of what a ring all-reduce exchanges, each of n nodes sends (n - 1) / n twice: once to add it up,
     once to hand the sums on. The constant is the time for all of it twice.
@@ -264,7 +264,7 @@ def communication_share(num_nodes: int) -> float:
 
 
 def _make_row(setup: Setup, terms: Sequence[str], *, gpus_per_node: int) -> np.ndarray:
-    """How often each term's constant is in a step."""
+    """The factor of each term's constant in a step."""
     num_nodes = math.ceil(setup.num_gpus / gpus_per_node)
     counts = {
         MICRO_BATCH: setup.num_micro_batches,

@@ -1,8 +1,8 @@
 """Stands in for benchmark.py where only what starts it is under test: quick, and without torch.
 
 What it does is said by the micro-batch, 8 and more run out of memory, and by the seed: 2 hangs, 3
-is killed, 4 is bad input, 5 takes a second, 6 writes the record of another version. Every start
-leaves a line in $STARTS.
+is killed, 4 is bad input, 5 takes a second, 6 writes the record of another version, 7 refuses 8
+images and more for memory. Every start leaves a line in $STARTS.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from sdbench.base.errors import ConfigError, MemoryEstimateError  # noqa: E402
+from sdbench.base.refusal import report_refusal  # noqa: E402
 from sdbench.record.store import OOM, UNFINISHED_REASON, RunFolder  # noqa: E402
 
 OOM_FROM = 8
+
+
+def refuse(error: ConfigError) -> int:
+    """As the doors do."""
+    print(f"error: {error}", file=sys.stderr)
+    report_refusal(error)
+    return 2
 
 
 def main() -> int:
@@ -35,9 +44,10 @@ def main() -> int:
         starts.write(" ".join(sys.argv[1:-2]) + "\n")
     if arguments.seed == 4:
         print(" ".join(sys.argv), file=sys.stderr)
-        print("error: the seed is unlucky: got 4", file=sys.stderr)
-        return 2
+        return refuse(ConfigError("the seed is unlucky", value=4, allowed="5", flag="--seed"))
     micro_batch = arguments.device_train_microbatch_size or 1
+    if arguments.seed == 7 and micro_batch >= OOM_FROM:
+        return refuse(MemoryEstimateError("too much", value=8, allowed="4", flag="--seed"))
     (template,) = (ROOT / "results" / "runs").glob("20261121T055223Z_*/record.json")
     record = json.loads(template.read_text())
     folder = RunFolder(RunFolder.create(arguments.results_dir, machine="fake", name="tiny"))

@@ -9,6 +9,7 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.launch import child
+from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 
@@ -72,11 +73,17 @@ def test_probes_are_short_whatever_the_command_asks_for(tmp_path, starts):
     assert winner.startswith("--target_precision 1% --max_duration=50ba")
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
+def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "mine").touch()
+    error = refusal_of("search", "--folder", tmp_path / "search", "--", "python", FAKE)
+    assert (error.flag, error.value) == ("--folder", str(tmp_path / "search"))
     assert search(tmp_path) == (2, None)
-    assert "this folder holds something already" in capsys.readouterr().err
+
+
+def test_a_refusal_for_memory_is_a_bound(tmp_path):
+    code, found = search(tmp_path, command=("python", FAKE, "--seed", "7"))
+    assert (code, found["largest_micro_batch"], found["is_bounded_by_memory"]) == (0, 4, True)
 
 
 def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
@@ -86,16 +93,21 @@ def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "command", "message"),
+    ("argv", "command", "flag", "value"),
     [
-        ([], [], "there is no command to run"),
-        ([], ["python", FAKE, "--device_train_microbatch_size", "4"], "is what is searched for"),
-        ([], ["python", FAKE, "--results_dir=x"], "each run gets a folder of its own"),
-        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of is too small: got 0"),
-        (["--timeout_s", "-5"], ["python", FAKE], "got '-5'; allowed: a number of seconds above 0"),
-        ([], ["./no/such/program"], "this program is not installed"),
+        ([], [], "COMMAND", ""),
+        (
+            [],
+            ["python", FAKE, "--device_train_microbatch_size", "4"],
+            "COMMAND",
+            "--device_train_microbatch_size",
+        ),
+        ([], ["python", FAKE, "--results_dir=x"], "COMMAND", "--results_dir"),
+        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of", 0),
+        (["--timeout_s", "-5"], ["python", FAKE], "--timeout_s", "-5"),
+        ([], ["./no/such/program"], "COMMAND", "./no/such/program"),
     ],
 )
-def test_wrong_input_is_refused(tmp_path, capsys, argv, command, message):
-    assert search(tmp_path, *argv, command=command) == (2, None)
-    assert message in capsys.readouterr().err
+def test_wrong_input_is_refused(tmp_path, argv, command, flag, value):
+    error = refusal_of("search", "--folder", tmp_path / "search", *argv, "--", *command)
+    assert (error.flag, error.value) == (flag, value)

@@ -20,6 +20,7 @@ import yaml
 
 from sdbench.cli import main
 from sdbench.launch import child
+from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 # The command line with a short grace for what does not end.
@@ -94,7 +95,7 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     reasons = [row["reason"] for row in rows]
     assert reasons[0] == "it did not end within 2 s"
     assert reasons[1].startswith("it got SIGKILL, as from the out-of-memory killer: ")
-    assert reasons[2] == "it ended with exit code 2: error: the seed is unlucky: got 4"
+    assert reasons[2].startswith("it ended with exit code 2: the seed is unlucky: got 4")
     # The rank that would not end has been killed.
     logs = [path.read_text() for path in (tmp_path / "sweep").glob("*/output.log")]
     (log,) = [text for text in logs if text.startswith("rank ")]
@@ -168,27 +169,27 @@ def test_an_estimate_comes_from_the_runs_that_are_done(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "value"),
     [
-        ({"grid": {"micro_batch": [1]}}, "unknown setting in .*my.yaml: got 'micro_batch'"),
-        ({"gird": {"seed": [1]}, "list": [{"seed": 1}]}, "nearest is grid"),
-        ({"grid": {"batch_size": ["many"]}}, "got 'many'; allowed: a whole number"),
-        ({"grid": {"seed": 1}}, "settings, each with a list of values"),
-        ({"list": [{"seed": 1}, {"seed": 1}]}, "allowed: each cell once"),
-        ({"base": {"seed": 1}}, "`grid, list` of the sweep file is wrong"),
-        ({"list": [{"results_dir": "x"}]}, "each run gets a folder of its own"),
-        ({"list": [{"seed": 1}], "timeout_s": 0}, "a number of seconds above 0"),
-        ({"list": [{"seed": 1}], "timeout_s": True}, "a number of seconds above 0"),
-        ({"list": [{"seed": 1}], "launcher": "no-such-program"}, "this program is not installed"),
-        ({"list": [{"seed": 1}], "launcher": "'unclosed"}, "No closing quotation"),
-        ({"list": [{"seed": 1}], "script": "benchmrk.py"}, "got 'benchmrk.py'; allowed: a file"),
-        ({"list": [{"lr": 1e-4}, {"lr": "0.0001"}]}, "allowed: each cell once"),
+        ({"grid": {"micro_batch": [1]}}, "micro_batch"),
+        ({"gird": {"seed": [1]}, "list": [{"seed": 1}]}, "gird"),
+        ({"grid": {"batch_size": ["many"]}}, "many"),
+        ({"grid": {"seed": 1}}, {"seed": 1}),
+        ({"list": [{"seed": 1}, {"seed": 1}]}, {}),
+        ({"base": {"seed": 1}}, None),
+        ({"list": [{"results_dir": "x"}]}, "x"),
+        ({"list": [{"seed": 1}], "timeout_s": 0}, 0),
+        ({"list": [{"seed": 1}], "timeout_s": True}, True),
+        ({"list": [{"seed": 1}], "launcher": "no-such-program"}, "no-such-program"),
+        ({"list": [{"seed": 1}], "launcher": "'unclosed"}, "'unclosed"),
+        ({"list": [{"seed": 1}], "script": "benchmrk.py"}, "benchmrk.py"),
+        ({"list": [{"lr": 1e-4}, {"lr": "0.0001"}]}, {}),
     ],
 )
-def test_a_wrong_file_is_refused_before_anything_starts(tmp_path, starts, capsys, content, message):
+def test_a_wrong_file_is_refused_before_anything_starts(tmp_path, starts, content, value):
     assert sweep(tmp_path, **content) == (2, [])
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
+    error = refusal_of("sweep", tmp_path / "my.yaml", "--folder", tmp_path / "sweep")
+    assert error.value == value
     assert num_starts(starts) == 0
 
 

@@ -16,8 +16,10 @@ import time
 
 import pytest
 
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.compare import EPILOG
+from tests.refusals import refusal_of
 
 HOSTILE = "=cmd|' /C calc'!A0\n<script>alert(1)</script> \u4e2d\u6587 \x1b[2J"
 
@@ -68,11 +70,8 @@ def compare_as_json(capsys, *arguments) -> dict:
     return json.loads(compare(capsys, *arguments, "--format", "json"))
 
 
-def refusal(capsys, *arguments) -> str:
-    assert main(["compare", *map(str, arguments)]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    return output.err
+def refusal(*arguments) -> ConfigError:
+    return refusal_of("compare", *arguments)
 
 
 # The seed's table of P4de against P5.
@@ -195,7 +194,7 @@ def test_published_runs_of_two_presets(capsys, repository, tmp_path):
     for run in runs:
         shutil.copytree(run, tmp_path / run.name)
     sides = (tmp_path, "--between", "preset", "--baseline", "seed", "--candidate", "fast")
-    assert "allow precision" in refusal(capsys, *sides)
+    assert "--allow precision" in refusal(*sides).flag
     text = compare(capsys, *sides, "--allow", "precision")
     assert "compared: precision: fp32 -> amp_bf16" in text
     assert [line.split()[:4] for line in text.splitlines() if "faster" in line] == [
@@ -235,9 +234,9 @@ def rows_of(**columns):
 def test_different_work_is_not_compared_unless_allowed(capsys, tmp_path, setting, ours, theirs):
     a = write_table(tmp_path / "a.csv", *rows_of(**{setting: ours}))
     b = write_table(tmp_path / "b.csv", *rows_of(**{setting: theirs}))
-    message = refusal(capsys, a, b)
-    assert f"got '{ours} and {theirs}'" in message
-    assert f"--allow {setting}" in message
+    error = refusal(a, b)
+    assert error.value == f"{ours} and {theirs}"
+    assert f"--allow {setting}" in error.flag
     assert f"compared: {setting}: {ours} -> {theirs}" in compare(capsys, a, b, "--allow", setting)
 
 
@@ -248,7 +247,8 @@ def test_work_that_one_side_does_not_tell_is_not_compared_unless_allowed(capsys,
     silent = {name: value for name, value in told.items() if name != column}
     write_table(tmp_path / "b.csv", silent)
     paths = (str(tmp_path / "a.csv"), str(tmp_path / "b.csv"))
-    assert f"one side does not tell its {column}" in refusal(capsys, *paths)
+    error = refusal(*paths)
+    assert (error.value, error.flag) == (paths[1], f"--allow {column}")
     assert "1.00x" in compare(capsys, *paths, "--allow", column)
 
 
@@ -263,64 +263,84 @@ def test_several_kinds_of_different_work_are_not_compared_either(capsys, tmp_pat
     b = write_table(
         tmp_path / "b.csv", *rows_of(latents="moments"), *rows_of(latents="precomputed")
     )
-    assert "the sides differ in latents" in refusal(capsys, a, b)
+    error = refusal(a, b)
+    assert error.value == "online and moments, precomputed"
+    assert "--allow latents" in error.flag
 
 
 def test_rows_that_do_not_meet_are_refused_with_the_setting_that_keeps_them_apart(capsys, tmp_path):
     a = write_table(tmp_path / "a.csv", *rows_of(micro_batch=4), *rows_of(micro_batch=8))
     b = write_table(tmp_path / "b.csv", *rows_of(micro_batch=16))
-    message = refusal(capsys, a, b)
-    assert "micro_batch: 4, 8 and 16" in message
-    assert "--between micro_batch" in message
+    error = refusal(a, b)
+    assert (error.value, error.flag) == ("micro_batch: 4, 8 and 16", "--between micro_batch")
     # And dropping it would take rows of two micro-batches for runs of one configuration.
-    message = refusal(capsys, a, b, "--between", "micro_batch")
-    assert "got '4 and 8'" in message
+    error = refusal(a, b, "--between", "micro_batch")
+    assert (error.value, error.flag) == ("4 and 8", "--where micro_batch=...")
 
 
 def test_replicates_need_one_source_unless_measured(capsys, tmp_path):
     rows = [{**row, "source": source} for source in "xy" for row in rows_of()]
     a, b = write_table(tmp_path / "a.csv", *rows), write_table(tmp_path / "b.csv", *rows_of())
-    assert "several sources" in refusal(capsys, a, b)
+    assert refusal(a, b).value == "x and y"
     measured = write_table(tmp_path / "c.csv", *({**row, "kind": "measured"} for row in rows))
     assert "2 and 1" in compare(capsys, measured, b)
 
 
+SCALING = "results/quoted/aws_p5_scaling.csv"
+MLPERF = "results/quoted/mlperf_training_sd2.csv"
+MILABENCH = "results/quoted/milabench_diffusion.csv"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "flag", "value"),
     [
-        (["results/quoted/aws_p5_scaling.csv"], "has no two sides by itself"),
-        (["a.csv", "b.csv", "c.csv"], "more than two sides"),
-        (["a.csv", "b.csv"], "cannot be read"),
-        (["tests/assets", "tests/assets"], "this folder holds no run"),
-        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--baseline", "A"], "two are given"),
-        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--allow", "ema"], "only what is refused"),
-        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--fail_if_slower", "5 apples"], "no share"),
-        (["results/quoted/aws_p5_scaling.csv"] * 2 + ["--where", "x"], "a condition has no"),
-        (["results/quoted/aws_p5_scaling.csv", "--between", "num_gpu"], "num_gpus"),
-        (
-            ["results/quoted/milabench_diffusion.csv", "--between", "gpu", "--baseline", "h300"],
-            "H200",
-        ),
-        (
-            ["results/quoted/milabench_diffusion.csv", "--between", "gpu", "--baseline", "H"],
-            "several names begin like this",
-        ),
-        (["results/quoted/mlperf_training_sd2.csv", "--between", "gpu"], "4 to choose from"),
-        (["results/quoted/mlperf_training_sd2.csv", "--where", "gpu=A100"], "no row has this gpu"),
-        (["results/quoted/mlperf_training_sd2.csv", "--where", "gp=H100"], "has this column"),
-        (["results/quoted/aws_p5_scaling.csv"] * 2, "all of the figures are on both sides"),
+        ([SCALING], "--between", "no --between"),
+        (["a.csv", "b.csv", "c.csv"], "A B", "a.csv b.csv c.csv"),
+        (["a.csv", "b.csv"], "the path given", "a.csv"),
+        (["tests/assets", "tests/assets"], "the path given", "tests/assets"),
+        ([SCALING, SCALING, "--baseline", "A"], "--baseline", "A"),
+        ([SCALING, SCALING, "--allow", "ema"], "--allow", "ema"),
+        ([SCALING, SCALING, "--fail_if_slower", "5 apples"], "--fail_if_slower", "5 apples"),
+        ([SCALING, SCALING, "--where", "x"], "--where", "x"),
+        ([SCALING, SCALING], "A B or --where", f"{SCALING} and {SCALING}"),
+        ([SCALING, "--between", "num_gpu"], "--between", "num_gpu"),
+        ([MILABENCH, "--between", "gpu", "--baseline", "h300"], "--baseline", "h300"),
+        ([MILABENCH, "--between", "gpu", "--baseline", "H"], "--baseline", "H"),
+        ([MLPERF, "--between", "gpu"], "--baseline and --candidate", []),
+        ([MLPERF, "--where", "gpu=A100"], "--where", "A100"),
+        ([MLPERF, "--where", "gp=H100"], "--where", "gp"),
         (
             [
                 "results/quoted/aws_p4de_p5_single_node.csv",
                 *("--between", "gpu", "--out", "no/such/folder"),
             ],
-            "be written",
+            "--out",
+            "no/such/folder",
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(capsys, monkeypatch, repository, arguments, message):
+def test_what_cannot_be_compared_is_refused(monkeypatch, repository, arguments, flag, value):
     monkeypatch.chdir(repository)
-    assert message in refusal(capsys, *arguments)
+    error = refusal(*arguments)
+    assert (error.flag, error.value) == (flag, value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["--between", "num_gpu"], "num_gpus"),
+        (["--between", "gpu", "--baseline", "h300"], "H200"),
+        (["--between", "gpu", "--baseline", "H"], "H100"),
+    ],
+)
+def test_a_refusal_offers_the_nearest_name(repository, arguments, nearest):
+    assert nearest in refusal(repository / MILABENCH, *arguments).allowed.split(" | ")
+
+
+def test_a_refusal_is_bad_input_and_prints_no_result(capsys):
+    assert main(["compare", "a.csv", "b.csv"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("error: ")
 
 
 # The gate.
@@ -382,7 +402,7 @@ def test_a_gate_with_nothing_to_compare_is_shut(capsys, tmp_path, a_record):
     other = write_runs(tmp_path / "other", a_record, 100.0, 101.0, batch_size=8)
     failed = write_runs(tmp_path / "failed", a_record, 1.0, 2.0, batch_size=2, status="oom")
     for b, reason in ((other, "no configuration is on both sides"), (failed, "2 x oom")):
-        assert reason in refusal(capsys, a, b)
+        assert reason in str(refusal(a, b))
         code, message = gate(capsys, a, b)
         assert code == 1
         assert reason in message
@@ -399,8 +419,9 @@ def test_a_rate_that_is_none_is_refused(capsys, tmp_path, a_record, rate):
     b = write_runs(tmp_path / "b", a_record, 100.0, 100.1, 1234.5)
     file = b / "deep/deep" / "run-ok--2" / "record.json"
     file.write_text(file.read_text().replace("1234.5", rate))
-    message = refusal(capsys, a, b, "--fail_if_slower", "3%")
-    assert f"{file}: $.summary.images_per_second: " in message
+    error = refusal(a, b, "--fail_if_slower", "3%")
+    assert error.value == str(file)
+    assert "$.summary.images_per_second: " in error.what
 
 
 @pytest.mark.parametrize(
@@ -422,7 +443,9 @@ def test_a_record_that_breaks_its_schema_is_refused(capsys, tmp_path, a_record, 
     text = file.read_text()
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
-    assert f"{file}: {path}: " in refusal(capsys, a, b)
+    error = refusal(a, b)
+    assert error.value == str(file)
+    assert f"{path}: " in error.what
 
 
 def test_copies_of_a_run_are_one_run(capsys, tmp_path, a_record):
@@ -445,25 +468,24 @@ def test_two_contents_under_one_run_id_are_refused(capsys, tmp_path, a_record):
     record = json.loads(file.read_text())
     record["summary"]["images_per_second"] = 200.0
     file.write_text(json.dumps(record))
-    message = refusal(capsys, a, b)
-    assert "differ in images_per_second" in message
-    assert f"{record['run_id']}: " in message
+    # In the order of the files' names: the copy is read first.
+    assert refusal(a, b).value == f"{record['run_id']}: 200.0 and 100.0"
 
 
 def test_a_run_on_both_sides_is_refused(capsys, repository, tmp_path, a_record):
     a = write_runs(tmp_path / "a", a_record, 100.0, 100.1, 99.9)
-    assert "3 of the runs are on both sides" in refusal(capsys, a, a, "--fail_if_slower", "3%")
+    assert refusal(a, a, "--fail_if_slower", "3%").flag == "A B or --where"
     link = tmp_path / "link"
     link.symlink_to(a)
-    assert "3 of the runs are on both sides" in refusal(capsys, a, link)
+    assert refusal(a, link).flag == "A B or --where"
     b = write_runs(tmp_path / "b", a_record, 100.0, 100.1)
     shutil.copytree(a / "run-ok--0", b / "from-a")
-    assert "1 of the runs are on both sides" in refusal(capsys, a, b)
+    shared = json.loads((a / "run-ok--0" / "record.json").read_text())["run_id"]
+    assert refusal(a, b).value == shared
 
     # A published table has the runs of the records that it was made from.
     table, runs = (repository / "results" / name for name in ("throughput.csv", "runs"))
-    where = ("--where", "kind=measured")
-    assert "of the runs are on both sides" in refusal(capsys, table, runs, *where)
+    assert (runs / refusal(table, runs, "--where", "kind=measured").value).is_dir()
 
 
 def test_a_run_twice_in_a_table_counts_once(capsys, tmp_path):
@@ -479,15 +501,16 @@ def test_a_run_twice_in_a_table_counts_once(capsys, tmp_path):
     b = write_table(tmp_path / "b.csv", *[run("b1", 10)] * 5)
     assert "n=2 and n=1" in gate(capsys, a, b)[1]
     write_table(b, run("b1", 10), run("b1", 11))
-    assert "b1: 10 and 11" in refusal(capsys, a, b)
+    assert refusal(a, b).value == "b1: 10 and 11"
 
 
 @pytest.mark.parametrize("rate", ["NaN", "inf", "1e999", "0", "-1", "fast", "true"])
 def test_a_rate_that_is_none_is_refused_in_a_table(capsys, tmp_path, rate):
     a = write_table(tmp_path / "a.csv", *rows_of(micro_batch=1))
     b = write_table(tmp_path / "b.csv", *rows_of(micro_batch=1, images_per_second=rate))
-    message = refusal(capsys, a, b, "--fail_if_slower", "3%")
-    assert f"{rate!r} as images_per_second in row 1" in message
+    error = refusal(a, b, "--fail_if_slower", "3%")
+    assert error.value == str(b)
+    assert f"{rate!r} as images_per_second in row 1" in error.what
 
 
 def test_a_candidate_without_a_figure_does_not_pass(capsys, tmp_path, a_record):

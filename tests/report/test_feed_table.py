@@ -1,4 +1,4 @@
-"""What is printed, tabulated and published of runs that load data without a model."""
+"""The text, table and publication of runs that load data without a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import pytest
 
 from sdbench.measure.hardware import as_dict
-from sdbench.report.feed_table import format_csv, format_feed, format_markdown
+from sdbench.report.feed_table import format_csv, format_feed, make_data_table
 from sdbench.report.publish import main
+from sdbench.report.tables import to_markdown
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.results_folder import make_readme
 from tests.schemas import validate
@@ -213,7 +214,7 @@ def test_runs_of_one_configuration_become_one_line():
         config={"emulate_step_seconds": 0.3},
         summary={"data_wait_percent": 25.0, "images_per_second_per_core": None},
     )
-    first, second = format_markdown([*records, emulated]).splitlines()[2:]
+    first, second = to_markdown(make_data_table([*records, emulated])).splitlines()[2:]
     # Logs have sd 0.693147: 100 x exp(+-4.302653 x 0.693147 / sqrt(3)) = 17.87 and 559.5.
     assert first == (
         "| CPU | 2 | feed | data/pairs | mds | images | 512 | 32 | 2 | - | 3 "
@@ -228,7 +229,7 @@ def test_a_record_with_fewer_figures_has_dashes():
     record["kind"] = "precompute"
     for name in ("ms_per_image", "megabytes_per_second", "images_per_second_per_core"):
         del record["summary"][name]
-    (line,) = format_markdown([record]).splitlines()[2:]
+    (line,) = to_markdown(make_data_table([record])).splitlines()[2:]
     assert line.endswith("| 200 (198 to 202.5, 95 % within-run) | - | - | - | - |")
 
 

@@ -1,4 +1,4 @@
-"""What does a browser make of the page?"""
+"""The page in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the command make everything, the same every time, soon enough and unharmed by names?"""
+"""The command report: what it makes, its reproducibility, its speed and hostile names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the page of one result take from the records?"""
+"""The generated parts of the page of one result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_page_says_who_when_what_on_which_hardware_how_and_with_which_versio
         "## Versions",
     ]
     captions = [line[:9] for line in page.splitlines() if line.startswith("**Table")]
-    assert captions == [f"**Table {number}" for number in range(1, 6)]
+    assert captions == [f"**Table {number}" for number in range(1, 5)]
     assert "| sd2-base | 1,289,952,427 | 865,910,724 | random | 857 | 256 | in the step |" in page
     assert "2 warm-up steps, then 10 measured ones, of 2 images each" in page
     assert "| device | 1 x Intel Xeon Processor |" in page
@@ -79,15 +79,16 @@ def test_where_the_time_goes_is_the_median_of_the_runs(tmp_path):
         for run, backward_s in enumerate((2.5, 3.5, 8.5))
     ]
     page = make_page(tmp_path, *records)
-    assert "## Where the time goes\n\n**Table 6.**" in page
+    assert "## Where the time goes\n\n**Table 5.**" in page
     # Of steps of 4, 5 and 10 s: 1 s is 25, 20 and 10 %, and the backward pass 62.5, 70 and 85 %.
     assert "| vae encode | 1 | 20 |" in page
     assert "| backward | 3.5 | 70 |" in page
 
 
 def test_a_pattern_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no published run fits a pattern of .*: got '2031\\*'"):
+    with pytest.raises(ConfigError) as caught:
         make_page(tmp_path, make_record(run_id="2026-a"), patterns="2026* 2031*")
+    assert caught.value.value == "2031*"
 
 
 def test_a_hostile_name_stays_in_its_cell(tmp_path):

@@ -57,43 +57,37 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     before = readme.read_text().replace("<!-- end generated: data -->", "")
     readme.write_text(before)
-    with pytest.raises(ConfigError, match="got 'no <!-- end generated: data -->'"):
+    with pytest.raises(ConfigError) as caught:
         rebuild(tmp_path)
+    assert caught.value.value == "no <!-- end generated: data -->"
     assert readme.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "value"),
     [
-        ("runs/a/record.json", "{", "a published record cannot be read .*runs/a/record.json"),
-        ("runs/a/record.json", '{"schema_version": 9}', "has schema_version 9"),
-        ("runs/a/record.json", "[1]", "a published record cannot be read .* no JSON object"),
-        ("runs/copy/record.json", json.dumps(make_record()), "in the folder of another run"),
-        (
-            "runs/a/record.json",
-            json.dumps(make_record(summary__images_per_second=math.inf)),
-            r"runs/a/record.json: \$.summary.images_per_second: inf is no finite number",
-        ),
-        ("quoted/a.csv", "gpu,gpu\n1,2\n", "header with empty or repeated names"),
-        ("pages/a.md", "# A page\n", "a.md does not say which runs it is about"),
-        (
-            "pages/a.md",
-            "<!-- begin generated: runs 2031* -->",
-            "no published run fits .* '2031\\*'",
-        ),
+        ("runs/a/record.json", "{", None),
+        ("runs/a/record.json", '{"schema_version": 9}', None),
+        ("runs/a/record.json", "[1]", None),
+        ("runs/copy/record.json", json.dumps(make_record()), None),
+        ("runs/a/record.json", json.dumps(make_record(summary__images_per_second=math.inf)), None),
+        ("quoted/a.csv", "gpu,gpu\n1,2\n", None),
+        ("pages/a.md", "# A page\n", "no <!-- begin generated: runs ... -->"),
+        ("pages/a.md", "<!-- begin generated: runs 2031* -->", "2031*"),
     ],
 )
 def test_a_file_that_is_not_what_it_should_be_stops_everything(
-    tmp_path, capsys, name, content, message
+    tmp_path, capsys, name, content, value
 ):
     make_readme(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(parents=True)
     path.write_text(content)
     before = (tmp_path / "README.md").read_text()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         rebuild(tmp_path)
+    assert caught.value.value == (str(path) if value is None else value)
     assert main(["report", "--results", str(tmp_path)]) == 2
     assert "error: " in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == before
@@ -101,5 +95,6 @@ def test_a_file_that_is_not_what_it_should_be_stops_everything(
 
 
 def test_a_folder_without_a_readme_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a text with places for tables cannot be read"):
+    with pytest.raises(ConfigError) as caught:
         rebuild(tmp_path)
+    assert caught.value.value == str(tmp_path / "README.md")

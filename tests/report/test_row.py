@@ -1,4 +1,4 @@
-"""What is a run as a row, and what does a file of rows bear?"""
+"""A run as a row, and files of rows under concurrent writers and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs and figures stand in one table, and what does a row say?"""
+"""Tables of throughput: the grouping of runs and figures, and the cells of a row."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.figures import read_figures
+from tests.refusals import refusal_of
 
 PRICES = """\
 prices:
@@ -49,9 +51,8 @@ def cost(tmp_path, *arguments) -> list[dict]:
     return read_figures(out)
 
 
-def refusal(capsys, *arguments) -> str:
-    assert main(["scaling", "cost", *map(str, arguments)]) == 2
-    return capsys.readouterr().err
+def refusal(*arguments) -> ConfigError:
+    return refusal_of("scaling", "cost", *arguments)
 
 
 def write_table(tmp_path, text):
@@ -189,50 +190,70 @@ def test_a_prediction_can_be_paid_for(quoted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "flag", "value"),
     [
-        (["{table}", "--recipe", "mosaicml"], "no figure at 256 px, which the recipe mosaicml"),
-        (["{table}", "--recipe", "mosaic"], "several names begin like this"),
-        (["{table}", "--recipe", "stability"], "there is no such recipe"),
-        (["{table}", "--recipe", "seed", "--num_gpus", "9"], "no figure is of so many GPUs"),
-        (["{table}", "--recipe", "seed", "--price", "gold"], "there is no such price"),
-        (["{table}", "--recipe", "seed", "--price", "-1"], "no positive number"),
-        (["{table}", "--recipe", "seed", "--prices", "{table}"], "the file has no keys"),
-        (["{table}", "--recipe", "seed", "--prices", "none.yaml"], "cannot be read"),
-        (["{table}", "--recipe", "seed", "--images_per_second", "256=1"], "and a table too"),
-        (["--recipe", "seed", "--images_per_second", "256=fast"], "a throughput is no number"),
-        (["--recipe", "seed", "--images_per_second", "256=1"], "of one number of GPUs"),
-        (["{mixed}", "--recipe", "seed"], "several values of latents"),
-        (["{several}", "--recipe", "seed"], "several values of micro_batch"),
+        (
+            ["{table}", "--recipe", "mosaicml"],
+            "TABLE, --images_per_second or --recipe",
+            [512],
+        ),
+        (["{table}", "--recipe", "mosaic"], "--recipe", "mosaic"),
+        (["{table}", "--recipe", "stability"], "--recipe", "stability"),
+        (
+            ["{table}", "--recipe", "seed", "--num_gpus", "9"],
+            "--num_gpus; python -m sdbench scaling predict makes figures of others",
+            [9],
+        ),
+        (["{table}", "--recipe", "seed", "--price", "gold"], "--price", "gold"),
+        (["{table}", "--recipe", "seed", "--price", "-1"], "--prices or --price", -1.0),
+        (["{table}", "--recipe", "seed", "--prices", "{table}"], "--prices", "{table}"),
+        (["{table}", "--recipe", "seed", "--prices", "none.yaml"], "--prices", "none.yaml"),
+        (
+            ["{table}", "--recipe", "seed", "--images_per_second", "256=1"],
+            "TABLE or --images_per_second",
+            "{table}",
+        ),
+        (
+            ["--recipe", "seed", "--images_per_second", "256=fast"],
+            "--images_per_second",
+            "256=fast",
+        ),
+        (["--recipe", "seed", "--images_per_second", "256=1"], "--num_gpus", []),
+        (["{mixed}", "--recipe", "seed"], "--where latents=...", "online and precomputed"),
+        (["{several}", "--recipe", "seed"], "--where micro_batch=...", "4 and 8"),
     ],
 )
-def test_what_cannot_be_worked_out_is_refused(capsys, tmp_path, quoted, arguments, message):
+def test_what_cannot_be_worked_out_is_refused(tmp_path, quoted, arguments, flag, value):
     columns = "gpu,num_gpus,image_size,latents,micro_batch,images_per_second\n"
     mixed, several = tmp_path / "mixed.csv", tmp_path / "several.csv"
     mixed.write_text(f"{columns}X,8,256,online,4,10\nX,8,512,precomputed,4,10\n")
     several.write_text(f"{columns}X,8,256,online,4,10\nX,8,256,online,8,20\n")
     table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
     names = {"table": table, "mixed": mixed, "several": several}
-    assert message in refusal(capsys, *(argument.format(**names) for argument in arguments))
+    error = refusal(*(argument.format(**names) for argument in arguments))
+    value = value.format(**names) if isinstance(value, str) else value
+    assert (error.flag, error.value) == (flag, value)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "value"),
     [
-        ("prices: [{name: a, gpus: [X]}]", "a row under prices is not whole"),
-        ("prices: none", "a row under prices is not whole"),
-        (PRICES.replace("1.5", "free"), "no positive number"),
-        (PRICES.replace("USD", "EUR"), "unit USD, per GPU-hour"),
-        ("- a list", "has no keys"),
-        ("{", "cannot be read"),
+        ("prices: [{name: a, gpus: [X]}]", {"name": "a", "gpus": ["X"]}),
+        ("prices: none", "none"),
+        ("prices: [{name: a, gpus: [X], value: free, unit: USD, per: GPU-hour, %s}]", "free"),
+        ("prices: [{name: a, gpus: [X], value: 1, unit: EUR, per: GPU-hour, %s}]", "EUR"),
+        ("- a list", None),
+        ("{", None),
     ],
 )
-def test_a_file_of_prices_is_checked(capsys, tmp_path, quoted, content, message):
+def test_a_file_of_prices_is_checked(tmp_path, quoted, content, value):
     prices = tmp_path / "prices.yaml"
-    prices.write_text(content)
+    prices.write_text(content.replace("%s", "source: here, date: 2026-11-21"))
     table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
-    arguments = (table, "--recipe", "mosaicml-all-512", "--prices", prices)
-    assert message in refusal(capsys, *arguments)
+    error = refusal(table, "--recipe", "mosaicml-all-512", "--prices", prices)
+    found = error.value["unit"] if value == "EUR" else error.value
+    assert error.flag.startswith("--prices")
+    assert found == (str(prices) if value is None else value)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +265,10 @@ def test_a_file_of_prices_is_checked(capsys, tmp_path, quoted, content, message)
         "small: [1]",
     ],
 )
-def test_a_file_of_recipes_is_checked(capsys, tmp_path, quoted, content):
+def test_a_file_of_recipes_is_checked(tmp_path, quoted, content):
     recipes = tmp_path / "recipes.yaml"
     recipes.write_text(content)
     table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
     arguments = (table, "--recipe", "small", "--recipes", recipes)
-    assert "the recipe small cannot be read" in refusal(capsys, *arguments)
+    error = refusal(*arguments)
+    assert (error.flag, error.value) == ("--recipes", str(recipes))

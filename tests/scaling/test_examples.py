@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from sdbench.cli import main
-from sdbench.scaling import flags
+from sdbench.scaling import command_line as flags
 
 TEXTS = (
     flags.EPILOG,

@@ -10,7 +10,7 @@ import pytest
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.figures import read_figures
-from sdbench.scaling.table import make_points, parse_counts, read_rows, split_batch
+from sdbench.scaling.points import make_points, parse_counts, read_rows, split_batch
 from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
@@ -20,6 +20,7 @@ from sdbench.statistics.law import (
     Setup,
     fit_law,
 )
+from tests.refusals import refusal_of
 
 COLUMNS = ("source", "gpu", "num_gpus", "micro_batch", "global_batch", "images_per_second")
 
@@ -44,12 +45,7 @@ def predict(tmp_path, table, *arguments) -> list[dict]:
     return read_figures(out)
 
 
-def refusal(capsys, *arguments) -> str:
-    assert main(["scaling", *map(str, arguments)]) == 2
-    return capsys.readouterr().err
-
-
-def test_a_run_in_two_tables_counts_once(tmp_path, capsys):
+def test_a_run_in_two_tables_counts_once(tmp_path):
     begin = "source,kind,started_utc,gpu,num_gpus,micro_batch,global_batch,images_per_second\n"
     row = "run-{0},measured,2026-11-21T05:48:24+00:00,H100,{0},4,64,{1}\n"
     runs = [row.format(num_gpus, 10 * num_gpus) for num_gpus in (1, 2, 4)]
@@ -58,7 +54,7 @@ def test_a_run_in_two_tables_counts_once(tmp_path, capsys):
     two.write_text(begin + "".join(runs[1:]) + row.format(8, 80))
     assert len(fit_table(one, two).points) == 4
     other.write_text(begin + row.format(2, 21))
-    assert "run-2: 20 and 21" in refusal(capsys, "fit", one, other)
+    assert refusal_of("scaling", "fit", one, other).value == "run-2: 20 and 21"
 
 
 # Tables of others.
@@ -188,8 +184,9 @@ def test_a_term_without_time_is_left_out():
 
 
 def test_two_figures_are_too_few():
-    with pytest.raises(ConfigError, match="too few figures to fit"):
+    with pytest.raises(ConfigError) as caught:
         fit_law(planted([Setup(8, 4, 4), Setup(8, 8, 4)], micro_batch_s=0.1, overhead_s=0.1))
+    assert caught.value.value == 2
 
 
 # Predictions.
@@ -232,9 +229,9 @@ def test_weak_scaling_keeps_the_time_of_a_step(quoted, tmp_path):
     assert rows[1]["efficiency_percent"] == pytest.approx(100)
 
 
-def test_predictions_are_no_evidence_for_another_fit(capsys, quoted, tmp_path):
+def test_predictions_are_no_evidence_for_another_fit(quoted, tmp_path):
     predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "8,16,...,512")
-    assert "too few figures" in refusal(capsys, "fit", tmp_path / "predicted.csv")
+    assert refusal_of("scaling", "fit", tmp_path / "predicted.csv").value == 0
 
 
 def test_the_batch_that_does_not_divide_is_told(capsys, quoted, tmp_path):
@@ -265,50 +262,69 @@ def test_hostile_names_survive(capsys, tmp_path):
     ("where", "column"),
     [((), "gpu"), (("gpu=H100",), "ema"), (("ema=true",), "gpu")],
 )
-def test_a_table_of_several_kinds_is_refused(capsys, quoted, where, column):
+def test_a_table_of_several_kinds_is_refused(quoted, where, column):
     table = quoted / "aws_p4de_p5_single_node.csv"
-    message = refusal(capsys, "fit", table, *(["--where", *where] if where else []))
-    assert f"several values of {column}" in message
-    assert f"--where {column}=" in message
+    error = refusal_of("scaling", "fit", table, *(["--where", *where] if where else []))
+    assert error.flag == f"--where {column}=..."
 
 
-def test_different_work_is_refused(capsys, quoted):
+def test_different_work_is_refused(quoted):
     table = quoted / "mosaicml_diffusion_a100.csv"
-    assert "several values of image_size" in refusal(capsys, "fit", table)
+    assert refusal_of("scaling", "fit", table).value == "256 and 512"
     both = (table, quoted / "mosaicml_diffusion_benchmark_a100.csv")
-    message = refusal(capsys, "fit", *both, "--where", "image_size=512")
-    assert "several values of latents" in message
+    error = refusal_of("scaling", "fit", *both, "--where", "image_size=512")
+    assert error.flag == "--where latents=..."
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "flag", "value"),
     [
-        (["fit"], "no table is given"),
-        (["fit", "{quoted}/mlperf_training_sd2.csv", "--where", "gpu=H200"], "its micro_batch"),
-        (["fit", "{quoted}/mosaicml_diffusion_a100_cost.csv"], "lacks the column"),
-        (["predict", "{scaling}", "--num_gpus", "8 and more"], "no GPU counts"),
-        (["predict", "{scaling}", "--num_gpus", "8,...,64"], "no GPU counts"),
-        (["predict", "{scaling}", "--num_gpus", "0"], "no GPU counts"),
-        (["predict", "{scaling}", "--num_gpus", "4096"], "no image in a step"),
-        (["predict", "{scaling}", "--num_gpus", "8", "--micro_batch", "8"], "about this micro"),
+        (["fit"], "TABLE", ""),
+        (
+            ["fit", "{quoted}/mlperf_training_sd2.csv", "--where", "gpu=H200"],
+            "--micro_batch, for the rows that do not tell it",
+            "",
+        ),
+        (
+            ["fit", "{quoted}/mosaicml_diffusion_a100_cost.csv"],
+            "the path given",
+            "{quoted}/mosaicml_diffusion_a100_cost.csv",
+        ),
+        (["predict", "{scaling}", "--num_gpus", "8 and more"], "--num_gpus", "8 and more"),
+        (["predict", "{scaling}", "--num_gpus", "8,...,64"], "--num_gpus", "8,...,64"),
+        (["predict", "{scaling}", "--num_gpus", "0"], "--num_gpus", "0"),
+        (
+            ["predict", "{scaling}", "--num_gpus", "4096"],
+            "--num_gpus and --global_batch",
+            "4096 GPUs for a global batch of 2048",
+        ),
+        (["predict", "{scaling}", "--num_gpus", "8", "--micro_batch", "8"], "--micro_batch", 8),
         (
             ["predict", "{scaling}", "--num_gpus=8", "--device_batch=8", "--global_batch=8"],
-            "one of the two",
+            "--global_batch or --device_batch",
+            "--global_batch 8 --device_batch 8",
         ),
         (
             ["predict", "{single}", "--num_gpus", "8", "--where", "gpu=H100", "ema=true"],
-            "a prediction is for one",
+            "--micro_batch",
+            "no --micro_batch",
         ),
-        (["predict", "{scaling}", "--num_gpus", "8", "--out", "no/such/folder"], "be written"),
+        (
+            ["predict", "{scaling}", "--num_gpus", "8", "--out", "no/such/folder"],
+            "--out",
+            "no/such/folder",
+        ),
     ],
 )
-def test_what_cannot_be_fitted_or_predicted_is_refused(capsys, quoted, arguments, message):
+def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, value):
     names = {
         "quoted": quoted,
         "scaling": quoted / "aws_p5_scaling.csv",
         "single": quoted / "aws_p4de_p5_single_node.csv",
     }
-    assert message in refusal(capsys, *(argument.format(**names) for argument in arguments))
+    error = refusal_of("scaling", *(argument.format(**names) for argument in arguments))
+    value = value.format(**names) if isinstance(value, str) else value
+    assert (error.flag, error.value) == (flag, value)
 
 
 @pytest.mark.parametrize(

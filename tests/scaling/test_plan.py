@@ -1,10 +1,11 @@
-"""Which number of GPUs to take, on a table whose law is known."""
+"""The choice of a number of GPUs, on a table whose law is known."""
 
 from __future__ import annotations
 
 import pytest
 
 from sdbench.cli import main
+from tests.refusals import refusal_of
 
 # step = micro-batches x 1 s + 1 s, with a batch of 64 and micro-batches of 4: on 1, 2, 4, 8 and 16
 # GPUs 17, 9, 5, 3 and 2 s for 64 images. A day trains 5082.4, 9600, 17280, 28800 and 43200 of them.
@@ -120,27 +121,22 @@ def test_a_recipe_of_two_resolutions_needs_figures_at_both(capsys, repository):
     table = str(quoted / "mosaicml_diffusion_a100.csv")
     found, _ = plan(capsys, "scaling", "plan", table, *limits, "--micro_batch", "16")
     assert found == "64"
-    assert main(["scaling", "plan", table, *limits]) == 2
-    assert "does not tell its micro_batch" in capsys.readouterr().err
+    assert refusal_of("scaling", "plan", table, *limits).flag.startswith("--micro_batch")
     table = str(quoted / "mosaicml_diffusion_benchmark_a100.csv")
-    assert main(["scaling", "plan", table, *limits]) == 2
-    assert "has a stage at 256 px" in capsys.readouterr().err
+    assert refusal_of("scaling", "plan", table, *limits).value == [512]
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("limits", "flag"),
     [
-        ([], "no limit is given"),
-        (["--by", "2026-12-01", "--start", "2026-12-01"], "the date is not after the start"),
+        ([], "--max_days, --by or --max_cost"),
+        (["--by", "2026-12-01", "--start", "2026-12-01"], "--by or --start"),
     ],
 )
-def test_a_plan_needs_a_limit(capsys, flags, limits, message):
-    assert main([*flags, *limits]) == 2
-    assert message in capsys.readouterr().err
+def test_a_plan_needs_a_limit(flags, limits, flag):
+    assert refusal_of(*flags, *limits).flag == flag
 
 
-def test_a_sum_needs_a_price(capsys, flags):
-    assert main([*flags[:-2], "--max_cost", "600"]) == 2
-    error = capsys.readouterr().err
-    assert "the price of this GPU is not known" in error
-    assert "a row for it in prices.yaml" in error
+def test_a_sum_needs_a_price(flags):
+    error = refusal_of(*flags[:-2], "--max_cost", "600")
+    assert (error.value, error.flag) == ("X100", "--price, or a row for it in prices.yaml")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.launch.child import split_command
 from sdbench.launch.render.faults import COUNT_KEYS, find_faults, walk
 from sdbench.launch.render.variables import (
     JOB_NAME,
@@ -21,7 +22,6 @@ from sdbench.launch.render.variables import (
     find_values,
     flag_of,
 )
-from sdbench.launch.repeat import split_command
 from sdbench.settings.config import parse_request
 
 FOLDER = Path(__file__).resolve().parents[3] / "multi-node"

@@ -1,4 +1,4 @@
-"""Which flags do the commands of `python -m sdbench scaling` have?"""
+"""The flags of the commands of `python -m sdbench scaling`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,18 @@ examples:
 """
 
 
+COMMANDS = {
+    "fit": ("time per micro-batch, overhead per step, communication", FIT_DESCRIPTION, FIT_EPILOG),
+    "predict": ("throughput on other numbers of GPUs", PREDICT_DESCRIPTION, PREDICT_EPILOG),
+    "cost": ("days, GPU-hours, cost and energy of a training", COST_DESCRIPTION, COST_EPILOG),
+    "plan": (
+        "the number of GPUs and the micro-batch for a deadline or a sum",
+        PLAN_DESCRIPTION,
+        PLAN_EPILOG,
+    ),
+}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read a command line.
 
@@ -103,36 +115,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     Returns:
         The values of its flags; ``command`` is fit, predict, cost or plan.
     """
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m sdbench scaling",
         description="Throughput against GPU count; days, cost and energy of a training.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=raw,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_fit(commands)
-    _add_predict(commands)
-    _add_cost(commands)
-    _add_plan(commands)
+    for name, (help_text, description, epilog) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=help_text, description=description, epilog=epilog, formatter_class=raw
+        )
+        _add_flags(command.add_argument, name)
     return parser.parse_args(argv)
 
 
-def _add_command(
-    commands: Any,
-    name: str,
-    *,
-    help_text: str,
-    description: str,
-    epilog: str,
-) -> Callable[..., Any]:
-    parser = commands.add_parser(
-        name,
-        help=help_text,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+def _add_flags(add: Callable[..., Any], command: str) -> None:
     add("tables", nargs="*", type=Path, metavar="TABLE", help="figures in CSV")
     add(
         "--where",
@@ -141,111 +140,55 @@ def _add_command(
         metavar="COLUMN=VALUE",
         help="use only the rows with these values, or with the only one that begins so",
     )
-    return add
+    if command != "cost":
+        add(
+            "--micro_batch",
+            type=_positive_int,
+            metavar="N",
+            help="micro-batch of the rows that do not tell theirs, and of what is predicted",
+        )
+        add(
+            "--gpus_per_node",
+            type=_positive_int,
+            default=8,
+            metavar="N",
+            help="for the communication between nodes (default: 8)",
+        )
+    if command in ("cost", "plan"):
+        add("--recipe", required=True, metavar="NAME", help="a training of recipes.yaml")
+        _add_file(add, "--recipes", RECIPES_FILE)
+        add("--price", metavar="NAME", help="which row of prices, or dollars per GPU-hour")
+        _add_file(add, "--prices", PRICES_FILE)
+    if command == "predict":
+        add("--num_gpus", required=True, metavar="LIST", help="e.g. 8,16,64 or 8,16,...,512")
+        count = {"type": _positive_int, "metavar": "N"}
+        add("--global_batch", **count, help="(default: that of the figures)")
+        add("--device_batch", **count, help="images of each GPU, weak scaling")
+    if command == "cost":
+        add(
+            "--images_per_second",
+            nargs="+",
+            default=[],
+            metavar="IMAGE_SIZE=RATE",
+            help="instead of a table: images/s of all GPUs together",
+        )
+        add("--num_gpus", metavar="LIST", help="only these (default: all of the table)")
+        add("--gpu", metavar="NAME", help="GPU to look up (default: that of the figures)")
+    if command in ("predict", "cost"):
+        add("--out", type=Path, metavar="FILE", help="write the rows, of the kind modelled, as CSV")
+    if command == "plan":
+        add("--num_gpus", metavar="LIST", help=f"(default: {DEFAULT_GPU_COUNTS}, up to the batch)")
+        add("--global_batch", type=_positive_int, metavar="N", help="(default: that of the recipe)")
+        add("--max_days", type=_positive_float, metavar="DAYS", help="longest that it may take")
+        date = {"type": datetime.date.fromisoformat, "metavar": "YYYY-MM-DD"}
+        add("--by", **date, help="date by which it has to be done")
+        add("--start", **date, help="date on which it starts (default: today)")
+        add("--max_cost", type=_positive_float, metavar="USD", help="most that it may cost")
 
 
-def _add_law_flags(add: Callable[..., Any]) -> None:
-    add(
-        "--micro_batch",
-        type=_positive_int,
-        metavar="N",
-        help="micro-batch of the rows that do not tell theirs, and of what is predicted",
-    )
-    add(
-        "--gpus_per_node",
-        type=_positive_int,
-        default=8,
-        metavar="N",
-        help="for the communication between nodes (default: 8)",
-    )
-
-
-def _add_recipe_flags(add: Callable[..., Any]) -> None:
-    add("--recipe", required=True, metavar="NAME", help="a training of recipes.yaml")
-    add(
-        "--recipes",
-        type=Path,
-        default=RECIPES_FILE,
-        metavar="FILE",
-        help=_in_place_of(RECIPES_FILE),
-    )
-    add("--price", metavar="NAME", help="which row of prices, or dollars per GPU-hour")
-    add("--prices", type=Path, default=PRICES_FILE, metavar="FILE", help=_in_place_of(PRICES_FILE))
-
-
-def _in_place_of(path: Path) -> str:
-    return f"in place of {'/'.join(path.parts[-3:])}"
-
-
-def _add_out_flag(add: Callable[..., Any]) -> None:
-    add("--out", type=Path, metavar="FILE", help="write the rows, of the kind modelled, as CSV")
-
-
-def _add_fit(commands: Any) -> None:
-    add = _add_command(
-        commands,
-        "fit",
-        help_text="time per micro-batch, overhead per step, communication",
-        description=FIT_DESCRIPTION,
-        epilog=FIT_EPILOG,
-    )
-    _add_law_flags(add)
-
-
-def _add_predict(commands: Any) -> None:
-    add = _add_command(
-        commands,
-        "predict",
-        help_text="throughput on other numbers of GPUs",
-        description=PREDICT_DESCRIPTION,
-        epilog=PREDICT_EPILOG,
-    )
-    _add_law_flags(add)
-    add("--num_gpus", required=True, metavar="LIST", help="e.g. 8,16,64 or 8,16,...,512")
-    add("--global_batch", type=_positive_int, metavar="N", help="(default: that of the figures)")
-    add("--device_batch", type=_positive_int, metavar="N", help="images of each GPU, weak scaling")
-    _add_out_flag(add)
-
-
-def _add_cost(commands: Any) -> None:
-    add = _add_command(
-        commands,
-        "cost",
-        help_text="days, GPU-hours, cost and energy of a training",
-        description=COST_DESCRIPTION,
-        epilog=COST_EPILOG,
-    )
-    _add_recipe_flags(add)
-    add(
-        "--images_per_second",
-        nargs="+",
-        default=[],
-        metavar="IMAGE_SIZE=RATE",
-        help="instead of a table: images/s of all GPUs together",
-    )
-    add("--num_gpus", metavar="LIST", help="only these (default: all of the table)")
-    add("--gpu", metavar="NAME", help="GPU to look up (default: that of the figures)")
-    _add_out_flag(add)
-
-
-def _add_plan(commands: Any) -> None:
-    add = _add_command(
-        commands,
-        "plan",
-        help_text="the number of GPUs and the micro-batch for a deadline or a sum",
-        description=PLAN_DESCRIPTION,
-        epilog=PLAN_EPILOG,
-    )
-    _add_law_flags(add)
-    _add_recipe_flags(add)
-    add("--num_gpus", metavar="LIST", help=f"(default: {DEFAULT_GPU_COUNTS}, up to the batch)")
-    add("--global_batch", type=_positive_int, metavar="N", help="(default: that of the recipe)")
-    add("--max_days", type=_positive_float, metavar="DAYS", help="longest that it may take")
-    add("--by", type=_date, metavar="YYYY-MM-DD", help="date by which it has to be done")
-    add(
-        "--start", type=_date, metavar="YYYY-MM-DD", help="date on which it starts (default: today)"
-    )
-    add("--max_cost", type=_positive_float, metavar="USD", help="most that it may cost")
+def _add_file(add: Callable[..., Any], flag: str, path: Path) -> None:
+    shown = "/".join(path.parts[-3:])
+    add(flag, type=Path, default=path, metavar="FILE", help=f"in place of {shown}")
 
 
 def _positive_int(text: str) -> int:
@@ -260,7 +203,3 @@ def _positive_float(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
-
-
-def _date(text: str) -> datetime.date:
-    return datetime.date.fromisoformat(text)

@@ -1,7 +1,7 @@
-"""How many GPUs train this by a date, or for a sum?
+"""Chooses the number of GPUs for a deadline or a sum.
 
-Every GPU count is tried with the micro-batch that is fastest there. With a deadline the cheapest
-that keeps it is the best; with a sum alone, the fastest that it pays for.
+Every GPU count is tried with the micro-batch that is fastest there. With a deadline, the cheapest
+candidate that keeps it is the best; with a sum alone, the fastest that costs no more.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from sdbench.scaling.cost import Estimate, Recipe, Tariff, Value, estimate
-from sdbench.scaling.table import split_batch
+from sdbench.scaling.cost import Amount, Estimate, Recipe, Tariff, estimate, make_amount
+from sdbench.scaling.points import split_batch
 from sdbench.statistics.law import Prediction, StepLaw
 
 YES, LIKELY, NO = "yes", "likely", "no"
@@ -18,21 +18,15 @@ YES, LIKELY, NO = "yes", "likely", "no"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a training may take; None is no limit."""
+    """The most days and dollars that a training may take; None is no limit."""
 
     max_days: float | None = None
     max_cost_usd: float | None = None
 
     def kept_by(self, estimate: Estimate) -> str:
         """Whether an estimate keeps them: yes, with its whole interval; likely; or no."""
-        answers = [
-            _is_within(value, limit)
-            for value, limit in (
-                (estimate.days, self.max_days),
-                (estimate.cost_usd, self.max_cost_usd),
-            )
-            if value is not None and limit is not None
-        ]
+        pairs = ((estimate.days_to_train, self.max_days), (estimate.cost_usd, self.max_cost_usd))
+        answers = [_is_within(amount, limit) for amount, limit in pairs if limit is not None]
         return next(answer for answer in (NO, LIKELY, YES) if answer in answers)
 
 
@@ -87,7 +81,7 @@ def make_candidates(
             for stage in recipe.stages
         }
         rates = {
-            image_size: Value(
+            image_size: make_amount(
                 one.images_per_second, one.images_per_second_low, one.images_per_second_high
             )
             for image_size, one in fastest.items()
@@ -105,9 +99,9 @@ def choose_best(candidates: Sequence[Candidate], *, limits: Limits) -> Candidate
     for fits in (YES, LIKELY):
         kept = [candidate for candidate in candidates if candidate.fits == fits]
         if kept and limits.max_days is not None:
-            return min(kept, key=lambda one: one.estimate.gpu_hours.value)
+            return min(kept, key=lambda one: one.estimate.gpu_hours[0])
         if kept:
-            return min(kept, key=lambda one: one.estimate.days.value)
+            return min(kept, key=lambda one: one.estimate.days_to_train[0])
     return None
 
 
@@ -123,7 +117,8 @@ def _fastest(
     return max(predictions, key=lambda one: one.images_per_second)
 
 
-def _is_within(value: Value, limit: float) -> str:
-    if value.value > limit:
+def _is_within(amount: Amount, limit: float) -> str:
+    value, _, high = amount
+    if value > limit:
         return NO
-    return YES if value.high is not None and value.high <= limit else LIKELY
+    return YES if high <= limit else LIKELY  # an end that is not known is not within

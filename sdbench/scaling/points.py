@@ -1,16 +1,29 @@
-"""Which rows of a table say how fast one kind of GPU does one kind of work?"""
+"""Figures of one kind of GPU and one kind of work, from tables and from the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.report.figures import as_text, mark_copies, parse_conditions, read_figures, select_rows
+from sdbench.record.configuration import group
+from sdbench.report.figures import (
+    MEASURED,
+    as_text,
+    mark_copies,
+    parse_conditions,
+    read_figures,
+    select_rows,
+)
+from sdbench.scaling.cost import Amount, make_amount
+from sdbench.statistics.intervals import between_runs_interval
 from sdbench.statistics.law import Point, Setup
 
 Row = dict[str, Any]
+# Images/s of all GPUs together, by number of GPUs and by resolution.
+Rates = dict[int, dict[int, Amount]]
 
 # Figures that differ in one of these follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
@@ -19,7 +32,7 @@ MODELLED = "modelled"
 
 
 def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence[str]) -> list[Row]:
-    """Rows with a figure that meet the conditions, each run once.
+    """Read the rows that have a figure and meet the conditions, each run once.
 
     Args:
         paths: Tables in CSV.
@@ -49,7 +62,7 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
 
 
 def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -> None:
-    """See that rows are of one kind of work; an empty cell contradicts nothing.
+    """Refuse rows with two values in a column; empty cells are not compared.
 
     Raises:
         ConfigError: If one of the columns has two values.
@@ -66,12 +79,12 @@ def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -
 
 
 def known_values(rows: Sequence[Row], column: str) -> list[Any]:
-    """The different values of a column, without empty cells."""
+    """The distinct values of a column without empty cells."""
     return list(dict.fromkeys(row[column] for row in rows if row.get(column) is not None))
 
 
 def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[Point]:
-    """Figures as the law needs them; predictions are left out, since a law is no evidence.
+    """The points that a law is fitted to, without modelled rows.
 
     Args:
         rows: Rows of one kind of work and one image size.
@@ -88,7 +101,7 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
 
 
 def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
-    """The step that a global batch really makes: every GPU gets the same whole number of images.
+    """The step of a global batch, in which every GPU gets the same whole number of images.
 
     Raises:
         ConfigError: If there are more GPUs than images.
@@ -128,6 +141,95 @@ def _untold(row: Row, column: str, *, flag: str) -> ConfigError:
         allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, {row.get('source')})",
         flag=flag,
     )
+
+
+def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
+    """Throughput as the user gives it.
+
+    Args:
+        texts: ``IMAGE_SIZE=IMAGES_PER_SECOND``.
+        gpu_counts: Its number of GPUs: one number.
+
+    Raises:
+        ConfigError: If a text has another form, or there is not one number of GPUs.
+    """
+    given = parse_conditions(texts, flag="--images_per_second")
+    try:
+        rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
+    except ValueError:
+        rates = {}
+    if not rates or not all(0 < rate[0] < math.inf for rate in rates.values()):
+        raise ConfigError(
+            "a throughput is no number",
+            value=" ".join(texts),
+            allowed="IMAGE_SIZE=IMAGES_PER_SECOND of all GPUs together, e.g. 256=1100 512=290",
+            flag="--images_per_second",
+        )
+    if len(gpu_counts) != 1:
+        raise ConfigError(
+            "a throughput that is given is that of one number of GPUs",
+            value=list(gpu_counts),
+            allowed="one number",
+            flag="--num_gpus",
+        )
+    return {gpu_counts[0]: rates}
+
+
+def find_rates(
+    rows: Sequence[Row], sizes: Collection[int], *, gpu_counts: Sequence[int]
+) -> tuple[Rates, list[str]]:
+    """Throughput of a table at some resolutions.
+
+    Args:
+        rows: Figures of one kind of work, of any resolution.
+        sizes: The resolutions that are needed, in pixels.
+        gpu_counts: Numbers of GPUs to look at; none takes all of them.
+
+    Returns:
+        The rates for the numbers of GPUs that have all resolutions, or for all numbers if none has;
+        and a line about each number of GPUs that is left out.
+
+    Raises:
+        ConfigError: If there is no such number of GPUs, or several figures for one resolution that
+            are no runs of one configuration.
+    """
+    by_gpus = group(
+        [row for row in rows if not gpu_counts or row["num_gpus"] in gpu_counts],
+        key_of=lambda row: row["num_gpus"],
+    )
+    if not by_gpus:
+        raise ConfigError(
+            "no figure is of so many GPUs",
+            value=list(gpu_counts),
+            allowed=", ".join(map(as_text, known_values(rows, "num_gpus"))),
+            flag="--num_gpus; python -m sdbench scaling predict makes figures of others",
+        )
+    rates: Rates = {}
+    for num_gpus, of_gpus in by_gpus.items():
+        by_size = group(of_gpus, key_of=lambda row: row.get(IMAGE_SIZE))
+        rates[num_gpus] = {size: _rate_of(runs) for size, runs in by_size.items() if size in sizes}
+    complete = {count: found for count, found in rates.items() if found.keys() >= set(sizes)}
+    left_out = [
+        f"left out: {num_gpus} GPUs, without a figure at "
+        + " and ".join(f"{size} px" for size in sorted(set(sizes) - found.keys()))
+        for num_gpus, found in rates.items()
+        if num_gpus not in complete
+    ]
+    return (complete, left_out) if complete else (rates, [])
+
+
+def _rate_of(rows: Sequence[Row]) -> Amount:
+    """Images/s of one configuration; three or more runs have an interval between them."""
+    check_one_kind(rows, ("kind", "micro_batch", "global_batch"))
+    figures = [float(row["images_per_second"]) for row in rows]
+    if len(rows) == 1:
+        ends = (rows[0].get(f"images_per_second_{end}") for end in ("low", "high"))
+        return make_amount(figures[0], *ends)
+    if any(row.get("kind") != MEASURED for row in rows):
+        check_one_kind(rows, ("source",))
+    mean = math.exp(math.fsum(map(math.log, figures)) / len(figures))
+    interval = between_runs_interval(figures)
+    return make_amount(mean, interval.low, interval.high) if interval else make_amount(mean)
 
 
 def parse_counts(text: str, *, flag: str) -> list[int]:
