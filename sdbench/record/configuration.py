@@ -1,4 +1,4 @@
-"""Which settings make a configuration, so that runs with the same ones are its replicates?
+"""`settings_of` gives the settings that make a configuration: runs with the same are replicates.
 
 Every setting counts that may change what a step does, also one that this version of the suite does
 not know, so that nothing is pooled, or compared across, unseen.
@@ -9,29 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Settings of benchmark.py that say how to measure, how long and where to write.
-HOW_MEASURED = frozenset(
-    {
-        "warmup_batches",
-        "max_warmup_batches",
-        "measure_batches",
-        "max_measure_batches",
-        "target_precision",
-        "max_duration",
-        "profile_batches",
-        "profile_trace",
-        "measure_peak",
-        "seed",
-        "weights_seed",
-        "results_dir",
-        "check_memory",
-        "data_timeout_s",
-        "dist_timeout",
-        "allow_uneven_batch",
-        "wandb_name",
-        "wandb_project",
-    }
-)
+from sdbench.settings.config import SETTINGS
+
+HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
 # Settings that a row has under a name of its own, or that another one says in full.
 IN_COLUMNS = frozenset(
     {
