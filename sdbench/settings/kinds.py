@@ -73,18 +73,19 @@ def parse_value(name: str, value: Any, *, kind: Kind | RowOf) -> Any:
         ) from None
 
 
-def whole_number(minimum: int) -> Kind:
-    """Whole numbers from a minimum on."""
+def whole_number(minimum: int, maximum: float = float("inf")) -> Kind:
+    """Whole numbers from a minimum to a maximum."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool | float):
             raise ValueError
         received = int(value)
-        if received < minimum:
+        if not minimum <= received <= maximum:
             raise ValueError
         return received
 
-    return Kind(f"a whole number of at least {minimum}", parse, "N")
+    bounds = f"of at least {minimum}" if maximum == float("inf") else f"from {minimum} to {maximum}"
+    return Kind(f"a whole number {bounds}", parse, "N")
 
 
 def number(allowed: str, is_allowed: Callable[[float], bool]) -> Kind:

@@ -105,7 +105,7 @@ def parse(
 
 
 def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setting]) -> None:
-    groups: dict[str, Any] = {}
+    groups: dict[str, Any] = {"": parser}
     for name, declared in settings.items():
         if declared.is_positional:
             parser.add_argument(name, metavar=name.upper(), help=declared.help)

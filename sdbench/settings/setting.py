@@ -120,7 +120,7 @@ class Setting:
 
     Attributes:
         name: The field's, also the YAML key.
-        group: Heading in the help.
+        group: Heading in the help; empty for the one of argparse.
         kind: What values it takes.
         default: None: chosen for the machine. `REQUIRED`: there is none.
         help: What it does.
@@ -186,7 +186,7 @@ def setting(
 def declarations(config_type: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, in order.
 
-    A base class with settings has their heading in the help as ``GROUP``.
+    A class with settings may name their heading in the help, ``GROUP``.
     """
     found = {}
     for field in dataclasses.fields(config_type):
@@ -198,7 +198,7 @@ def declarations(config_type: type) -> dict[str, Setting]:
         found[field.name] = dataclasses.replace(
             field.metadata["setting"],
             name=field.name,
-            group=getattr(declaring, "GROUP", "arguments"),
+            group=getattr(declaring, "GROUP", ""),
             default=field.default,
         )
     return found
