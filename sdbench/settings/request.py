@@ -81,7 +81,7 @@ def parse(
     _add_arguments(parser, settings)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [f"--{declared.flag_name}" for declared in settings.values()]
+        known = [f"--{one.flag_name}" for one in settings.values() if not one.is_positional]
         raise_unknown(unknown[0], known=known, where="flag")
     given = vars(namespace)
     flags = {
