@@ -44,11 +44,11 @@ def settle(
         if not replaceable:
             break
         name, rule = replaceable[0]
-        assert rule.instead is not None, f"no preset has {name}={getattr(config, name)}"
-        instead = of_device(rule.instead, on_gpu=on_gpu)
-        config = dataclasses.replace(config, **{name: instead})
         reasons[name] = rule.problem
-    for name, rule in broken:
+        instead = SETTINGS[name].presets["seed"] if rule.instead is None else rule.instead
+        config = dataclasses.replace(config, **{name: of_device(instead, on_gpu=on_gpu)})
+    if broken:
+        name, rule = broken[0]
         value = getattr(config, name)
         raise ConfigError(
             rule.problem,

@@ -98,7 +98,6 @@ class ArithmeticSpeedups:
                 lambda s: s.config.precision == "bf16",
                 "only bf16 weights need a copy in fp32, and the precision is another",
                 "none, or fp32 with --precision bf16",
-                "none",
             ),
         ),
     )
@@ -157,7 +156,6 @@ class ArithmeticSpeedups:
                 has_cpp_compiler,
                 "the fused GroupNorm is compiled, and there is no C++ compiler on the PATH",
                 "torch, or an installed g++ or clang++",
-                "torch",
             ),
         ),
         rungs=(
@@ -181,14 +179,12 @@ class ArithmeticSpeedups:
                 lambda s: s.config.memory_format == "channels_last",
                 "products of matrices read the weights with the channels last",
                 "torch, or --memory_format channels_last",
-                "torch",
             ),
             Rule(
                 ("matmul",),
                 is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
                 "torch, or --sharding none | zero1",
-                "torch",
             ),
         ),
         rungs=(
@@ -206,14 +202,12 @@ class ArithmeticSpeedups:
                 lambda s: s.on_gpu,
                 "a CPU has no such attention kernel",
                 "sdpa | flash | eager",
-                "sdpa",
             ),
             Rule(
                 ("flash", "cudnn"),
                 lambda s: not s.on_gpu or s.config.precision in HALF_PRECISIONS,
                 "this attention kernel of a GPU takes 16-bit numbers only",
                 "sdpa | efficient | eager, or --precision amp_bf16",
-                "sdpa",
             ),
             Rule(
                 ("xformers",),
@@ -238,9 +232,7 @@ class ArithmeticSpeedups:
         fast="drop",
         rungs=(
             Rung(
-                "drop",
-                "this suite: diffusers divides by its factors of 1.0",
-                loss_tolerance=EXACT,
+                "drop", "this suite: diffusers divides by its factors of 1.0", loss_tolerance=EXACT
             ),
         ),
     )

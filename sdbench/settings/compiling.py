@@ -43,7 +43,6 @@ class CompilingSpeedups:
                 has_cpp_compiler,
                 "torch.compile needs a C++ compiler on the PATH, and there is none",
                 "none, or an installed g++ or clang++",
-                "none",
             ),
             Rule(
                 ("encoders",),
@@ -70,14 +69,12 @@ class CompilingSpeedups:
                 lambda s: s.config.compile != "none",
                 "nothing is compiled",
                 "default, or --compile unet | encoders | all",
-                "default",
             ),
             Rule(
                 GRAPH_MODES,
                 lambda s: s.on_gpu,
                 "a CPU has no CUDA graphs",
                 "default | max-autotune-no-cudagraphs",
-                "default",
             ),
         ),
         rungs=(
@@ -96,27 +93,19 @@ class CompilingSpeedups:
         "replay a whole training step as one CUDA graph (--engine torch)",
         seed=False,
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.on_gpu,
-                "a CPU has no CUDA graphs",
-                "--no_cuda_graph",
-                False,
-            ),
+            Rule((True,), lambda s: s.on_gpu, "a CPU has no CUDA graphs", "--no_cuda_graph"),
             Rule(
                 (True,),
                 lambda s: s.config.engine == "torch",
                 "Composer's loop asks the host for a decision in each step, which a graph cannot "
                 "hold",
                 "--no_cuda_graph, or --engine torch",
-                False,
             ),
             Rule(
                 (True,),
                 lambda s: s.config.precision != "amp_fp16",
                 "the loss scale of fp16 is decided on the host in each step",
                 "--no_cuda_graph, or --precision amp_bf16 | bf16",
-                False,
             ),
             Rule(
                 (True,),
@@ -125,21 +114,18 @@ class CompilingSpeedups:
                 ),
                 "only the fused AdamW over the trained parameters can be captured",
                 "--no_cuda_graph, or --optimizer adamw_fused --optimizer_params trainable",
-                False,
             ),
             Rule(
                 (True,),
                 lambda s: s.ranks.world_size == 1,
                 "a graph holds no communication between ranks here",
                 "--no_cuda_graph, or one rank",
-                False,
             ),
             Rule(
                 (True,),
                 lambda s: s.config.compile_mode not in GRAPH_MODES,
                 "a graph cannot hold those that this mode of torch.compile replays",
                 "--no_cuda_graph, or --compile_mode default | max-autotune-no-cudagraphs",
-                False,
             ),
             Rule(
                 (True,),
@@ -148,7 +134,6 @@ class CompilingSpeedups:
                 ),
                 f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
                 f"--no_cuda_graph, or --warmup_batches {NUM_GRAPH_STEPS} and more",
-                False,
             ),
         ),
         rungs=(
@@ -167,13 +152,7 @@ class CompilingSpeedups:
         seed=False,
         fast=PerDevice(gpu=True, cpu=False),
         rules=(
-            Rule(
-                (True,),
-                lambda s: s.on_gpu,
-                "a CPU does not use cuDNN",
-                "--no_cudnn_benchmark",
-                False,
-            ),
+            Rule((True,), lambda s: s.on_gpu, "a CPU does not use cuDNN", "--no_cudnn_benchmark"),
         ),
         rungs=(Rung(True, "torch", (GPU,)),),
     )

@@ -81,7 +81,7 @@ class Rule:
         problem: What is wrong where they cannot, as the first half of a sentence.
         allowed: What can be used instead, for the error. None: they work without being a gain, and
             a user's stays.
-        instead: What replaces a preset's value; None where no preset has one of the values.
+        instead: What replaces a preset's value; None: the value in the preset seed.
     """
 
     values: tuple[Any, ...]

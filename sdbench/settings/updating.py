@@ -110,11 +110,7 @@ class UpdateSpeedups:
         fast=PerDevice(gpu="side", cpu="compute"),
         rules=(
             Rule(
-                ("side",),
-                lambda s: s.on_gpu,
-                "a CPU trains where the batch already is",
-                "compute",
-                "compute",
+                ("side",), lambda s: s.on_gpu, "a CPU trains where the batch already is", "compute"
             ),
         ),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", (GPU,)),),
@@ -140,7 +136,6 @@ class HostSpeedups:
                 lambda s: can_keep_freed_memory(),
                 "this C library is not glibc and cannot be told to keep freed memory",
                 "default",
-                "default",
             ),
         ),
         rungs=(Rung("keep", "glibc, mallopt(3)", (CPU,), loss_tolerance=EXACT),),
@@ -157,7 +152,6 @@ class HostSpeedups:
                 lambda s: not s.on_gpu,
                 "a GPU does not get faster by it",
                 "--no_flush_denormals",
-                False,
             ),
         ),
         rungs=(Rung(True, "torch.set_flush_denormal", (CPU,), loss_tolerance=EXACT),),
