@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from sdbench.base.errors import ConfigError
-from sdbench.plan.speedups import RULES, settle
+from sdbench.plan.speedups import settle
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import FIELDS, SWITCH, parse_request
-from sdbench.settings.presets import PRESETS, PerDevice
+from sdbench.settings.config import PRESETS, SETTINGS, parse_request
+from sdbench.settings.kinds import SWITCH
+from sdbench.settings.setting import ANY_NUMBER, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
 CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")
@@ -60,8 +61,8 @@ REFUSED = [
     (("--attention", "xformers"), H100, ONE, "pip install xformers"),
     (("--attention", "flash", "--precision", "fp32"), H100, ONE, "amp_bf16"),
     (("--compile", "encoders", "--latents", "precomputed"), CPU, ONE, "none | unet"),
-    (("--compile", "none", "--compile_mode", "max-autotune"), H100, ONE, "--compile unet"),
-    (("--compile", "all", "--compile_mode", "reduce-overhead"), CPU, ONE, "default"),
+    (("--compile_mode", "max-autotune", "--compile", "none"), H100, ONE, "--compile unet"),
+    (("--compile_mode", "reduce-overhead", "--compile", "all"), CPU, ONE, "default"),
     (("--cudnn_benchmark",), CPU, ONE, "--no_cudnn_benchmark"),
     (("--copy_stream", "side"), CPU, ONE, "compute"),
     (("--sharding", "zero1"), CPU, ONE, "composer -n 2"),
@@ -105,27 +106,50 @@ REFUSED = [
 def test_what_cannot_be_used_is_refused_by_name_with_what_can(argv, machine, ranks, allowed):
     with pytest.raises(ConfigError) as caught:
         settled(*argv, machine=machine, ranks=ranks)
-    message = str(caught.value)
-    assert allowed in message
-    assert any(f"--{rule.setting}" in message and rule.problem in message for rule in RULES)
+    error = caught.value
+    assert allowed in error.allowed
+    assert error.flag == argv[0]
+    assert error.value == (argv[1] if argv[1:] and not argv[1].startswith("--") else argv[0])
 
 
-@pytest.mark.parametrize(("tool", "flag"), [("compile", "unet"), ("group_norm", "fused")])
-def test_compiling_needs_a_compiler(tool, flag, monkeypatch):
+@pytest.mark.parametrize(("tool", "value"), [("compile", "unet"), ("group_norm", "fused")])
+def test_compiling_needs_a_compiler(tool, value, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
-        settled(f"--{tool}", flag)
+    with pytest.raises(ConfigError) as caught:
+        settled(f"--{tool}", value)
+    assert (caught.value.flag, caught.value.value) == (f"--{tool}", value)
 
 
-def test_every_rule_is_about_a_setting_and_values_that_exist():
-    for rule in RULES:
-        kind = FIELDS[rule.setting].metadata["kind"]
-        values = rule.values if rule.instead is None else (*rule.values, rule.instead)
-        assert all(kind.parse(value) == value for value in values)
-        if kind is SWITCH:
+def test_a_number_format_without_instructions_is_kept_where_the_user_asked_for_it():
+    old_cpu = make_cpu_machine(cpu_flags=())
+    config, reasons = settled(machine=old_cpu)
+    assert (config.precision, config.encoder_dtype) == ("fp32", "fp32")
+    assert {"precision", "encoder_dtype"} <= reasons.keys()
+    argv = ("--precision", "bf16", "--encoder_dtype", "bf16")
+    config, reasons = settled(*argv, machine=old_cpu)
+    assert (config.precision, config.encoder_dtype, reasons) == ("bf16", "bf16", {})
+    with pytest.raises(ConfigError) as caught:  # and not where it cannot run at all
+        settled(*argv, machine=V100)
+    assert (caught.value.flag, caught.value.allowed) == ("--precision", "fp32 | amp_fp16")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_declaration_speaks_of_values_that_its_setting_takes(name):
+    declared = SETTINGS[name]
+    values = [value for rule in declared.rules for value in (*rule.values, rule.instead)]
+    values += [rung.value for rung in declared.rungs if rung.value != ANY_NUMBER]
+    values += [*declared.presets.values(), declared.default, declared.before]
+    for value in values:
+        of_devices = (value.gpu, value.cpu) if isinstance(value, PerDevice) else (value,)
+        for one in of_devices:
+            assert one is None or declared.parse(one) == one
+    for rung in declared.rungs:
+        for other, value in {**rung.together, **rung.needs}.items():
+            assert SETTINGS[other].parse(value) == value
+    for rule in declared.rules:
+        if declared.kind is SWITCH:
             assert rule.values == (True,)
-        # A preset that has one of the values needs to know what replaces it.
-        for preset in PRESETS.values():
-            value = preset[rule.setting]
-            has = {value.gpu, value.cpu} if isinstance(value, PerDevice) else {value}
-            assert not has & set(rule.values) or rule.instead is not None
+        # What replaces a preset's value is none of those that the rule forbids.
+        instead = declared.presets["seed"] if rule.instead is None else rule.instead
+        of_devices = instead if isinstance(instead, PerDevice) else (instead, instead)
+        assert not set(of_devices) & set(rule.values)

@@ -1,7 +1,6 @@
-"""Does every speed-up train the miniature to the losses of the plain recipe?
+"""Every speed-up trains the miniature to the losses of the plain recipe, within its tolerance.
 
-Data, noise and weights are those of one seed, so that only the arithmetic may differ. What needs
-several ranks is in tests/launch/test_sharding.py, what needs a GPU in tests/launch/test_gpu.py.
+Data, noise and weights are those of one seed, so that only the arithmetic may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import torch
 
 import benchmark
 from sdbench.record.store import load_record
-from sdbench.settings.config import FIELDS, SPEED
+from sdbench.report.ladder_rungs import RUNGS, describe_flags
+from sdbench.settings.config import SPEED_UPS
+from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
 
 # Two micro-batches a step, the second of them smaller.
 RUN = (
@@ -21,40 +22,20 @@ RUN = (
     *("--warmup_batches", "0", "--measure_batches", "3", "--profile_batches", "0"),
     *("--batch_size", "3", "--device_train_microbatch_size", "2", "--allow_uneven_batch"),
 )
-# Relative differences of the losses of three steps: sums in another order differ by fp32's rounding
-# (6e-8 an operation), bf16 keeps 8 bits (4e-3 an operation, averaged over many), and bf16 weights
-# lose most of an update unless a copy keeps it.
-SAME_FP32, BF16, BF16_WEIGHTS = 2e-6, 2e-3, 2e-2
+# What losses do not show, a GPU alone has, or several ranks, is tested elsewhere: the average in
+# tests/engines/test_conformance.py, the others in tests/launch/test_gpu.py and test_sharding.py.
+# A rung of any number is tried with as many as the batch has; a micro-batch is encoded as without.
+NUM = 3
 SWITCHES = {
-    "attention=eager": SAME_FP32,
-    "attention=flash": SAME_FP32,
-    "unit_divisions=drop": 0.0,
-    "group_norm=fused": SAME_FP32,
-    "memory_format=channels_last": SAME_FP32,
-    "memory_format=channels_last convolution=matmul": SAME_FP32,
-    "compile=all": SAME_FP32,
-    "activation_checkpointing=transformer": 0.0,
-    "activation_checkpointing=full": 0.0,
-    "encoder_batch_size=3": SAME_FP32,
-    "encoder_batch_size=2": 0.0,
-    "optimizer=adamw_fused": SAME_FP32,
-    "optimizer_params=trainable": 0.0,
-    "image_dtype=uint8": 1e-5,
-    "cpu_allocator=keep": 0.0,
-    "flush_denormals": 0.0,
-    "num_threads=2": SAME_FP32,
-    "precision=amp_bf16": BF16,
-    "encoder_dtype=bf16": BF16,
-    "precision=bf16": BF16_WEIGHTS,
-    "precision=bf16 master_weights=fp32": BF16_WEIGHTS,
-}
-ELSEWHERE = {
-    # The average does not show in the losses: tests/engines/test_conformance.py.
-    *("ema_impl", "ema_interval_batches"),
-    *("sharding", "grad_sync", "gradient_as_bucket_view", "static_graph"),  # test_sharding.py
-    *("ddp_bucket_mib", "grad_compression"),
-    *("compile_mode", "cuda_graph", "cudnn_benchmark", "copy_stream"),  # test_gpu.py
-}
+    describe_flags(
+        {
+            name: NUM if value == ANY_NUMBER else value
+            for name, value in {**rung.needs, **rung.settings}.items()
+        }
+    ): rung.loss_tolerance
+    for rung in RUNGS
+    if rung.loss_tolerance is not None
+} | {"--encoder_batch_size 2": 0.0}
 
 
 def losses_of(folder, *argv):
@@ -85,8 +66,7 @@ def without_compiling():
 def test_a_switch_alone_gives_the_same_losses(
     switch, tolerance, plain, tmp_path, without_compiling
 ):
-    flags = [f"--{flag}" for flag in switch.split()]
-    losses = losses_of(tmp_path, "--preset", "seed", *flags, "--engine", "torch")
+    losses = losses_of(tmp_path, "--preset", "seed", *switch.split(), "--engine", "torch")
     assert losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
@@ -96,10 +76,17 @@ def test_the_defaults_together_give_the_same_losses(engine, plain, tmp_path):
     assert losses == pytest.approx(plain, rel=BF16)
 
 
-def test_every_speed_up_is_tested():
-    named = {flag.split("=")[0] for switch in SWITCHES for flag in switch.split()}
-    speed_ups = {name for name, field in FIELDS.items() if field.metadata["group"] == SPEED}
-    assert speed_ups - named - ELSEWHERE == set()
+def acts_with_the_average(rung):
+    return all(SPEED_UPS[name].acts_with == EMA for name in rung.settings)
+
+
+def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance():
+    assert {name for rung in RUNGS for name in rung.settings} == set(SPEED_UPS)
+    assert all(
+        rung.loss_tolerance is not None or acts_with_the_average(rung)
+        for rung in RUNGS
+        if CPU in rung.devices and not rung.needs_ranks
+    )
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What will be done here: a request, this machine and these ranks become a plan."""
+"""What will be done here: a request, a machine and its ranks become a plan."""

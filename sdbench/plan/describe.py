@@ -1,4 +1,4 @@
-"""How is a plan told: to a person, to a config file, to a record?"""
+"""A plan as text for a person, as YAML for `--config` and as the first part of a record."""
 
 from __future__ import annotations
 

@@ -10,31 +10,12 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from sdbench.settings.config import SETTINGS
+
 Item = TypeVar("Item")
 
-# Settings of benchmark.py that say how to measure, how long and where to write.
-HOW_MEASURED = frozenset(
-    {
-        "warmup_batches",
-        "max_warmup_batches",
-        "measure_batches",
-        "max_measure_batches",
-        "target_precision",
-        "max_duration",
-        "profile_batches",
-        "profile_trace",
-        "measure_peak",
-        "seed",
-        "weights_seed",
-        "results_dir",
-        "check_memory",
-        "data_timeout_s",
-        "dist_timeout",
-        "allow_uneven_batch",
-        "wandb_name",
-        "wandb_project",
-    }
-)
+# Settings that say how to measure, how long and where to write.
+HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
 # Settings that a row has under a name of its own, or that another one says in full.
 IN_COLUMNS = frozenset(
     {

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact, redact_environment, redact_values
+from sdbench.settings.config import SETTINGS
 
 SCHEMA_VERSION = 1
 # What a record is about. That of a benchmark run has no key "kind"; every other one says it.
@@ -38,7 +39,9 @@ SCHEMA_FILES = {
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
 }
 # Settings that are younger than some records, with what every run did before there was a choice.
-CAME_LATER = {"convolution": "torch", "missing_latents": "error", "random_weights": False}
+CAME_LATER = {
+    name: declared.before for name, declared in SETTINGS.items() if declared.before is not None
+}
 
 OK = "ok"
 INVALID = "invalid"

@@ -1,4 +1,4 @@
-"""Which runs are which rung of the ladder, by what their records say and not by their names?
+"""`find_ladders` finds which runs are which rung of the ladder, by the settings in their records.
 
 A configuration is told by its speed-ups that differ from those of the preset seed. One rung away
 from seed is that rung alone; the longest chain of configurations, each with one rung more than the
@@ -13,22 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sdbench.record.configuration import settings_of
-from sdbench.report.ladder_rungs import GPU, describe_flags, find_rung
+from sdbench.report.ladder_rungs import describe_flags, find_rung
 from sdbench.report.throughput_table import describe_device, describe_work
-from sdbench.settings.presets import PRESETS, PerDevice
+from sdbench.settings.config import PRESETS, SETTINGS
+from sdbench.settings.setting import COMPILED, EMA, ENCODERS, GPU, RANKS, of_device
 
 SEED = PRESETS["seed"]
 THREADS = "num_threads"
-RANK_SETTINGS = (
-    "sharding",
-    "grad_sync",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "ddp_bucket_mib",
-    "grad_compression",
+RANK_SETTINGS, EMA_SETTINGS = (
+    tuple(name for name, declared in SETTINGS.items() if declared.acts_with == condition)
+    for condition in (RANKS, EMA)
 )
-EMA_SETTINGS = ("ema_impl", "ema_interval_batches")
-ENCODER_SETTINGS = ("encoder_dtype", "encoder_batch_size", "image_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +138,7 @@ def added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
     idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
     added = {}
     for name, value in SEED.items():
-        seed_value = _of_device(value, on_gpu=on_gpu)
+        seed_value = of_device(value, on_gpu=on_gpu)
         if config[name] != seed_value and name not in idle:
             added[name] = config[name]
     if _has_own_threads(record):
@@ -164,16 +159,14 @@ def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
         config: All settings of the run.
         num_ranks: Its ranks.
     """
-    idle: set[str] = set()
-    if num_ranks == 1:
-        idle.update(RANK_SETTINGS)
-    if not config["use_ema"]:
-        idle.update(EMA_SETTINGS)
-    if config["latents"] != "online":
-        idle.update(ENCODER_SETTINGS)
-    if config["compile"] == "none":
-        idle.add("compile_mode")
-    return idle
+    has = {
+        RANKS: num_ranks > 1,
+        EMA: config["use_ema"],
+        ENCODERS: config["latents"] == "online",
+        COMPILED: config["compile"] != "none",
+        None: True,
+    }
+    return {name for name, declared in SETTINGS.items() if not has[declared.acts_with]}
 
 
 def pure_preset(record: dict[str, Any]) -> str | None:
@@ -191,7 +184,7 @@ def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
         name: config[name]
         for name in SEED
         if origin.get(name) in ("flag", "file")
-        and config[name] != _of_device(preset[name], on_gpu=on_gpu)
+        and config[name] != of_device(preset[name], on_gpu=on_gpu)
     }
 
 
@@ -296,12 +289,6 @@ def families(
 def as_key(settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Settings as what a table of Python can be indexed by."""
     return tuple(sorted((name, str(value)) for name, value in settings.items()))
-
-
-def _of_device(value: Any, *, on_gpu: bool) -> Any:
-    if isinstance(value, PerDevice):
-        return value.gpu if on_gpu else value.cpu
-    return value
 
 
 def _has_own_threads(record: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which rungs has the ladder, where can each be measured, and who climbed it before?"""
+"""The rungs of the ladder: each speed-up on top of the preset seed, where it can be measured."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sdbench.settings.config import FIELDS
+from sdbench.settings.config import SETTINGS
+from sdbench.settings.setting import ANY_NUMBER, CPU, GPU, RANKS
 
-# A setting whose value is a number: a run with any number of it has measured the rung.
-ANY_NUMBER = "N"
-CPU, GPU = "cpu", "cuda"
 DEVICES = {CPU: "CPU", GPU: "GPU"}
-
-NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
-MLPERF = "NVIDIA's submissions to MLPerf Training"
-TORCH = "torch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +22,15 @@ class Rung:
         origin: Where it comes from.
         devices: Types of device that have it.
         needs_ranks: Whether it does something with several ranks only.
+        loss_tolerance: As in its declaration.
     """
 
     settings: Mapping[str, Any]
+    needs: Mapping[str, Any]
     origin: str
-    devices: tuple[str, ...] = (CPU, GPU)
-    needs_ranks: bool = False
-    needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    devices: tuple[str, ...]
+    needs_ranks: bool
+    loss_tolerance: float | None
 
     def is_part_of(self, added: Mapping[str, Any]) -> bool:
         """Whether these settings, with numbers of their own, have this rung among them."""
@@ -44,84 +40,21 @@ class Rung:
         )
 
 
-# Public sources only; what a rung does is told by the help text of its flag.
-RUNGS = (
-    Rung({"precision": "amp_bf16"}, "mila-iqia/milabench, diffusion-single"),
-    Rung({"precision": "tf32"}, TORCH, (GPU,)),
-    Rung({"precision": "fp32"}, "the reference of the loss band", (GPU,)),
+def _in_order(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in SETTINGS if name in settings}
+
+
+RUNGS = tuple(
     Rung(
-        {"precision": "bf16", "master_weights": "fp32"},
-        f"{MLPERF}: half-precision weights, Adam with fp32 copies",
-    ),
-    Rung({"precision": "bf16"}, "the same without the copies"),
-    Rung({"encoder_dtype": "bf16"}, "mila-iqia/milabench; mosaicml/diffusion in fp16"),
-    Rung({"encoder_dtype": "fp16"}, "mosaicml/diffusion, encode_latents_in_fp16", (GPU,)),
-    Rung({"encoder_batch_size": ANY_NUMBER}, "this suite"),
-    Rung({"memory_format": "channels_last"}, NEMO),
-    Rung({"group_norm": "fused"}, f"NVIDIA apex, contrib.group_norm; {NEMO}"),
-    Rung(
-        {"memory_format": "channels_last", "group_norm": "fused"},
-        f"{NEMO}: both together",
-    ),
-    Rung(
-        {"convolution": "matmul"},
-        "this suite",
-        (CPU,),
-        needs={"memory_format": "channels_last"},
-    ),
-    Rung({"attention": "eager"}, "diffusers without fused attention"),
-    Rung({"attention": "flash"}, f"flash-attention; {NEMO}"),
-    Rung({"attention": "cudnn"}, f"{MLPERF} v5.0", (GPU,)),
-    Rung({"attention": "efficient"}, "xFormers; mosaicml/diffusion", (GPU,)),
-    Rung({"attention": "xformers"}, "xFormers; mosaicml/diffusion-benchmark", (GPU,)),
-    Rung({"unit_divisions": "drop"}, "this suite: diffusers divides by its factors of 1.0"),
-    Rung({"compile": "unet"}, f"torch.compile; {MLPERF} from v4.0 on"),
-    Rung({"compile": "encoders"}, "torch.compile"),
-    Rung({"compile": "all"}, "torch.compile"),
-    Rung(
-        {"compile": "unet", "compile_mode": "reduce-overhead"},
-        "torch.compile with CUDA graphs",
-        (GPU,),
-    ),
-    Rung({"compile": "all", "compile_mode": "reduce-overhead"}, "the same", (GPU,)),
-    Rung({"cuda_graph": True}, f"{MLPERF} from v4.0 on: the full iteration", (GPU,)),
-    Rung({"cudnn_benchmark": True}, TORCH, (GPU,)),
-    Rung({"activation_checkpointing": "transformer"}, "Chen et al., arXiv 1604.06174"),
-    Rung({"activation_checkpointing": "full"}, "Chen et al., arXiv 1604.06174"),
-    Rung({"optimizer": "adamw_fused"}, f"{TORCH}; NVIDIA apex, FusedAdam"),
-    Rung({"optimizer_params": "trainable"}, "mosaicml/diffusion"),
-    Rung({"ema_impl": "foreach"}, "huggingface/diffusers PR 7685"),
-    Rung({"ema_interval_batches": ANY_NUMBER}, "MosaicML Composer, EMA(update_interval)"),
-    Rung({"image_dtype": "uint8"}, "this suite"),
-    Rung({"copy_stream": "side"}, f"{MLPERF} from v4.0 on", (GPU,)),
-    Rung({"cpu_allocator": "keep"}, "glibc, mallopt(3)", (CPU,)),
-    Rung({"flush_denormals": True}, f"{TORCH}.set_flush_denormal", (CPU,)),
-    Rung({"num_threads": ANY_NUMBER}, f"{TORCH}.set_num_threads", (CPU,)),
-    Rung(
-        {"optimizer_params": "trainable", "sharding": "zero1"},
-        f"{MLPERF} from v4.0 on; arXiv 1910.02054",
-        needs_ranks=True,
-    ),
-    Rung(
-        {"optimizer_params": "trainable", "sharding": "grad_op"},
-        "mosaicml/diffusion; torch FSDP",
-        needs_ranks=True,
-    ),
-    Rung(
-        {"optimizer_params": "trainable", "sharding": "full"},
-        "torch FSDP; arXiv 2304.11277",
-        needs_ranks=True,
-    ),
-    Rung(
-        {"optimizer_params": "trainable", "sharding": "hybrid"},
-        "torch FSDP; arXiv 2304.11277",
-        needs_ranks=True,
-    ),
-    Rung({"grad_sync": "every"}, "torch DDP without no_sync", needs_ranks=True),
-    Rung({"gradient_as_bucket_view": True}, "torch DDP", needs_ranks=True),
-    Rung({"static_graph": True}, "torch DDP", needs_ranks=True),
-    Rung({"ddp_bucket_mib": ANY_NUMBER}, "torch DDP", needs_ranks=True),
-    Rung({"grad_compression": "bf16"}, "torch DDP communication hooks", needs_ranks=True),
+        settings=_in_order({name: declared.value, **declared.together}),
+        needs=declared.needs,
+        origin=declared.origin,
+        devices=declared.devices,
+        needs_ranks=SETTINGS[name].acts_with == RANKS,
+        loss_tolerance=declared.loss_tolerance,
+    )
+    for name in SETTINGS
+    for declared in SETTINGS[name].rungs
 )
 
 
@@ -148,7 +81,7 @@ def describe_flags(settings: Mapping[str, Any]) -> str:
 
 def describe_effect(settings: Mapping[str, Any]) -> str:
     """What settings do, in the words of --help."""
-    return "; ".join(FIELDS[name].metadata["help"] for name in settings)
+    return "; ".join(SETTINGS[name].help for name in settings)
 
 
 def _as_flag(name: str, value: Any) -> str:

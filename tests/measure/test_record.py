@@ -17,6 +17,7 @@ from sdbench.measure.hardware import as_dict
 from sdbench.record.provenance import speed_environment
 from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record, replace_file
 from sdbench.run.outcome import RunRecord, explain
+from sdbench.settings.config import SETTINGS
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.test_feed_table import make_config, make_summary
 from tests.schemas import validate
@@ -217,7 +218,8 @@ def test_the_slug_names_hardware():
 def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
     (path, *_) = sorted(RESULTS.glob("numerics/*/record.json"))
     record = json.loads(path.read_text())
-    younger = {"convolution": "torch", "missing_latents": "error", "random_weights": False}
+    younger = {name: one.before for name, one in SETTINGS.items() if one.before is not None}
+    assert younger["convolution"] == "torch"
     for name in younger:
         record["config"].pop(name, None)
     (tmp_path / "record.json").write_text(json.dumps(record))

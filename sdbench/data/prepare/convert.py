@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -10,13 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data import SOURCES
-from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK, Row
+from sdbench.data.prepare.chunk_formats import Row
+from sdbench.data.prepare.flags import (
+    MAX_SAMPLES_PER_SHARD,
+    MIN_SAMPLES_PER_SHARD,
+    NUM_SHARDS_WANTED,
+    ConvertFlags,
+)
 from sdbench.data.prepare.pool import WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.samples import BadSampleError
+from sdbench.settings.request import parse
 
 EPILOG = """\
 examples:
@@ -34,14 +39,6 @@ OUT.partial until all are there.
 
 exit codes: 0 ok, 1 a sample or file is bad or OUT cannot be written, 2 bad input, 130 Ctrl-C
 """
-
-# Without --samples_per_shard there are about so many shards: that lets workers share a small data
-# set, and a training run that is far from its data begin with a part of it. None gets so small that
-# opening it costs more than reading it, or so large that a kill loses minutes of work (512 images
-# of LAION at 512 px are about 50 MB).
-NUM_SHARDS_WANTED = 16
-MIN_SAMPLES_PER_SHARD = 32
-MAX_SAMPLES_PER_SHARD = 512
 
 # Formats that store images as files, whose readers know them by the extension.
 FILE_FORMATS = ("webdataset", "folder")
@@ -101,8 +98,20 @@ def main(argv: list[str] | None = None) -> int:
         RunError: A sample is bad and may not be left out, a file is damaged, or OUT cannot be
             written.
     """
-    flags = _parse(argv)
-    _check_flags(flags)
+    flags = parse(
+        ConvertFlags,
+        argv,
+        prog="python -m sdbench convert",
+        description="Turn a data set of images with captions, or of latents, into another format.",
+        epilog=EPILOG,
+    ).config
+    if flags.latents == "precomputed" and flags.target_format in FILE_FORMATS:
+        raise ConfigError(
+            "Latents have no form in this format",
+            value=flags.target_format,
+            allowed="mds or parquet",
+            flag="--to",
+        )
     try:
         _run(flags)
     except KeyboardInterrupt:
@@ -111,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(flags: argparse.Namespace) -> None:
+def _run(flags: ConvertFlags) -> None:
     conversion = plan(flags)
     started_s = time.monotonic()
     with conversion.output.lock():
@@ -129,7 +138,7 @@ def _run(flags: argparse.Namespace) -> None:
         print(f"  {sentence}")
 
 
-def plan(flags: argparse.Namespace) -> Conversion:
+def plan(flags: ConvertFlags) -> Conversion:
     """Open source and target.
 
     Raises:
@@ -140,7 +149,7 @@ def plan(flags: argparse.Namespace) -> Conversion:
         data_format=flags.source_format,
         local=flags.local,
         latents=flags.latents,
-        filters=flags.filters,
+        filters=flags.filters or {},
         class_prompts=flags.class_prompts,
         text_embedding_dim=flags.text_embedding_dim,
     )
@@ -230,136 +239,3 @@ def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> N
             f"{len(bad)} of {num_samples} samples are bad, more than the {allowed:.2%} of "
             f"--max_bad_fraction: {' '.join(bad[:5])}"
         )
-
-
-def _check_flags(flags: argparse.Namespace) -> None:
-    bounds = {"max_samples": 1, "samples_per_shard": 1, "num_workers": 0}
-    for name, smallest in bounds.items():
-        value = getattr(flags, name)
-        if value is not None and value < smallest:
-            raise ConfigError(
-                "Too small", value=value, allowed=f"{smallest} or more", flag=f"--{name}"
-            )
-    if (flags.samples_per_shard or 0) > MAX_ROWS_PER_CHUNK:
-        raise ConfigError(
-            "Too many samples per shard",
-            value=flags.samples_per_shard,
-            allowed=f"at most {MAX_ROWS_PER_CHUNK}",
-            flag="--samples_per_shard",
-        )
-    if not 0 <= flags.max_bad_fraction <= 1:
-        raise ConfigError(
-            "No fraction",
-            value=flags.max_bad_fraction,
-            allowed="0 to 1",
-            flag="--max_bad_fraction",
-        )
-    if flags.latents == "precomputed" and flags.target_format in FILE_FORMATS:
-        raise ConfigError(
-            "Latents have no form in this format",
-            value=flags.target_format,
-            allowed="mds or parquet",
-            flag="--to",
-        )
-
-
-def _parse_filters(text: str) -> dict[str, str]:
-    import yaml
-
-    try:
-        filters = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"no YAML: {error}") from error
-    if not isinstance(filters, dict) or not all(isinstance(c, str) for c in filters.values()):
-        raise argparse.ArgumentTypeError('write {field: "<=0.5", other: ">=512"}')
-    return {str(name): condition for name, condition in filters.items()}
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench convert",
-        description="Turn a data set of images with captions, or of latents, into another format.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    stored = [name for name, source in SOURCES.items() if source.open]
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, file or URL; several in braces; pipe:COMMAND"
-    )
-    parser.add_argument("out", metavar="OUT", help="folder of the new data set")
-    parser.add_argument(
-        "--from",
-        dest="source_format",
-        choices=("auto", *stored),
-        default="auto",
-        help="format of SOURCE (default: auto, told from the names of files)",
-    )
-    parser.add_argument(
-        "--to",
-        dest="target_format",
-        choices=tuple(FORMATS),
-        default="mds",
-        help="format of OUT (default: mds)",
-    )
-    parser.add_argument(
-        "--samples_per_shard",
-        type=int,
-        metavar="N",
-        help=f"samples of SOURCE that make a file of OUT (default: for about {NUM_SHARDS_WANTED} "
-        f"files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
-    )
-    parser.add_argument(
-        "--num_workers",
-        type=int,
-        metavar="N",
-        help="processes that share the work; 0 for none (default: one per core if it takes long)",
-    )
-    parser.add_argument(
-        "--on_bad_sample",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
-    )
-    parser.add_argument(
-        "--max_bad_fraction",
-        type=float,
-        metavar="X",
-        default=0.01,
-        help="share of bad samples above which skipping gives up (default: 0.01)",
-    )
-    parser.add_argument(
-        "--max_samples", type=int, metavar="N", help="take only the first N (default: all)"
-    )
-    parser.add_argument(
-        "--latents",
-        choices=("online", "precomputed"),
-        default="online",
-        help="what SOURCE holds: images, or latents, of which every resolution is taken over "
-        "(default: online, images)",
-    )
-    parser.add_argument(
-        "--text_embedding_dim",
-        type=int,
-        metavar="N",
-        default=1024,
-        help="width of the text embeddings of latents (default: 1024, SD 2)",
-    )
-    parser.add_argument(
-        "--filters",
-        type=_parse_filters,
-        metavar="YAML",
-        default={},
-        help="take only those WebDataset samples whose json meets the conditions, e.g. "
-        "'{pwatermark: \"<=0.5\"}'",
-    )
-    parser.add_argument(
-        "--class_prompts",
-        metavar="FILE",
-        help="JSON file of a caption for each class number (WebDataset member cls)",
-    )
-    parser.add_argument(
-        "--local",
-        metavar="CACHE",
-        help="folder for copies of what a URL names (default: one of the user's cache)",
-    )
-    return parser.parse_args(argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data import SOURCES
 from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
+from sdbench.data.prepare.flags import VerifyFlags
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
 from sdbench.data.remote import is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
+from sdbench.settings.request import parse
 
 EPILOG = """\
 examples:
@@ -40,11 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError: There is no data set at that place.
     """
-    flags = _parse(argv)
-    if flags.num_workers is not None and flags.num_workers < 0:
-        raise ConfigError(
-            "Too small", value=flags.num_workers, allowed="0 or more", flag="--num_workers"
-        )
+    flags = parse(
+        VerifyFlags,
+        argv,
+        prog="python -m sdbench verify-data",
+        description="Compare the files of a data set with its index, and open its samples.",
+        epilog=EPILOG,
+    ).config
     config = describe_source(
         flags.place,
         data_format=flags.data_format,
@@ -274,47 +276,3 @@ def _conclude(broken: list[str], *, checked: str) -> int:
     else:
         print(f"All is well: {checked}.")
     return len(broken)
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench verify-data",
-        description="Compare the files of a data set with its index, and open its samples.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    stored = [name for name, source in SOURCES.items() if source.open]
-    parser.add_argument(
-        "place", metavar="PLACE", help="a folder, file or URL; several in braces; pipe:COMMAND"
-    )
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="open every sample too: decode images wholly, look for captions, and for NaN and "
-        "wrong shapes in latents",
-    )
-    parser.add_argument(
-        "--data_format",
-        choices=("auto", *stored),
-        default="auto",
-        help="format of PLACE (default: auto, told from the names of files)",
-    )
-    parser.add_argument(
-        "--num_workers",
-        type=int,
-        metavar="N",
-        help="processes that share the work; 0 for none (default: one per core if it takes long)",
-    )
-    parser.add_argument(
-        "--text_embedding_dim",
-        type=int,
-        metavar="N",
-        default=1024,
-        help="width of the text embeddings of latents (default: 1024, SD 2)",
-    )
-    parser.add_argument(
-        "--local",
-        metavar="CACHE",
-        help="folder for copies of what a URL names (default: one of the user's cache)",
-    )
-    return parser.parse_args(argv)

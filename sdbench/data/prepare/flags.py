@@ -1,0 +1,92 @@
+"""Flags of the commands convert and verify-data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from sdbench.data import SOURCES
+from sdbench.data.prepare.chunk_formats import FORMATS
+from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK
+from sdbench.settings.data import DataSettings
+from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, one_of, whole_number
+from sdbench.settings.setting import REQUIRED, setting, shared
+
+# Without --samples_per_shard there are about so many shards: that lets workers share a small data
+# set, and a training run that is far from its data begin with a part of it. None gets so small that
+# opening it costs more than reading it, or so large that a kill loses minutes of work (512 images
+# of LAION at 512 px are about 50 MB).
+NUM_SHARDS_WANTED = 16
+MIN_SAMPLES_PER_SHARD = 32
+MAX_SAMPLES_PER_SHARD = 512
+
+PLACE = "a folder, file or URL; several in braces; pipe:COMMAND"
+STORED_FORMAT = one_of("auto", *(name for name, source in SOURCES.items() if source.open))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredDataFlags:
+    """What every command that reads a stored data set piece by piece takes."""
+
+    num_workers: int | None = setting(
+        NOT_NEGATIVE,
+        None,
+        "processes that share the work; 0 for none (default: one per core if it takes long)",
+    )
+    text_embedding_dim: int = setting(
+        POSITIVE, 1024, "width of the text embeddings of latents; SD 2 has 1024"
+    )
+    local: str | None = setting(
+        TEXT, None, "folder for copies of what a URL names (default: one of the user's cache)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyFlags(StoredDataFlags):
+    """Flags of verify-data."""
+
+    place: str = setting(TEXT, REQUIRED, PLACE, is_positional=True)
+    deep: bool = setting(
+        SWITCH,
+        False,
+        "open every sample too: decode images wholly, look for captions, and for NaN and wrong "
+        "shapes in latents",
+    )
+    data_format: str = setting(
+        STORED_FORMAT, "auto", "format of PLACE, or told from the names of files"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertFlags(StoredDataFlags):
+    """Flags of convert."""
+
+    source: str = setting(TEXT, REQUIRED, PLACE, is_positional=True)
+    out: str = setting(TEXT, REQUIRED, "folder of the new data set", is_positional=True)
+    source_format: str = setting(
+        STORED_FORMAT, "auto", "format of SOURCE, or told from the names of files", spelling="from"
+    )
+    target_format: str = setting(one_of(*FORMATS), "mds", "format of OUT", spelling="to")
+    samples_per_shard: int | None = setting(
+        whole_number(1, MAX_ROWS_PER_CHUNK),
+        None,
+        f"samples of SOURCE that make a file of OUT (default: for about {NUM_SHARDS_WANTED} "
+        f"files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
+    )
+    max_samples: int | None = setting(POSITIVE, None, "take only the first N (default: all)")
+    on_bad_sample: str = shared(
+        DataSettings,
+        "on_bad_sample",
+        help="stop at a sample that cannot be used, or leave it out and report it",
+    )
+    max_bad_fraction: float = shared(
+        DataSettings, "max_bad_fraction", help="share of bad samples above which skipping gives up"
+    )
+    latents: str = shared(
+        DataSettings,
+        "latents",
+        help="what SOURCE holds: images (online), or latents, of which every resolution is taken "
+        "over",
+    )
+    filters: Mapping[str, str] | None = shared(DataSettings, "filters")
+    class_prompts: str | None = shared(DataSettings, "class_prompts")

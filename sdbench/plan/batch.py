@@ -1,0 +1,116 @@
+"""`resolve_batch` chooses the images of a step and of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from sdbench.base.errors import ConfigError
+from sdbench.plan.draft import Draft
+from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
+
+# The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
+GPU_BATCH_SIZE = 2048
+CPU_MICROBATCH = 2
+# `auto` leaves a tenth of the memory alone: estimates are good to 15 %, and fragmentation grows.
+AUTO_MEMORY_FRACTION = 0.9
+MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def resolve_batch(draft: Draft) -> None:
+    """Choose global batch and micro-batch, and check that ranks and micro-batches divide them.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    world_size = draft.ranks.world_size
+    microbatch = draft.config.device_train_microbatch_size
+    if draft.config.batch_size is None and draft.on_gpu:
+        draft.choose("batch_size", *_largest_even_batch(world_size, microbatch))
+    if draft.config.batch_size is None:
+        if microbatch == "auto":
+            microbatch = CPU_MICROBATCH
+            draft.choose("device_train_microbatch_size", microbatch, "no GPU")
+        draft.choose(
+            "batch_size", microbatch * world_size, "no GPU: one micro-batch per rank and step"
+        )
+    _check_batch(draft)
+    device_batch = draft.config.batch_size // world_size
+    if draft.config.device_train_microbatch_size == "auto":
+        largest = _largest_microbatch(draft, device_batch)
+        draft.choose("device_train_microbatch_size", *largest)
+    microbatch = draft.config.device_train_microbatch_size
+    if device_batch % microbatch and draft.config.allow_uneven_batch:
+        draft.notes.append(
+            f"The last micro-batch of each step holds {device_batch % microbatch} of "
+            f"{microbatch} images: {device_batch} images per rank do not divide evenly."
+        )
+
+
+def _check_batch(draft: Draft) -> None:
+    batch, world_size = draft.config.batch_size, draft.ranks.world_size
+    allows_uneven = draft.config.allow_uneven_batch
+    if batch % world_size and allows_uneven and batch > world_size:
+        even = batch // world_size * world_size
+        draft.notes.append(
+            f"The global batch of {batch} does not divide over {world_size} ranks: {even} images "
+            "are trained per step, and are what the record counts."
+        )
+        draft.choose("batch_size", even, "--allow_uneven_batch: what the ranks can share evenly")
+    elif batch % world_size:
+        _refuse_batch(
+            f"the global batch does not divide over {world_size} ranks", batch, unit=world_size
+        )
+    microbatch = draft.config.device_train_microbatch_size
+    device_batch = draft.config.batch_size // world_size
+    if microbatch == "auto":
+        return
+    if device_batch > microbatch and device_batch % microbatch and not allows_uneven:
+        _refuse_batch(
+            f"the {device_batch} images that a rank gets per step ({batch} over {world_size} "
+            f"ranks) do not divide into micro-batches of {microbatch}",
+            batch,
+            unit=world_size * microbatch,
+        )
+    if microbatch > device_batch:
+        raise ConfigError(
+            f"the micro-batch is larger than the {device_batch} images that a rank gets per "
+            f"step ({batch} over {world_size} ranks)",
+            value=microbatch,
+            allowed=f"1 to {device_batch}, or a global batch of at least {microbatch * world_size}",
+            flag="--device_train_microbatch_size or --batch_size",
+        )
+
+
+def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
+    """The largest micro-batch whose estimate fits, and the reason."""
+    # Of all memory, not of what is free now: that may differ by rank, and the choice must not.
+    budget_gib = AUTO_MEMORY_FRACTION * per_rank_gib(draft, draft.machine.device_memory_gib)
+    candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]
+    best = candidates[0]
+    for candidate in candidates[1:]:
+        if estimate_memory(draft, candidate).total_gib > budget_gib:
+            break
+        best = candidate
+    reason = f"auto: largest divisor of {device_batch} estimated to fit {budget_gib:.1f} GiB"
+    return best, reason
+
+
+def _largest_even_batch(world_size: int, microbatch: int | str) -> tuple[int, str]:
+    """The seeds' global batch, or the most below it that ranks and micro-batches divide."""
+    unit = world_size * (1 if microbatch == "auto" else microbatch)
+    even = max(1, GPU_BATCH_SIZE // unit) * unit
+    if even == GPU_BATCH_SIZE:
+        return even, "the seeds' default"
+    return even, f"the largest batch up to the seeds' {GPU_BATCH_SIZE} that divides by {unit}"
+
+
+def _refuse_batch(what: str, batch: int, *, unit: int) -> NoReturn:
+    """Say which global batches near the one that was asked for would do."""
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    nearest = f"{below} and {above}" if below else f"{above}"
+    raise ConfigError(
+        what,
+        value=batch,
+        allowed=f"multiples of {unit}, the nearest are {nearest}",
+        flag="--batch_size" + (", or accept it with --allow_uneven_batch" if below else ""),
+    )

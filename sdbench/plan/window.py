@@ -1,0 +1,134 @@
+"""`resolve_steps` chooses how many batches are warm-up, measured and profiled."""
+
+from __future__ import annotations
+
+from sdbench.base.errors import ConfigError
+from sdbench.plan.draft import Draft
+from sdbench.settings.setting import PerDevice, of_device
+
+# A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. A 2-core
+# machine takes about 5 s an image at 256 px: (2 + 10) steps x 2 images are 2 minutes, and at 8
+# images, as in the first command of the README, 8 minutes at the most.
+WARMUP_BATCHES = PerDevice(gpu=3, cpu=2)
+MEASURE_BATCHES = PerDevice(gpu=20, cpu=10)
+# Shares of a step hardly vary, so two profiled steps say enough.
+PROFILE_BATCHES = 2
+# A run that has not settled after three windows will not settle in a fourth.
+MAX_WARMUP_WINDOWS = 2
+# Each doubling of a window narrows its interval by 0.7: from 4 % to 1 % in four.
+MAX_WINDOW_FACTOR = 16
+
+
+def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
+    """Choose the windows of a run.
+
+    Args:
+        draft: Of the run; its batch is settled.
+        num_samples: Of an epoch, None where that is not known.
+
+    Returns:
+        Optimizer steps of the whole run, unless the measurement asks for more, and the most that
+        it may ask for.
+
+    Raises:
+        ConfigError: The windows do not fit into the run.
+    """
+    num_steps = None
+    if draft.config.max_duration is not None:
+        num_steps = _steps_in_duration(draft, draft.config.max_duration, num_samples)
+    _choose_window(draft, num_steps)
+    config = draft.config
+    behind = config.profile_batches + config.profile_trace
+    needed = config.warmup_batches + config.measure_batches + behind
+    if num_steps is not None and needed > num_steps:
+        raise ConfigError(
+            f"{config.warmup_batches} warm-up, {config.measure_batches} measured and {behind} "
+            f"profiled batches do not fit into the run of {num_steps}",
+            value=config.max_duration,
+            allowed=f"at least {needed}ba, or fewer batches to measure",
+            flag="--max_duration, --warmup_batches, --measure_batches or --profile_batches",
+        )
+    _choose_bounds(draft, None if num_steps is None else num_steps - needed)
+    longest = draft.config.max_warmup_batches + draft.config.max_measure_batches + behind
+    return num_steps or needed, num_steps or longest
+
+
+def _steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
+    number, unit = int(duration[:-2]), duration[-2:]
+    if unit == "ba":
+        return number
+    if num_samples is None:
+        raise ConfigError(
+            "the length of an epoch of this data set is not known before it is downloaded",
+            value=duration,
+            allowed="a number of batches, e.g. 48ba",
+            flag="--max_duration",
+        )
+    return number * (num_samples // draft.config.batch_size)
+
+
+def _choose_window(draft: Draft, num_steps: int | None) -> None:
+    """Choose warm-up, window and profile; in a run of given length the window takes the rest."""
+    given = draft.config
+    warmup = of_device(WARMUP_BATCHES, on_gpu=draft.on_gpu)
+    measure = of_device(MEASURE_BATCHES, on_gpu=draft.on_gpu)
+    profile, reason = PROFILE_BATCHES, "default with a GPU" if draft.on_gpu else "no GPU"
+    if num_steps is not None:
+        reason = f"{given.max_duration} is {num_steps} batches"
+        least = 1 if given.measure_batches is None else given.measure_batches
+        warmup = max(0, min(warmup, num_steps - least))
+        warmup = warmup if given.warmup_batches is None else given.warmup_batches
+        wanted = measure if given.measure_batches is None else given.measure_batches
+        if num_steps < warmup + wanted + profile + given.profile_trace:
+            profile = 0
+        profile = profile if given.profile_batches is None else given.profile_batches
+        measure = max(1, num_steps - warmup - profile - given.profile_trace)
+    for name, value in (
+        ("warmup_batches", warmup),
+        ("measure_batches", measure),
+        ("profile_batches", profile),
+    ):
+        if getattr(given, name) is None:
+            draft.choose(name, value, reason)
+
+
+def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
+    """Choose how far warm-up and window may grow; a run of given length bounds both."""
+    config = draft.config
+    warmup, measure = config.warmup_batches, config.measure_batches
+    has_target = config.target_precision is not None
+    if not has_target and config.max_measure_batches not in (None, measure):
+        raise ConfigError(
+            "the window has a fixed length",
+            value=config.max_measure_batches,
+            allowed="a longest window only together with a precision to reach",
+            flag="--max_measure_batches or --target_precision",
+        )
+    if num_spare_steps is None:
+        max_warmup = warmup + MAX_WARMUP_WINDOWS * measure
+        max_measure = MAX_WINDOW_FACTOR * measure
+    else:
+        max_warmup = warmup + (0 if has_target else num_spare_steps)
+        max_measure = measure + num_spare_steps
+    if config.max_warmup_batches is None:
+        draft.choose("max_warmup_batches", max_warmup, "two more windows, or the run's end")
+    if config.max_measure_batches is None:
+        why = "the window doubles, to the run's end at most" if has_target else "fixed window"
+        draft.choose("max_measure_batches", max_measure if has_target else measure, why)
+    for least, name in ((warmup, "warmup_batches"), (measure, "measure_batches")):
+        if getattr(draft.config, f"max_{name}") < least:
+            raise ConfigError(
+                f"the bound is below --{name}, which is {least}",
+                value=getattr(draft.config, f"max_{name}"),
+                allowed=f"at least {least}",
+                flag=f"--max_{name} or --{name}",
+            )
+    growth = draft.config.max_warmup_batches - warmup + draft.config.max_measure_batches - measure
+    if num_spare_steps is not None and growth > num_spare_steps:
+        raise ConfigError(
+            f"warm-up and window may grow by {growth} batches, and the run leaves room for "
+            f"{num_spare_steps}",
+            value=config.max_duration,
+            allowed="bounds that fit into the run",
+            flag="--max_duration, --max_warmup_batches or --max_measure_batches",
+        )

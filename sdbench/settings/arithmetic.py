@@ -1,0 +1,238 @@
+"""Speed-ups of the network's arithmetic: number formats, memory layout, kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+
+from sdbench.settings.kinds import one_of, positive_or
+from sdbench.settings.parallel import is_ddp
+from sdbench.settings.setting import (
+    ANY_NUMBER,
+    BF16,
+    BF16_WEIGHTS,
+    CPU,
+    ENCODERS,
+    EXACT,
+    GPU,
+    MLPERF,
+    SAME_FP32,
+    SPEED,
+    PerDevice,
+    Rule,
+    Rung,
+    Situation,
+    setting,
+)
+
+MILABENCH = "mila-iqia/milabench"
+NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
+HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
+CHANNELS_LAST = {"memory_format": "channels_last"}
+
+
+def has_cpp_compiler(situation: Situation) -> bool:
+    """Whether Inductor can compile: C++ for a CPU and, around its Triton kernels, for a GPU too."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArithmeticSpeedups:
+    """How the numbers of a step are stored and computed."""
+
+    GROUP = SPEED
+
+    # mosaicml/diffusion-benchmark @c7f3cff leaves precision to Composer, whose default is amp_fp16
+    # on a GPU and fp32 on a CPU (composer/trainer/trainer.py, 0.32.1).
+    precision: str | None = setting(
+        one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
+        None,
+        "number format of the training step; bf16 also keeps weights and gradients in bf16",
+        seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
+        fast="amp_bf16",
+        rules=(
+            Rule(
+                ("tf32", "amp_fp16"),
+                lambda s: s.on_gpu,
+                "a CPU cannot train in this precision",
+                "fp32 | amp_bf16 | bf16",
+                "fp32",
+            ),
+            Rule(
+                ("tf32", "amp_bf16", "bf16"),
+                lambda s: not s.on_gpu or s.config.precision in s.machine.supported_precisions(),
+                "this precision takes a GPU of compute capability 8.0 or later",
+                "fp32 | amp_fp16",
+                "amp_fp16",
+            ),
+            Rule(
+                ("amp_bf16", "bf16"),
+                lambda s: s.machine.has_fast_bf16,
+                "the device has no bf16 instructions",
+                allowed=None,
+                instead="fp32",
+            ),
+        ),
+        rungs=(
+            Rung("amp_bf16", f"{MILABENCH}, diffusion-single", loss_tolerance=BF16),
+            Rung("tf32", "torch", (GPU,)),
+            Rung("fp32", "the reference of the loss band", (GPU,)),
+            Rung(
+                "bf16",
+                f"{MLPERF}: half-precision weights, Adam with fp32 copies",
+                together={"master_weights": "fp32"},
+                loss_tolerance=BF16_WEIGHTS,
+            ),
+            Rung("bf16", "the same without the copies", loss_tolerance=BF16_WEIGHTS),
+        ),
+    )
+    master_weights: str | None = setting(
+        one_of("none", "fp32"),
+        None,
+        "copy of bf16 weights that the optimizer updates, with its state in the same type",
+        seed="none",
+        rules=(
+            Rule(
+                ("fp32",),
+                lambda s: s.config.precision == "bf16",
+                "only bf16 weights need a copy in fp32, and the precision is another",
+                "none, or fp32 with --precision bf16",
+            ),
+        ),
+    )
+    encoder_dtype: str | None = setting(
+        one_of("fp32", "fp16", "bf16"),
+        None,
+        "weights of the frozen VAE and text encoder",
+        seed="fp32",
+        fast="bf16",
+        acts_with=ENCODERS,
+        rules=(
+            Rule(
+                ("fp16",),
+                lambda s: s.on_gpu,
+                "a CPU cannot run the encoders in this type",
+                "fp32 | bf16",
+            ),
+            Rule(
+                ("bf16",),
+                lambda s: s.machine.has_fast_bf16,
+                "the device has no bf16 instructions",
+                allowed=None,
+                instead=PerDevice(gpu="fp16", cpu="fp32"),
+            ),
+        ),
+        rungs=(
+            Rung("bf16", f"{MILABENCH}; mosaicml/diffusion in fp16", loss_tolerance=BF16),
+            Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", (GPU,)),
+        ),
+    )
+    encoder_batch_size: int | str | None = setting(
+        positive_or("microbatch"),
+        None,
+        "images that the encoders take at once, the rank's whole batch ahead of its micro-batches; "
+        "microbatch: encode within each micro-batch",
+        seed="microbatch",
+        acts_with=ENCODERS,
+        rungs=(Rung(ANY_NUMBER, "this suite", loss_tolerance=SAME_FP32),),
+    )
+    memory_format: str | None = setting(
+        one_of("contiguous", "channels_last"),
+        None,
+        "layout of image-like tensors",
+        seed="contiguous",
+        fast="channels_last",
+        rungs=(Rung("channels_last", NEMO, loss_tolerance=SAME_FP32),),
+    )
+    group_norm: str | None = setting(
+        one_of("torch", "fused"),
+        None,
+        "torch's GroupNorm, or one compiled kernel with the SiLU behind it that keeps the layout",
+        seed="torch",
+        rules=(
+            Rule(
+                ("fused",),
+                has_cpp_compiler,
+                "the fused GroupNorm is compiled, and there is no C++ compiler on the PATH",
+                "torch, or an installed g++ or clang++",
+            ),
+        ),
+        rungs=(
+            Rung("fused", f"NVIDIA apex, contrib.group_norm; {NEMO}", loss_tolerance=SAME_FP32),
+            Rung(
+                "fused", f"{NEMO}: both together", together=CHANNELS_LAST, loss_tolerance=SAME_FP32
+            ),
+        ),
+    )
+    convolution: str | None = setting(
+        one_of("torch", "matmul"),
+        None,
+        "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
+        "as many output channels as pixels in a micro-batch",
+        seed="torch",
+        fast=PerDevice(gpu="torch", cpu="matmul"),
+        before="torch",
+        rules=(
+            Rule(
+                ("matmul",),
+                lambda s: s.config.memory_format == "channels_last",
+                "products of matrices read the weights with the channels last",
+                "torch, or --memory_format channels_last",
+            ),
+            Rule(
+                ("matmul",),
+                is_ddp,
+                "weights that are shared out are contiguous, and each product would copy them",
+                "torch, or --sharding none | zero1",
+            ),
+        ),
+        rungs=(
+            Rung("matmul", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),
+        ),
+    )
+    attention: str | None = setting(
+        one_of("eager", "sdpa", "flash", "cudnn", "efficient", "xformers"),
+        None,
+        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers",
+        seed="sdpa",
+        rules=(
+            Rule(
+                ("cudnn", "efficient", "xformers"),
+                lambda s: s.on_gpu,
+                "a CPU has no such attention kernel",
+                "sdpa | flash | eager",
+            ),
+            Rule(
+                ("flash", "cudnn"),
+                lambda s: not s.on_gpu or s.config.precision in HALF_PRECISIONS,
+                "this attention kernel of a GPU takes 16-bit numbers only",
+                "sdpa | efficient | eager, or --precision amp_bf16",
+            ),
+            Rule(
+                ("xformers",),
+                lambda s: importlib.util.find_spec("xformers") is not None,
+                "xformers is not installed",
+                "sdpa | flash | cudnn | efficient | eager, or pip install xformers",
+            ),
+        ),
+        rungs=(
+            Rung("eager", "diffusers without fused attention", loss_tolerance=SAME_FP32),
+            Rung("flash", f"flash-attention; {NEMO}", loss_tolerance=SAME_FP32),
+            Rung("cudnn", f"{MLPERF} v5.0", (GPU,)),
+            Rung("efficient", "xFormers; mosaicml/diffusion", (GPU,)),
+            Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", (GPU,)),
+        ),
+    )
+    unit_divisions: str | None = setting(
+        one_of("keep", "drop"),
+        None,
+        "the divisions by 1.0 behind each attention and residual block",
+        seed="keep",
+        fast="drop",
+        rungs=(
+            Rung(
+                "drop", "this suite: diffusers divides by its factors of 1.0", loss_tolerance=EXACT
+            ),
+        ),
+    )

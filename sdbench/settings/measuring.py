@@ -1,0 +1,115 @@
+"""Settings of the measurement: window, record, Weights & Biases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdbench.settings.kinds import (
+    DURATION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PRECISION_TARGET,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    RowOf,
+    one_of,
+)
+from sdbench.settings.setting import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuringSettings:
+    """What is measured, for how long, and where the record goes."""
+
+    GROUP = "what is measured"
+
+    preset: str = setting(
+        one_of("fast", "seed"),
+        "fast",
+        "recipe that sets the speed-ups: fast, or seed (repeats mosaicml/diffusion-benchmark)",
+    )
+    engine: str = setting(
+        RowOf("sdbench.engines:ENGINES"),
+        "composer",
+        "who runs the training loop: MosaicML Composer, or a lean loop without a trainer",
+    )
+    warmup_batches: int | None = setting(
+        NOT_NEGATIVE, None, "batches trained before the measured window", only_measures=True
+    )
+    measure_batches: int | None = setting(
+        POSITIVE,
+        None,
+        "batches in the measured window; below 10 there is no interval",
+        only_measures=True,
+    )
+    max_warmup_batches: int | None = setting(
+        NOT_NEGATIVE,
+        None,
+        "while the step time still drifts, measured batches become warm-up and others are "
+        "measured, until so many are warm-up (default: two more windows)",
+        only_measures=True,
+    )
+    target_precision: float | None = setting(
+        PRECISION_TARGET,
+        None,
+        "double the measured window until the 95 % interval is within so much of the rate",
+        only_measures=True,
+    )
+    max_measure_batches: int | None = setting(
+        POSITIVE,
+        None,
+        "longest window for --target_precision (default: 16 times --measure_batches)",
+        only_measures=True,
+    )
+    profile_batches: int | None = setting(
+        NOT_NEGATIVE,
+        None,
+        "batches behind the window whose time is split into phases; 0: no breakdown",
+        only_measures=True,
+    )
+    profile_trace: bool = setting(
+        SWITCH,
+        False,
+        "train one more batch and write torch's trace of it, trace.json.gz",
+        only_measures=True,
+    )
+    measure_peak: bool = setting(
+        SWITCH,
+        True,
+        "time a large matrix product before the run, for MFU against it",
+        only_measures=True,
+    )
+    max_duration: str | None = setting(
+        DURATION,
+        None,
+        "end of the run, e.g. 48ba or 5ep; warm-up, window and profile lie inside it "
+        "(default: it ends with them)",
+        only_measures=True,
+    )
+    seed: int = setting(NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True)
+    dist_timeout: float = setting(
+        SECONDS,
+        600.0,
+        "seconds after which a rank that does not come or falls silent ends the run on all ranks",
+        only_measures=True,
+    )
+    results_dir: str = setting(
+        TEXT, "runs", "folder that gets one folder per run", only_measures=True
+    )
+    check_memory: bool = setting(
+        SWITCH,
+        True,
+        "refuse a run whose estimated peak memory the machine lacks",
+        only_measures=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingSettings:
+    """What Weights & Biases is told."""
+
+    GROUP = "Weights & Biases (off unless a flag is given)"
+
+    wandb_name: str | None = setting(TEXT, None, "run name", only_measures=True)
+    wandb_project: str | None = setting(TEXT, None, "project name", only_measures=True)

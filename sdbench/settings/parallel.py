@@ -1,0 +1,156 @@
+"""Speed-ups between ranks: what they share, and when and how they average gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
+from sdbench.settings.setting import (
+    ANY_NUMBER,
+    MLPERF,
+    RANKS,
+    SPEED,
+    Rule,
+    Rung,
+    Situation,
+    setting,
+)
+
+FSDP = ("grad_op", "full", "hybrid")
+SHARED = ("zero1", *FSDP)
+TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
+TRAINABLE = {"optimizer_params": "trainable"}
+
+
+def is_ddp(situation: Situation) -> bool:
+    """Whether each rank holds all weights."""
+    return situation.config.sharding not in FSDP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSpeedups:
+    """How ranks share a model and average its gradients."""
+
+    GROUP = SPEED
+
+    sharding: str | None = setting(
+        one_of("none", "zero1", "grad_op", "full", "hybrid"),
+        None,
+        "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
+        "and, between steps, weights (grad_op), also weights within a step (full), or full within "
+        "each machine (hybrid)",
+        seed="none",
+        acts_with=RANKS,
+        rules=(
+            Rule(
+                SHARED,
+                lambda s: s.ranks.world_size > 1,
+                "one rank has nobody to share with",
+                "none, or more ranks: composer -n 2, torchrun --nproc_per_node 2",
+            ),
+            Rule(
+                ("hybrid",),
+                lambda s: s.ranks.num_nodes > 1,
+                "hybrid shares within each machine, and there is only one",
+                "none | zero1 | grad_op | full",
+            ),
+            Rule(
+                ("hybrid",),
+                lambda s: s.on_gpu,
+                "torch cannot average between machines on CPUs when each of them shares its "
+                "weights",
+                "none | zero1 | grad_op | full",
+            ),
+            Rule(
+                FSDP,
+                lambda s: s.config.precision != "amp_fp16",
+                "weights that are shared out are not trained with a loss scale here",
+                "none | zero1, or another --precision",
+            ),
+            Rule(
+                SHARED,
+                lambda s: s.config.optimizer_params == "trainable",
+                "an optimizer that is shared out takes trained parameters only",
+                "none, or --optimizer_params trainable",
+            ),
+            Rule(
+                SHARED,
+                lambda s: s.config.master_weights == "none",
+                "the copies of the weights in fp32 cannot be shared out",
+                "none, or --master_weights none",
+            ),
+        ),
+        rungs=(
+            Rung("zero1", f"{MLPERF} from v4.0 on; arXiv 1910.02054", together=TRAINABLE),
+            Rung("grad_op", "mosaicml/diffusion; torch FSDP", together=TRAINABLE),
+            Rung("full", TORCH_FSDP, together=TRAINABLE),
+            Rung("hybrid", TORCH_FSDP, together=TRAINABLE),
+        ),
+    )
+    # Composer averages in the last micro-batch of a step, in torch's buckets of 25 MiB.
+    grad_sync: str | None = setting(
+        one_of("every", "last"),
+        None,
+        "average the gradients over the ranks in every micro-batch or in the last of a step",
+        seed="last",
+        acts_with=RANKS,
+        rungs=(Rung("every", "torch DDP without no_sync"),),
+    )
+    gradient_as_bucket_view: bool = setting(
+        SWITCH,
+        False,
+        "let gradients live in DDP's buckets instead of a second copy",
+        seed=False,
+        fast=True,
+        acts_with=RANKS,
+        rules=(
+            Rule(
+                (True,),
+                is_ddp,
+                "there are no buckets of DDP when the weights are shared out",
+                "--no_gradient_as_bucket_view, or --sharding none | zero1",
+            ),
+        ),
+        rungs=(Rung(True, "torch DDP"),),
+    )
+    static_graph: bool = setting(
+        SWITCH,
+        False,
+        "tell DDP that every step uses the same parameters",
+        seed=False,
+        fast=True,
+        acts_with=RANKS,
+        rules=(
+            Rule(
+                (True,),
+                is_ddp,
+                "there is no DDP to tell when the weights are shared out",
+                "--no_static_graph, or --sharding none | zero1",
+            ),
+        ),
+        rungs=(Rung(True, "torch DDP"),),
+    )
+    ddp_bucket_mib: int | None = setting(
+        POSITIVE,
+        None,
+        "size of the pieces in which DDP averages gradients, in MiB",
+        seed=25,
+        acts_with=RANKS,
+        rungs=(Rung(ANY_NUMBER, "torch DDP"),),
+    )
+    grad_compression: str | None = setting(
+        one_of("none", "bf16"),
+        None,
+        "number format in which gradients travel under DDP",
+        seed="none",
+        acts_with=RANKS,
+        rules=(
+            Rule(
+                ("bf16",),
+                is_ddp,
+                "gradients travel in the type of the weights when these are shared out",
+                "none, or --sharding none | zero1",
+            ),
+        ),
+        rungs=(Rung("bf16", "torch DDP communication hooks"),),
+    )

@@ -1,0 +1,225 @@
+"""`setting(...)` declares a setting: a dataclass field that holds everything the suite knows of it.
+
+Flags, YAML keys, help, checks, presets, the ladder of speed-ups and the list of those whose losses
+are tested all come from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sdbench.settings.kinds import Kind, RowOf, parse_value
+
+if TYPE_CHECKING:
+    from sdbench.measure.hardware import Machine
+    from sdbench.ranks.distributed import Ranks
+    from sdbench.settings.config import BenchmarkConfig
+
+REQUIRED = dataclasses.MISSING
+SPEED = "speed-ups (each preset sets these; a flag overrides one of them)"
+
+MLPERF = "NVIDIA's submissions to MLPerf Training"
+CPU, GPU = "cpu", "cuda"
+ANY_NUMBER = "N"
+
+# What a speed-up has to meet in a run to do anything there.
+RANKS = "several ranks"
+EMA = "a moving average"
+ENCODERS = "encoders in the step"
+COMPILED = "something compiled"
+
+# Relative differences of the losses of three steps from those of the plain recipe: sums in another
+# order differ by fp32's rounding (6e-8 an operation), bf16 keeps 8 bits (4e-3 an operation,
+# averaged over many), and bf16 weights lose most of an update unless a copy keeps it.
+EXACT, SAME_FP32, BF16, BF16_WEIGHTS = 0.0, 2e-6, 2e-3, 2e-2
+
+
+class PerDevice(NamedTuple):
+    """A preset's value that differs by device."""
+
+    gpu: Any
+    cpu: Any
+
+    def __str__(self) -> str:
+        return f"{self.gpu} on a GPU, {self.cpu} on a CPU"
+
+
+def of_device(value: Any, *, on_gpu: bool) -> Any:
+    """The value of a preset on a GPU or on a CPU."""
+    if isinstance(value, PerDevice):
+        return value.gpu if on_gpu else value.cpu
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """What a rule looks at: the settings so far, the machine, the place of this process."""
+
+    config: BenchmarkConfig
+    machine: Machine
+    ranks: Ranks
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.machine.device_type == GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What some values of a setting need.
+
+    A value that a rule forbids is an error where the user gave it; a preset's is replaced, and the
+    reason recorded.
+
+    Attributes:
+        values: The values that the rule is about.
+        is_met: Whether they can be used here.
+        problem: What is wrong where they cannot, as the first half of a sentence.
+        allowed: What can be used instead, for the error. None: they work without being a gain, and
+            a user's stays.
+        instead: What replaces a preset's value; None: the value in the preset seed.
+    """
+
+    values: tuple[Any, ...]
+    is_met: Callable[[Situation], bool]
+    problem: str
+    allowed: str | None
+    instead: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A value of a speed-up as a step of the ladder: what it gains on top of the preset seed.
+
+    Attributes:
+        value: The value; `ANY_NUMBER` for all of them.
+        origin: Where it comes from, in public sources.
+        devices: Types of device that have it.
+        loss_tolerance: Largest relative difference from the losses of the plain recipe. None where
+            a CPU with one rank cannot show it, and the tests that can have their own.
+        together: Other settings that are one idea with this one.
+        needs: Settings without which it cannot be.
+    """
+
+    value: Any
+    origin: str
+    devices: tuple[str, ...] = (CPU, GPU)
+    _: dataclasses.KW_ONLY
+    loss_tolerance: float | None = None
+    together: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The declaration of a setting.
+
+    Attributes:
+        name: The field's, also the YAML key.
+        group: Heading in the help; empty for the one of argparse.
+        kind: What values it takes.
+        default: None: chosen for the machine. `REQUIRED`: there is none.
+        help: What it does.
+        presets: Its value in each preset, by name; empty where presets leave it alone.
+        rules: What its values need.
+        rungs: Its steps of the ladder of speed-ups.
+        acts_with: What a run must have for the setting to do anything; None: nothing.
+        only_measures: It says how to measure, how long or where to write, not what a step does.
+        before: What every run did before there was the setting; None: as old as any record.
+        spelling: Its flag without the dashes, where that differs from the name.
+        is_positional: It is an argument without a flag.
+    """
+
+    kind: Kind | RowOf
+    help: str
+    name: str = ""
+    group: str = ""
+    default: Any = None
+    presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    acts_with: str | None = None
+    only_measures: bool = False
+    before: Any = None
+    spelling: str | None = None
+    is_positional: bool = False
+
+    @property
+    def flag_name(self) -> str:
+        """Its flag without the dashes."""
+        return self.spelling or self.name
+
+    def parse(self, value: Any) -> Any:
+        """Bring a value to its kind.
+
+        Raises:
+            ConfigError: It is of another kind.
+        """
+        return parse_value(self.flag_name, value, kind=self.kind)
+
+
+def setting(
+    kind: Kind | RowOf, default: Any, help_text: str, *, seed: Any = None, fast: Any = None, **more
+) -> Any:
+    """Declare a setting as a field of a dataclass.
+
+    Args:
+        kind: What values it takes.
+        default: Its value where nobody says; None: chosen for the machine. `REQUIRED`: there is
+            none.
+        help_text: What it does.
+        seed: Its value in the preset seed; None: presets leave it alone.
+        fast: Its value in the preset fast, where that differs.
+        more: Other attributes of `Setting`.
+    """
+    if seed is not None:
+        more["presets"] = {"fast": seed if fast is None else fast, "seed": seed}
+    declared = Setting(kind=kind, help=help_text, **more)
+    return dataclasses.field(default=default, metadata={"setting": declared})
+
+
+@functools.cache
+def declarations(config_type: type) -> dict[str, Setting]:
+    """The settings of a dataclass by name, in order.
+
+    A class with settings may name their heading in the help, ``GROUP``.
+    """
+    found = {}
+    for field in dataclasses.fields(config_type):
+        declaring = next(
+            base
+            for base in reversed(config_type.__mro__)
+            if field.name in getattr(base, "__dataclass_fields__", ())
+        )
+        found[field.name] = dataclasses.replace(
+            field.metadata["setting"],
+            name=field.name,
+            group=getattr(declaring, "GROUP", ""),
+            default=field.default,
+        )
+    return found
+
+
+def presets_of(settings: Mapping[str, Setting]) -> dict[str, dict[str, Any]]:
+    """Presets by name, each with the values that it sets."""
+    presets: dict[str, dict[str, Any]] = {}
+    for declared in settings.values():
+        for preset, value in declared.presets.items():
+            presets.setdefault(preset, {})[declared.name] = value
+    return presets
+
+
+def shared(declaring: type, name: str, **changes: Any) -> Any:
+    """The setting of another dataclass, with some attributes changed.
+
+    Args:
+        declaring: The dataclass that has it.
+        name: Of the setting.
+        changes: Attributes of `Setting`, e.g. another default.
+    """
+    declared = dataclasses.replace(declarations(declaring)[name], **changes)
+    return dataclasses.field(default=declared.default, metadata={"setting": declared})

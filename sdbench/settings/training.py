@@ -1,0 +1,78 @@
+"""Settings of what is trained: model, batch, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdbench.settings.kinds import (
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_NUMBER,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    SWITCH,
+    TEXT,
+    positive_or,
+)
+from sdbench.settings.setting import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What is trained."""
+
+    GROUP = "model"
+
+    model_name: str = setting(
+        TEXT,
+        "sd2-base",
+        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, tiny), "
+        "a local diffusers folder, or a hub id",
+    )
+    model_revision: str | None = setting(
+        TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
+    )
+    random_weights: bool = setting(
+        SWITCH,
+        False,
+        "draw the weights of a folder or hub id instead of loading them",
+        before=False,
+    )
+    image_size: int | None = setting(POSITIVE, None, "side of the square images in pixels")
+    weights_seed: int | None = setting(
+        NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """How many images a step takes."""
+
+    GROUP = "batch"
+
+    batch_size: int | None = setting(
+        POSITIVE, None, "global batch: images per optimizer step over all ranks"
+    )
+    device_train_microbatch_size: int | str = setting(
+        positive_or("auto"),
+        "auto",
+        "images per forward and backward pass on one rank; auto: the largest that the memory "
+        "estimate allows",
+    )
+    allow_uneven_batch: bool = setting(
+        SWITCH,
+        False,
+        "cut a global batch down to what the ranks can share evenly, and let the last micro-batch "
+        "of a step be smaller; without it both are refused",
+        only_measures=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How the weights are updated."""
+
+    GROUP = "training"
+
+    use_ema: bool = setting(SWITCH, False, "keep a moving average of the U-Net weights")
+    lr: float = setting(POSITIVE_NUMBER, 1e-4, "constant learning rate")
+    weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")
