@@ -89,7 +89,9 @@ class Heartbeat:
     def loop_begins(self) -> None:
         """The first step is about to begin."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
         """A step has ended: the next beat says so."""
         self._num_steps = index + 1
 
