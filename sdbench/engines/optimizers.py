@@ -1,4 +1,4 @@
-"""Which optimizer do the settings ask for, over which tensors?"""
+"""The optimizers that the settings can ask for."""
 
 from __future__ import annotations
 
@@ -91,13 +91,28 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         self._masters = [copy.requires_grad_() for copy in copies]
         self._adamw = AdamW(self._masters, **settings)
         super().__init__(self._masters, self._adamw.defaults)
-        # One set of groups and one state: what a schedule sets here, AdamW reads.
+        self._share()
+
+    def _share(self) -> None:
+        """Have one set of groups and one state: what a schedule sets here, AdamW reads."""
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
 
     @property
     def masters(self) -> dict[int, Tensor]:
         """The copy of each weight, by the weight's id."""
         return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of AdamW, and `masters`: the copies, in the order of the weights."""
+        return {**super().state_dict(), "masters": [copy.detach() for copy in self._masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken of the same weights; sets the weights, too."""
+        self._adamw.load_state_dict(state_dict)
+        self._share()
+        torch._foreach_copy_(self._masters, state_dict["masters"])
+        torch._foreach_copy_(self._weights, self._masters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
