@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from sdbench.engines.torch_compat import AdamW
 
 
 def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimizer:
@@ -42,34 +43,6 @@ def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimi
     if config.master_weights == "fp32":
         return AdamWOfMasterWeights(parameters, **settings)
     return AdamW(parameters, **settings)
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW, which leaves tensors that are channels_last where they are.
-
-    The fused kernel for CPUs copies whatever is not contiguous. To an update of each number by
-    itself the order of the axes means nothing.
-    """
-
-    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
-        is_complex = super()._init_group(group, *tensors)
-        weights = tensors[0]
-        # The gradients, both moments, and the largest second moments where they are kept; the last
-        # list holds the numbers of steps.
-        alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
-        for index in range(len(weights)):
-            of_one_weight = [of_one_kind[index] for of_one_kind in alike]
-            if all(map(_is_channels_last, of_one_weight)):
-                for of_one_kind, tensor in zip(alike, of_one_weight, strict=True):
-                    of_one_kind[index] = tensor.permute(0, 2, 3, 1)
-        return is_complex
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether it is a whole tensor of a CPU with the channels last in memory."""
-    if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class AdamWOfMasterWeights(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""How can a convolution of many channels and few pixels be done in less time on a CPU?
+"""A faster convolution of many channels and few pixels on a CPU.
 
 The deep levels of SD2's U-Net convolve 1280 channels of 4 x 4 or 8 x 8 pixels: 14.7 M weights for
 32 or 128 pixels of two images. oneDNN's kernels for their gradients took 1.4 s of a step of 4.3 s
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sdbench.models.compat import change_class
 
 
 class ProductConv2d(nn.Conv2d):
@@ -109,7 +111,7 @@ def use_matrix_products(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is nn.Conv2d and _is_covered(module):
-            module.__class__ = ProductConv2d
+            change_class(module, ProductConv2d)
 
 
 def _is_covered(module: nn.Conv2d) -> bool:

@@ -233,6 +233,15 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
     assert not torch.allclose(expected, in_bf16, rtol=1e-4)
 
 
+def test_a_composer_that_is_not_known_is_refused(monkeypatch):
+    import composer
+
+    fit = load_engine("composer")
+    monkeypatch.setattr(composer, "__version__", "0.33.0")
+    with pytest.raises(RunError, match=r"0\.33\.0"):
+        fit(make_parts(), make_config(), watch_with())
+
+
 def test_the_average_of_bf16_weights_is_kept_in_fp32():
     from sdbench.engines.ema import ForeachEma
 
