@@ -126,7 +126,7 @@ def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
 
 
 class ComposerDiffusion(ComposerModel):
-    """The job' model and loss behind the interface that Composer trains."""
+    """The job's model and loss behind the interface that Composer trains."""
 
     def __init__(self, job: TrainJob) -> None:
         super().__init__()

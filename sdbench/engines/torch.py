@@ -120,9 +120,9 @@ class TrainingStep:
         """Join the pieces.
 
         Args:
-            model: The job' model, or the DDP wrapper around it.
+            model: The job's model, or the DDP wrapper around it.
             job: What the workload built.
-            optimizer: Of the job' model.
+            optimizer: Of the job's model.
             config: The resolved config.
             clock: Is switched from phase to phase.
         """

@@ -37,7 +37,8 @@ class Step:
         index: Position in the run, from 0.
         phase: warmup, measured, profiled (its time split up, which costs some) or after.
         step_time_s: From the end of the previous step to the end of this one, in seconds.
-        data_wait_s: Part of it that the host waited for the data loader, in seconds.
+        data_wait_s: Part of it that the host waited for the data loader, in seconds. A GPU may have
+            had work of the step before meanwhile.
         loss: Mean loss over the global batch.
     """
 

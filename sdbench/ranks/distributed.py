@@ -1,4 +1,4 @@
-"""Which rank is this, and what do the other ranks say?
+"""The rank of this process, and its exchange with the other ranks.
 
 The launchers (`composer`, `torchrun`, an operator) tell each process its place in the environment;
 a plain `python benchmark.py` is rank 0 of 1.

@@ -1,4 +1,4 @@
-"""Which ranks of the run are still there, and which one is to blame when it ends?
+"""Heartbeats of the ranks, which tell a lost rank from one that waits.
 
 A rank whose neighbour dies sees a broken connection, or sees nothing and waits; neither tells it
 which rank is gone. So each rank counts up a number in the store at which the ranks have met, in a
