@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -215,6 +216,20 @@ def test_wandb_offline_gets_the_losses(tmp_path, monkeypatch):
     assert exit_code == 0
     folder = tmp_path / "runs" / record["run_id"]
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    logged, summary = {}, {}
+
+    def log(values, step):
+        logged[step] = values["loss/train/total"]
+
+    fake = SimpleNamespace(log=log, summary=summary, finish=lambda: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    record, _ = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", "torch")
+    assert list(logged.items()) == list(enumerate(losses(tmp_path, record)))
+    assert summary["loss_last"] == logged[2]
 
 
 def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):

@@ -1,20 +1,25 @@
-"""How does a request from outside to stop reach the program?
+"""Turns signals to stop into exceptions, and within a training loop into a request to end it.
 
-Ctrl-C raises KeyboardInterrupt; SIGTERM, and SIGHUP when the terminal is closed, raise Terminated:
-all in the main thread.
+SIGINT (Ctrl-C) raises KeyboardInterrupt; SIGTERM, and SIGHUP when the terminal is closed, raise
+Terminated: all in the main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
+# A terminal or a scheduler signals launcher and ranks, and the launcher passes it on to the ranks:
+# what arrives this soon after the first signal is the same request.
+SAME_REQUEST_S = 1.0
 
 
 class Terminated(BaseException):
@@ -29,16 +34,67 @@ class Terminated(BaseException):
         self.number = signal.Signals(number)
 
 
+class StopRequest:
+    """The request to end a loop.
+
+    Attributes:
+        number: The signal that asked for it; None until one arrives.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._since_s = 0.0
+        self._process_id = os.getpid()
+
+    def note(self, number: int) -> None:
+        """Take a signal for the request, unless there is one already."""
+        if self.number is None:
+            self.number, self._since_s = signal.Signals(number), time.monotonic()
+
+    def takes(self, number: int) -> bool:
+        """Note a signal down; False if it has to be obeyed at once."""
+        if os.getpid() != self._process_id:
+            return False  # a worker that was forked within the loop
+        if self.number is None:
+            self.note(number)
+            return True
+        return time.monotonic() - self._since_s < SAME_REQUEST_S
+
+
+_request: StopRequest | None = None
+
+
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
     """While the block runs, a signal to stop is an exception in the main thread."""
     with keep_handlers():
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, _raise_keyboard_interrupt)
-            signal.signal(signal.SIGTERM, _raise_terminated)
-            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
-                signal.signal(signal.SIGHUP, _raise_terminated)
+            for number in STOP_SIGNALS:
+                # nohup has SIGHUP ignored.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, _obey)
         yield
+
+
+@contextlib.contextmanager
+def stop_signals_ask() -> Iterator[StopRequest]:
+    """While the block runs, a first signal to stop is noted down, and only a second one raises.
+
+    The block should end itself soon after. When it has, with an error or without, the exception of
+    the request is raised: the signal may have reached the processes that the block depends on.
+    """
+    global _request
+    _request = request = StopRequest()
+    try:
+        yield request
+    except Exception as error:
+        if request.number is not None:
+            raise _exception_of(request.number) from error
+        raise
+    finally:
+        _request = None
+    if request.number is not None:
+        raise _exception_of(request.number)
 
 
 @contextlib.contextmanager
@@ -54,7 +110,7 @@ def keep_handlers() -> Iterator[None]:
 
 
 def ignore_terminations() -> None:
-    """The first reason to end is the one to tell, and nothing may interrupt the telling of it.
+    """Ignore further signals: the first reason to end is the one that the record tells.
 
     When a rank ends, its launcher stops the others, which by then know why themselves.
     """
@@ -63,13 +119,14 @@ def ignore_terminations() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
-    ignore_terminations()
-    raise KeyboardInterrupt
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> None:
+def _obey(number: int, frame: FrameType | None) -> None:
+    if _request is not None and _request.takes(number):
+        return
     if number == signal.SIGHUP and multiprocessing.parent_process() is not None:
         return  # it reaches all processes of a terminal; a forked worker leaves it to its parent
     ignore_terminations()
-    raise Terminated(number)
+    raise _exception_of(number)
+
+
+def _exception_of(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)

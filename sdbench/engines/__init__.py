@@ -1,7 +1,7 @@
-"""Who runs the training loop?
+"""The engines: programs that run a training loop.
 
-An engine receives a workload's job and a watch, places the model, builds optimizer and moving
-average, trains `job.num_steps` steps and returns what it measured on its rank.
+An engine gets a job and a watch, places the model, builds optimizer and moving average, trains at
+most `job.num_steps` steps and returns what it measured on its rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where does the backward pass end and waiting for the other ranks begin?"""
+"""Tells the backward pass from the wait for the other ranks behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdbench.measure.phases import PhaseClock
 
 
 class LastGradient:
-    """Tells when a rank has computed its last gradient: what is left of the pass is communication.
+    """Notices when a rank has computed its last gradient: the rest of the pass is communication.
 
     While it computes, torch's DDP averages the gradients that are there already; only what goes on
     behind the last of them, waiting for slower ranks included, makes the step longer. FSDP's

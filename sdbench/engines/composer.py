@@ -1,22 +1,19 @@
-"""How does MosaicML Composer train the job?"""
+"""Trains a job with MosaicML Composer."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import cpuinfo
 import torch
-from composer import Callback, ComposerModel, State, Trainer
+from composer import Callback, ComposerModel, State
 from composer.algorithms import EMA
 from composer.devices import Device
-from composer.distributed import dist_strategy
 from composer.loggers import Logger
 from composer.utils import get_device
 
 from sdbench.engines.breakdown import LastGradient
+from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
 from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
 from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
@@ -56,8 +53,7 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
     if config.sharding in WEIGHT_SHARDING:
         shard_weights(job, sharding=config.sharding)
     optimizer = job.make_optimizer(model)
-    # Composer hands most optimizers the whole forward and backward pass as a closure, so that for
-    # torch a step begins before its gradients are there: the phase begins in WatchCallback.
+    # The phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 
     loader, callbacks = _loader_and_callbacks(job, config, watch, device)
@@ -69,8 +65,8 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
         callbacks.append(EmaCallback(ForeachEma(weights, job.ema), watch.phases))
     # Behind the average: it ends the step.
     callbacks.append(WatchCallback(watch, trained=job.trained))
-    with _ddp_made_by(functools.partial(make_ddp, config=config)), _no_look_at_the_cpu():
-        trainer = Trainer(
+    with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
+        trainer = TrainerThatDoesNotWait(
             model=model,
             train_dataloader=loader,
             optimizers=optimizer,
@@ -81,8 +77,9 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
             algorithms=algorithms,
             callbacks=callbacks,
             device=device,
-            # Composer's precision brings the gradient scaler that fp16 needs. The autocast itself
-            # is in the model, because Composer knows none on a CPU.
+            # Composer's precision brings the gradient scaler that fp16 needs: torch's, which waits
+            # for the device in every step to learn of gradients that are not finite. The autocast
+            # itself is in the model, because Composer knows none on a CPU.
             precision="amp_fp16" if config.precision == "amp_fp16" else "fp32",
             device_train_microbatch_size=config.device_train_microbatch_size,
             ddp_sync_strategy={"every": "multi_auto_sync", "last": "single_auto_sync"}[
@@ -93,7 +90,8 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
             seed=config.seed,
             progress_bar=False,
         )
-    trainer.fit()
+    with watch.loop():
+        trainer.fit()
     # Only after a good end: it waits for all ranks, which a rank that failed would do for ever.
     trainer.close()
     return measurements_of(
@@ -127,33 +125,8 @@ def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
     return ema
 
 
-@contextlib.contextmanager
-def _ddp_made_by(make: Any) -> Iterator[None]:
-    """While the block runs, Composer wraps its model in DDP by this: it hands on no options."""
-    original = dist_strategy.DistributedDataParallel
-    dist_strategy.DistributedDataParallel = make
-    try:
-        yield
-    finally:
-        dist_strategy.DistributedDataParallel = original
-
-
-@contextlib.contextmanager
-def _no_look_at_the_cpu() -> Iterator[None]:
-    """While the block runs, Composer learns nothing about the CPU, whose name it never shows.
-
-    py-cpuinfo would start a process for it that counts the cycles of a second.
-    """
-    original = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = dict
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = original
-
-
 class ComposerDiffusion(ComposerModel):
-    """The job' model and loss behind the interface that Composer trains."""
+    """The job's model and loss behind the interface that Composer trains."""
 
     def __init__(self, job: TrainJob) -> None:
         super().__init__()
@@ -193,7 +166,7 @@ class WatchCallback(Callback):
         self._watch.phases.switch(phases.OPTIMIZER)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """The step is done; Composer has averaged the loss over all ranks."""
+        """The step is done; the loss is the mean over all ranks."""
         self._watch.step_ends(loss=state.total_loss_dict["loss/train/total"])
         if self._watch.is_over:
             state.stop_training()

@@ -1,4 +1,4 @@
-"""How is a whole training step replayed as one CUDA graph?
+"""Replays a whole training step as one CUDA graph.
 
 After torch's documentation of whole-network capture (notes/cuda, "CUDA Graphs"): some steps on a
 side stream, then a capture of forward, backward, optimizer and the setting back of gradients, over

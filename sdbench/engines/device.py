@@ -1,4 +1,4 @@
-"""Which device does this rank train on, and how much of its memory did it take?"""
+"""The device of this rank, and the peak of its memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def find_device() -> torch.device:
 
 
 def reset_peak_memory() -> None:
-    """Begin anew to look for the peak of a GPU; that of a CPU process is for its whole life."""
+    """Start the peak of a GPU anew; that of a process on a CPU covers its whole life."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory_gib() -> float:
-    """On a GPU what torch's allocator reserved at most: that decides whether a run fits."""
+    """Peak memory in GiB: reserved by torch on a GPU, where it decides whether a run fits."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
     return peak_resident_memory_gib()

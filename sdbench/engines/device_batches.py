@@ -1,8 +1,10 @@
-"""How do the batches come from the loader to the device?"""
+"""The batches of a loader, on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +15,20 @@ from sdbench.measure.watch import StepWatch
 Batch = dict[str, Tensor]
 
 
+class Loader(Protocol):
+    """Gives the batches of an epoch each time that it is iterated over, and knows where it is."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin an epoch, or go on in the one that was resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batch that was given last."""
+
+
 class Batches:
     """The batches of this rank on its device, one epoch after the other, without an end."""
 
-    def __init__(self, loader: Iterable[Batch], *, device: torch.device, watch: StepWatch) -> None:
+    def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
         """Prepare; the loader is asked for nothing yet.
 
         Args:
@@ -25,9 +37,10 @@ class Batches:
             watch: Is told of the waiting.
         """
         self._loader = loader
+        # Also beyond an epoch that was resumed at its end, and has no batches.
+        self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self._device = device
         self._watch = watch
-        self._epoch: Iterator[Batch] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -41,12 +54,13 @@ class Batches:
     def fetch_ahead(self) -> None:
         """The work of a step has been handed to the device: time to see to the next batch."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position behind the batch that was handed out last."""
+        return self._loader.state_dict()
+
     def _load(self) -> Batch:
         self._watch.data_wait_begins()
-        batch = next(self._epoch, None)
-        if batch is None:
-            self._epoch = iter(self._loader)
-            batch = next(self._epoch)
+        batch = next(self._batches)
         self._watch.data_wait_ends()
         return batch
 
@@ -57,7 +71,7 @@ class Batches:
 class BatchesAhead(Batches):
     """The same, but a batch travels to the GPU on a stream of its own during the step before it."""
 
-    def __init__(self, loader: Iterable[Batch], *, device: torch.device, watch: StepWatch) -> None:
+    def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
         """Prepare as `Batches` does.
 
         Args:
@@ -68,6 +82,7 @@ class BatchesAhead(Batches):
         super().__init__(loader, device=device, watch=watch)
         self._stream = torch.cuda.Stream(device)
         self._ahead: Batch | None = None
+        self._state: dict[str, Any] = {}
 
     def __next__(self) -> Batch:
         """The next batch, which the work on the current stream will wait for."""
@@ -91,14 +106,19 @@ class BatchesAhead(Batches):
         if not self._watch.is_last_step:
             self._fetch()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position without the batch that is under way."""
+        return super().state_dict() if self._ahead is None else self._state
+
     def _fetch(self) -> None:
+        self._state = self._loader.state_dict()
         batch = self._load()
         with torch.cuda.stream(self._stream):
             self._ahead = self._copy(batch)
 
 
 def make_batches(
-    loader: Iterable[Batch], *, device: torch.device, watch: StepWatch, copy_stream: str
+    loader: Loader, *, device: torch.device, watch: StepWatch, copy_stream: str
 ) -> Batches:
     """Batches that travel on the stream of the computation, or beside it.
 

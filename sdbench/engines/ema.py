@@ -1,8 +1,9 @@
-"""How is the moving average of the trained weights kept?"""
+"""The moving average of the trained weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sdbench.engines.job import EmaSpec
-from sdbench.ranks.distributed import Ranks, gather
+from sdbench.ranks.distributed import Ranks, broadcast
 
 # Weights that are not fp32 are converted first: so many at a time, that in place of a second copy
 # of all 3.46 GB of SD2's U-Net (686 weights) there is one of about 160 MB.
@@ -61,14 +62,49 @@ class ForeachEma:
                 fp32 = [weight.float() for weight in weights[group]]
                 self._update(self._averages[group], fp32, self._num_steps)
 
-    def gather(self) -> dict[str, Tensor]:
-        """The whole average by name on the CPU, put together from all ranks, on every rank."""
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank holds: the number of steps, and the averages by name.
+
+        They share memory with this object. A piece of a weight that FSDP has cut up is a DTensor,
+        so that torch.distributed.checkpoint can load it on another number of ranks.
+        """
         named = zip(self._weights.items(), self._averages, strict=True)
-        own = {name: _whole(average, like=weight).cpu() for (name, weight), average in named}
-        averages: dict[str, Tensor] = {}
-        for of_rank in gather(own, Ranks.from_environment()):
-            averages.update(of_rank)
-        return averages
+        return {
+            "num_steps": torch.tensor(self._num_steps),
+            "averages": {name: _placed(average, like=weight) for (name, weight), average in named},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken of the same weights, placed in the same way."""
+        self._num_steps = int(state["num_steps"])
+        for name, average in zip(self._weights, self._averages, strict=True):
+            average.copy_(_local(state["averages"][name]))
+
+    def gather(self) -> dict[str, Tensor]:
+        """The whole average by name, on the CPU of the first rank; every rank has to call it.
+
+        Returns:
+            On the other ranks nothing.
+        """
+        ranks = Ranks.from_environment()
+        own: dict[str, Tensor] = {}
+        for name, average in self.state_dict()["averages"].items():
+            if isinstance(average, DTensor):
+                average = average.full_tensor()
+                if ranks.rank > 0:
+                    continue
+            own[name] = average.cpu()
+        if ranks.world_size == 1:
+            return own
+        known = broadcast(set(own), ranks)
+        missing = {name: average for name, average in own.items() if name not in known}
+        of_ranks: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
+        torch.distributed.gather_object(missing, of_ranks)
+        if of_ranks is None:
+            return {}
+        for of_rank in of_ranks:
+            own |= of_rank
+        return own
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -77,11 +113,10 @@ def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def _whole(average: Tensor, *, like: Tensor) -> Tensor:
-    """The average of a whole weight from the averages of its pieces."""
+def _placed(average: Tensor, *, like: Tensor) -> Tensor:
+    """The average of a piece as a part of the whole, if the weight is one that has been cut up."""
     if not isinstance(like, DTensor):
         return average
-    pieces = DTensor.from_local(
+    return DTensor.from_local(
         average, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
-    return pieces.full_tensor()

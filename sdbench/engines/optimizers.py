@@ -1,4 +1,4 @@
-"""Which optimizer do the settings ask for, over which tensors?"""
+"""The optimizers that the settings can ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from sdbench.engines.torch_compat import AdamW
 
 
 def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimizer:
@@ -44,34 +45,6 @@ def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimi
     return AdamW(parameters, **settings)
 
 
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW, which leaves tensors that are channels_last where they are.
-
-    The fused kernel for CPUs copies whatever is not contiguous. To an update of each number by
-    itself the order of the axes means nothing.
-    """
-
-    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
-        is_complex = super()._init_group(group, *tensors)
-        weights = tensors[0]
-        # The gradients, both moments, and the largest second moments where they are kept; the last
-        # list holds the numbers of steps.
-        alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
-        for index in range(len(weights)):
-            of_one_weight = [of_one_kind[index] for of_one_kind in alike]
-            if all(map(_is_channels_last, of_one_weight)):
-                for of_one_kind, tensor in zip(alike, of_one_weight, strict=True):
-                    of_one_kind[index] = tensor.permute(0, 2, 3, 1)
-        return is_complex
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether it is a whole tensor of a CPU with the channels last in memory."""
-    if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 class AdamWOfMasterWeights(torch.optim.Optimizer):
     """AdamW on fp32 copies of half-precision weights.
 
@@ -91,13 +64,28 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         self._masters = [copy.requires_grad_() for copy in copies]
         self._adamw = AdamW(self._masters, **settings)
         super().__init__(self._masters, self._adamw.defaults)
-        # One set of groups and one state: what a schedule sets here, AdamW reads.
+        self._share()
+
+    def _share(self) -> None:
+        """Have one set of groups and one state: what a schedule sets here, AdamW reads."""
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
 
     @property
     def masters(self) -> dict[int, Tensor]:
         """The copy of each weight, by the weight's id."""
         return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of AdamW, and `masters`: the copies, in the order of the weights."""
+        return {**super().state_dict(), "masters": [copy.detach() for copy in self._masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken of the same weights; sets the weights, too."""
+        self._adamw.load_state_dict(state_dict)
+        self._share()
+        torch._foreach_copy_(self._masters, state_dict["masters"])
+        torch._foreach_copy_(self._weights, self._masters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

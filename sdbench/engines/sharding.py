@@ -1,4 +1,4 @@
-"""How do the ranks of a run train one model together, and what does each of them hold?
+"""DDP and FSDP2: how the ranks of a run share the work, and the weights, of one model.
 
 Both engines share the weights out by torch's FSDP2 here, before anything else gets hold of them:
 Composer's own way (its `parallelism_config`) changes optimizer, precision and torch itself besides,

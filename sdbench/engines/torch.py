@@ -1,4 +1,4 @@
-"""How are the job trained without a trainer?
+"""Trains a job without a trainer.
 
 The loop does what Composer's does, in the same order and with the same random draws, and nothing
 else: what Composer itself costs is the difference.
@@ -64,20 +64,22 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
     batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
     # As Composer seeds: two ranks draw different noise.
     torch.manual_seed(config.seed + ranks.rank)
-    watch.loop_begins()
-    for _ in range(job.num_steps):
-        # No name holds on to the batch: its memory is free for the next one.
-        loss = run_step(_prepare(next(batches), job))
-        schedule.step()
-        if ema is not None:
-            with watch.phases.phase(phases.EMA):
-                ema.update()
-        if ranks.world_size > 1:
-            torch.distributed.all_reduce(loss)
-        batches.fetch_ahead()
-        watch.step_ends(loss=loss.item() / ranks.world_size)
-        if watch.is_over:
-            break
+    with watch.loop():
+        watch.loop_begins()
+        for _ in range(job.num_steps):
+            # No name holds on to the batch: its memory is free for the next one.
+            loss = run_step(_prepare(next(batches), job))
+            schedule.step()
+            if ema is not None:
+                with watch.phases.phase(phases.EMA):
+                    ema.update()
+            if ranks.world_size > 1:
+                torch.distributed.all_reduce(loss)
+                loss = loss.double() / ranks.world_size
+            batches.fetch_ahead()
+            watch.step_ends(loss=loss)
+            if watch.is_over:
+                break
     return measurements_of(
         watch,
         num_images=job.loader.num_images_delivered,
@@ -118,9 +120,9 @@ class TrainingStep:
         """Join the pieces.
 
         Args:
-            model: The job' model, or the DDP wrapper around it.
+            model: The job's model, or the DDP wrapper around it.
             job: What the workload built.
-            optimizer: Of the job' model.
+            optimizer: Of the job's model.
             config: The resolved config.
             clock: Is switched from phase to phase.
         """
@@ -131,6 +133,8 @@ class TrainingStep:
         self._clock = clock
         self._last_gradient = LastGradient(job.trained, clock)
         device = next(job.model.parameters()).device
+        # For fp16 it waits for the device in every step: torch decides on the host whether to leave
+        # out a step whose gradients are not finite.
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "amp_fp16")
 
     def __call__(self, batch: Batch) -> Tensor:

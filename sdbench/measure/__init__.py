@@ -1,1 +1,1 @@
-"""What did a run do: its times, its memory, its machine, and the record of all that."""
+"""Measures a run: its times, its memory, its machine."""

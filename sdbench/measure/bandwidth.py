@@ -1,4 +1,4 @@
-"""How fast does this device read and write its memory here and now?
+"""Measures the memory bandwidth of this device.
 
 As in STREAM (McCalpin, "Memory Bandwidth and Machine Balance", 1995): the faster of a copy and an
 add over arrays that no cache holds. Bytes are those that the kernel asks for; what a CPU reads

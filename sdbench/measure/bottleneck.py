@@ -1,4 +1,4 @@
-"""Which part of the step is the largest, and which flag addresses it?"""
+"""Names the largest part of a step, and the flag that addresses it."""
 
 from __future__ import annotations
 

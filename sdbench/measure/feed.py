@@ -1,4 +1,4 @@
-"""How fast does a loader alone feed a trainer, and how long would a trainer wait for it?"""
+"""Measures how fast a loader feeds a trainer, and how long a trainer would wait for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What state was this rank's GPU in during the measured window?
+"""Clocks, power and neighbours of this rank's GPU during the measured window.
 
-NVML is read by a thread of its own about once a second, so that the training loop never waits. What
-a GPU or its driver does not tell is None.
+A thread reads NVML about once a second, so that the training loop never waits. What a GPU or its
+driver does not tell is None.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NORMAL_REASON = "power cap"
 
 @dataclasses.dataclass(frozen=True)
 class GpuReadings:
-    """What NVML told during a window. Unknown is None.
+    """Readings of NVML over a window. Unknown is None.
 
     Attributes:
         utilization_percent: Share of the time with a kernel running, mean.
         power_w: Board power, mean.
-        power_limit_w: What the board may take now.
-        default_power_limit_w: What it may take as it was built.
-        energy_j: Taken by the board over the window.
+        power_limit_w: Power that the board may take now.
+        default_power_limit_w: Power that it may take by its maker's setting.
+        energy_j: Energy that the board took over the window.
         temperature_c: Highest.
         sm_clock_mhz: Mean.
-        max_sm_clock_mhz: What the clock could be.
+        max_sm_clock_mhz: Highest clock of this model.
         throttle_reasons: Each reason for a lower clock that was seen; empty if there was none.
         num_other_processes: Largest number of other processes that computed on the GPU.
     """

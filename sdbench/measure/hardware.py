@@ -1,4 +1,4 @@
-"""Which machine is this, what can its device do, and how much memory does a rank get?"""
+"""The machine and its device: names, memory, peak rates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Machine:
         device_name: Name of the GPU model, or of the CPU.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
-        free_memory_gib: What of it no process holds now.
-        held_memory_gib: What of it this process holds already.
+        free_memory_gib: Device memory that no process uses.
+        held_memory_gib: Device memory that this process uses already.
         num_cpu_cores: Cores this process may run on.
         cpu_name: Name of the CPU.
         memory_gib: Memory of the machine.
@@ -88,7 +88,7 @@ class Machine:
 
 
 def inspect_machine(*, local_rank: int = 0) -> Machine:
-    """Look at the machine this process is on."""
+    """The machine that this process is on."""
     import psutil
     import torch
 

@@ -1,4 +1,4 @@
-"""How fast does this device multiply matrices here and now?
+"""Measures the rate of a large matrix product on this device.
 
 A vendor's peak is reached by no program. One large product of square matrices, in the type that the
 training computes in, is the practical ceiling of the same device with its clocks and libraries.

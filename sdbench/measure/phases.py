@@ -1,9 +1,8 @@
-"""What is the time of a training step made of?
+"""Splits the time of a training step into phases.
 
-In a few steps behind the measured window a clock is switched from phase to phase, and the device is
-waited for at each switch, so that work is charged to the phase that asked for it. Waiting costs
-time, which is why these steps never count as measured. What no phase claims is `other`, so that the
-parts add up to the step by construction.
+In a few steps behind the measured window a clock is switched from phase to phase. Each switch waits
+for the device, so that work is charged to the phase that asked for it. Waiting costs time: these
+steps do not count as measured. Time in no phase is `other`, so that the phases add up to the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does the time from the command to the first measured step go to?
+"""The time from the command to the first measured step, by phase.
 
 Every moment since the process began belongs to one phase, so that the phases add up to the whole.
 """
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sdbench.measure.timer import WARMUP as WARMUP_STEP
 
 # Before the process that started this one, if that was a launcher of ranks.
 LAUNCHER = "launcher"
@@ -55,8 +57,12 @@ class StartupClock:
         """The engine is about to begin the first step."""
         self.ends(ENGINE)
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
         """A step has ended. Which steps are warm-up may be decided later."""
+        if index == 0 and phase == WARMUP_STEP:
+            loss()  # waits for the device, as the end of the warm-up does
         self._step_times_s.append(self._lap())
 
     def summary(self, *, num_warmup_steps: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which ranks are slower than the others?
+"""Finds ranks that are slower than the others.
 
 Ranks that average their gradients end every step together, at the pace of the slowest: the time of
 a step tells nothing about a single rank. What a rank does before it waits for others is its own.

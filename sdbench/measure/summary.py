@@ -1,4 +1,4 @@
-"""What do the step times and counters of a run come to?"""
+"""The figures of a run, from its step times and counters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measurements:
         peak_memory_gib: Peak of the rank: allocated on the GPU, or resident on a CPU.
         gpu: State of the GPU in the measured window; None without a GPU or NVML.
         breakdown: Where the time of a profiled step went; None if none was profiled.
-        own_step_times_s: What each rank of a run took for its own work in such a step.
+        own_step_times_s: Time of each rank for its own work in such a step.
     """
 
     timings: Timings
@@ -45,7 +45,7 @@ class Measurements:
 
 
 def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
-    """What a watch saw on its rank, to be called by an engine when its loop has ended.
+    """The measurements of a rank, for an engine whose loop has ended.
 
     Args:
         watch: Was told of every step.

@@ -1,7 +1,7 @@
-"""How long did each step and the measured window take, without disturbing either?
+"""Times each step and the measured window.
 
 The device is synchronised at the window's two edges only. In between, a GPU gets one event per
-step, read after the window has closed; a CPU is its own clock. Warm-up is excluded by construction.
+step, read after the window has closed; a CPU is its own clock. Warm-up lies before the first edge.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.measure.losses import Losses
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WARMUP = "warmup"
 MEASURED = "measured"
@@ -33,7 +37,8 @@ class Step:
         index: Position in the run, from 0.
         phase: warmup, measured, profiled (its time split up, which costs some) or after.
         step_time_s: From the end of the previous step to the end of this one, in seconds.
-        data_wait_s: Part of it that the host waited for the data loader, in seconds.
+        data_wait_s: Part of it that the host waited for the data loader, in seconds. A GPU may have
+            had work of the step before meanwhile.
         loss: Mean loss over the global batch.
     """
 
@@ -91,6 +96,9 @@ class StepTimer:
     """Times warm-up, a measured window and what follows.
 
     Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
+
+    Attributes:
+        losses: Of the steps so far; those before an edge of the window have been read.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class StepTimer:
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
+        self.losses = Losses()
         self._num_measured_steps = num_measured_steps
         self._num_profiled_steps = num_profiled_steps
         self._window_start = num_warmup_steps
@@ -127,7 +136,6 @@ class StepTimer:
         self._starts: list[Any] = []
         self._ends: list[Any] = []
         self._data_waits_s: list[float] = []
-        self._losses: list[float] = []
         self._wait_start_s = 0.0
         self._step_wait_s = 0.0
         self._edge_s = 0.0
@@ -170,9 +178,13 @@ class StepTimer:
         """The loader has delivered, or said that its epoch is over; a step may wait twice."""
         self._step_wait_s += self._clock() - self._wait_start_s
 
-    def step_ends(self, *, loss: float) -> None:
-        """The optimizer step is done (on a GPU: handed to the device)."""
-        self._losses.append(loss)
+    def step_ends(self, *, loss: Tensor) -> None:
+        """The optimizer step is done (on a GPU: handed to the device).
+
+        Args:
+            loss: Mean over the global batch, on the device.
+        """
+        self.losses.add(loss)
         self._data_waits_s.append(self._step_wait_s)
         self._step_wait_s = 0.0
         is_first_edge = self.num_steps == self._window_start
@@ -184,6 +196,8 @@ class StepTimer:
             self._window_s += self._clock() - self._edge_s
             self._window_is_full()
             self._decide()
+        if is_first_edge or is_last_edge:
+            self.losses.read()
         if is_first_edge or self._window_start == self.num_steps:
             self._window_opens()
         if is_first_edge or is_last_edge:
@@ -196,7 +210,7 @@ class StepTimer:
     @property
     def num_steps(self) -> int:
         """Steps that have ended so far."""
-        return len(self._losses)
+        return len(self.losses)
 
     @property
     def window_start(self) -> int:
@@ -244,7 +258,7 @@ class StepTimer:
                 data_wait_s=self._data_waits_s[index],
                 loss=loss,
             )
-            for index, loss in enumerate(self._losses)
+            for index, loss in enumerate(self.losses.read())
         )
         return Timings(steps, window_s=self._window_s)
 

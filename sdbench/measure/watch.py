@@ -1,21 +1,30 @@
-"""What has to happen around every step, whichever engine runs the loop?
+"""The watch over the steps of a rank, whichever engine runs the loop.
 
 An engine calls the methods at the right moments, charges its phases to `phases` and ends when
-`is_over` says so. It gets timing, progress, the GPU monitor, the breakdown of a step, the trace and
-the check of the loss in return.
+`is_over` says so. It gets timing, progress, the GPU monitor, the breakdown of a step, the trace,
+the check of the loss and the end on a signal in return.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdbench.base.errors import RunError
+from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
+from sdbench.ranks.distributed import Ranks, maximum_on_hosts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What ranks tell each other at the end of a step: 0, a signal, or this.
+LOSS_IS_NOT_FINITE = 1000
 
 
 class Observer(Protocol):
@@ -24,8 +33,18 @@ class Observer(Protocol):
     def loop_begins(self) -> None:
         """The first step is about to begin."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
-        """A step has ended; the run has `num_steps` as far as is decided now."""
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            index: Of the step, from 0.
+            phase: Of the step, see `timer.Step`.
+            loss: Reads the loss of the step, which waits for the device unless a later step has
+                been read: to be called every ten seconds at most.
+            num_steps: Length of the run as far as is decided now.
+        """
 
 
 class StepWatch:
@@ -64,11 +83,25 @@ class StepWatch:
         self._has_trace = has_trace
         self._trace_file = trace_file
         self._profiler: Any = None
+        self._ranks = Ranks.from_environment()
+        self._request = StopRequest()
+        self._is_stopped = False
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """To be entered around the loop: a signal to stop ends it behind a step, on all ranks.
+
+        Raises:
+            KeyboardInterrupt: The loop has ended because of SIGINT.
+            Terminated: The same for SIGTERM and SIGHUP.
+        """
+        with stop_signals_ask() as self._request:
+            yield
 
     @property
     def is_over(self) -> bool:
         """Whether the last step of the run has ended."""
-        return self.timer.num_steps >= self._num_steps_now
+        return self._is_stopped or self.timer.num_steps >= self._num_steps_now
 
     @property
     def is_last_step(self) -> bool:
@@ -99,29 +132,49 @@ class StepWatch:
         self.timer.data_wait_ends()
         self.phases.switch(OTHER)
 
-    def step_ends(self, *, loss: float) -> None:
+    def step_ends(self, *, loss: Tensor) -> None:
         """An optimizer step is done.
 
         Args:
-            loss: Mean over the global batch, the same on every rank, so that all of them stop.
+            loss: Mean over the global batch, the same on every rank, on the device.
 
         Raises:
-            RunError: If the loss is not a finite number.
+            RunError: A loss that has been read is not a finite number: at an edge of the window,
+                at the end, or when an observer of any rank asked for it.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
         self.timer.step_ends(loss=loss)
+        read_loss = functools.partial(self.timer.losses.at, index)
+        num_steps = self._num_steps_now
         for observer in self._observers:
-            observer.step_ends(index=index, phase=phase, loss=loss, num_steps=self._num_steps_now)
+            observer.step_ends(index=index, phase=phase, loss=read_loss, num_steps=num_steps)
         if self._profiler is not None:
             self._end_trace()
+        self._agree_on_end()
         if self.is_over and self._gpu_monitor is not None:
             self._gpu_monitor.stop()
-        if not math.isfinite(loss):
-            raise RunError(f"the loss is {loss} at step {index + 1}", status="invalid")
         self._next_step_begins(previous_phase=phase)
+
+    def _agree_on_end(self) -> None:
+        """End the loop on all ranks if one has been signalled, or has read a loss of no use."""
+        losses = self.timer.losses
+        if self.timer.num_steps >= self._num_steps_now:
+            losses.read()
+        is_bad = losses.first_not_finite is not None
+        agreed = maximum_on_hosts(
+            LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0, self._ranks
+        )
+        if agreed == LOSS_IS_NOT_FINITE:
+            values = losses.read()
+            index = losses.first_not_finite
+            assert index is not None, "ranks have different losses"
+            raise RunError(f"the loss is {values[index]} at step {index + 1}", status="invalid")
+        if agreed:
+            self._request.note(agreed)
+            self._is_stopped = True
 
     def _next_step_begins(self, *, previous_phase: str | None) -> None:
         index = self.timer.num_steps

@@ -1,4 +1,4 @@
-"""May the measured window close, or does the run have to go on, and how?
+"""Decides whether a full window closes, becomes warm-up or gets longer.
 
 Asked each time that the window is full, at points that are fixed before the run: a window that has
 not settled becomes warm-up, and one that is not yet precise enough is doubled, each up to a bound.

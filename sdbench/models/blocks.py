@@ -17,6 +17,8 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sdbench.models.compat import change_class
+
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 
@@ -108,7 +110,7 @@ def fuse_group_norms(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is nn.GroupNorm:
-            module.__class__ = FusedGroupNorm
+            change_class(module, FusedGroupNorm)
     for module in model.modules():
         if isinstance(module, ResnetBlock2D) and isinstance(module.nonlinearity, nn.SiLU):
             module.norm1.silu = module.norm2.silu = True

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sdbench.models.compat import change_class
+
 
 class ProductConv2d(nn.Conv2d):
     """A 3 x 3 convolution, as a product of matrices where its weights are most of the work."""
@@ -108,7 +110,7 @@ def use_matrix_products(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is nn.Conv2d and _is_covered(module):
-            module.__class__ = ProductConv2d
+            change_class(module, ProductConv2d)
 
 
 def _is_covered(module: nn.Conv2d) -> bool:

@@ -41,14 +41,12 @@ class Weights:
         For fake tensors, with which `to` and `to_empty` raise in torch 2.11.
         """
         for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:  # a layer without a bias
-                        continue
-                    dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-                    place = torch.empty_like(tensor, device=self.device, dtype=dtype)
-                    is_weight = isinstance(tensor, nn.Parameter)
-                    tensors[name] = nn.Parameter(place) if is_weight else place
+            own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+            for name, tensor in own:
+                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                place = torch.empty_like(tensor, device=self.device, dtype=dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                setattr(part, name, nn.Parameter(place) if is_weight else place)
 
 
 def draw_weights(

@@ -1,1 +1,1 @@
-"""Which rank is this, and how do ranks find, tell and miss each other?"""
+"""Ranks of a run: their places, their exchange, their heartbeats."""

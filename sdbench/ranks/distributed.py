@@ -1,4 +1,4 @@
-"""Which rank is this, and what do the other ranks say?
+"""The rank of this process, and its exchange with the other ranks.
 
 The launchers (`composer`, `torchrun`, an operator) tell each process its place in the environment;
 a plain `python benchmark.py` is rank 0 of 1.
@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 from sdbench.base.errors import RunError
 
 T = TypeVar("T")
+
+# Joins the ranks' hosts where the default group joins their GPUs; None: the default one does.
+_host_group: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +76,17 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
         torch.cuda.set_device(ranks.local_rank)
     store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
     _wait_for_all(store, ranks, timeout_s=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s)
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
+    if device_type == "cuda":
+        global _host_group
+        _host_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
 
 def hosts_store(ranks: Ranks) -> bool:
@@ -217,3 +224,14 @@ def broadcast(value: T, ranks: Ranks) -> T:
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def maximum_on_hosts(number: int, ranks: Ranks) -> int:
+    """The largest number of any rank, on every rank; no device takes part or is waited for."""
+    if ranks.world_size == 1:
+        return number
+    import torch
+
+    largest = torch.tensor(number)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=_host_group)
+    return int(largest)

@@ -1,4 +1,4 @@
-"""Which ranks of the run are still there, and which one is to blame when it ends?
+"""Heartbeats of the ranks, which tell a lost rank from one that waits.
 
 A rank whose neighbour dies sees a broken connection, or sees nothing and waits; neither tells it
 which rank is gone. So each rank counts up a number in the store at which the ranks have met, in a
@@ -89,7 +89,9 @@ class Heartbeat:
     def loop_begins(self) -> None:
         """The first step is about to begin."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
         """A step has ended: the next beat says so."""
         self._num_steps = index + 1
 

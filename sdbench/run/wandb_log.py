@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Losses are read as often as that, and where the phase changes: it waits for the device.
+PERIOD_S = 10.0
 
 
 class WandbLog:
@@ -18,6 +22,8 @@ class WandbLog:
         self._project = project
         self._enabled = rank == 0 and (name is not None or project is not None)
         self._run: Any = None
+        self._pending: list[tuple[int, str, Callable[[], float]]] = []
+        self._last_s = time.monotonic()
 
     def start(self, *, config: dict[str, Any], folder: Path) -> None:
         """Open the W&B run; without an API key, or with WANDB_MODE=offline, it stays on disk."""
@@ -44,15 +50,28 @@ class WandbLog:
     def loop_begins(self) -> None:
         """Nothing to log yet."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
-        """Log one step."""
-        if self._run is not None:
-            self._guard(lambda: self._run.log({"loss/train/total": loss, "phase": phase}, index))
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
+        """Log this step with the next ones, or those before it now."""
+        if self._run is None:
+            return
+        is_due = time.monotonic() - self._last_s >= PERIOD_S
+        if self._pending and (is_due or phase != self._pending[-1][1]):
+            self._guard(self._log_pending)
+        self._pending.append((index, phase, loss))
+
+    def _log_pending(self) -> None:
+        for index, phase, loss in self._pending:
+            self._run.log({"loss/train/total": loss(), "phase": phase}, index)
+        self._pending.clear()
+        self._last_s = time.monotonic()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Log the result and close the W&B run."""
 
         def finish() -> None:
+            self._log_pending()
             self._run.summary.update(summary)
             self._run.finish()
 

@@ -44,6 +44,10 @@ class CountingLoader(DataLoader):
             self.num_images_delivered += len(batch["input"])
             yield batch
 
+    def state_dict(self):
+        """Where it is."""
+        return {"num_images": self.num_images_delivered}
+
 
 class LinearModel(torch.nn.Module):
     """The smallest model with a trained part."""

@@ -9,6 +9,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
 from sdbench.base.errors import RunError
@@ -128,6 +129,45 @@ def test_a_loss_that_is_not_a_number_ends_the_run(engine):
     assert caught.value.status == "invalid"
 
 
+class Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: numbers read from tensors, one or many."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.num = 0
+        for name in ("tolist", "cpu", "numpy"):
+            monkeypatch.setattr(torch.Tensor, name, self.counted(getattr(torch.Tensor, name)))
+
+    def counted(self, function):
+        def count(*args, **kwargs):
+            self.num += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@each_engine
+def test_nothing_is_read_from_the_device_within_the_window(engine, monkeypatch):
+    reads, num_reads = Reads(monkeypatch), []
+
+    class Counter(Listener):
+        def loop_begins(self):
+            num_reads.append(reads.num)
+
+        def step_ends(self, **_):
+            num_reads.append(reads.num)
+
+    with reads:
+        load_engine(engine)(make_parts(), make_config(), watch_with(Counter()))
+    # Two steps of warm-up, three measured: read is at both edges of the window.
+    # Before that torch draws the seed of a loader's epoch.
+    assert [num - num_reads[0] for num in num_reads[1:]] == [1, 2, 2, 2, 3]
+
+
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize(
     ("engine", "implementation"),
@@ -191,6 +231,15 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
         [copy.bfloat16().float() for copy in copies], half_life=HALF_LIFE_BATCHES, interval=1
     )
     assert not torch.allclose(expected, in_bf16, rtol=1e-4)
+
+
+def test_a_composer_that_is_not_known_is_refused(monkeypatch):
+    import composer
+
+    fit = load_engine("composer")
+    monkeypatch.setattr(composer, "__version__", "0.33.0")
+    with pytest.raises(RunError, match=r"0\.33\.0"):
+        fit(make_parts(), make_config(), watch_with())
 
 
 def test_the_average_of_bf16_weights_is_kept_in_fp32():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sdbench.engines.optimizers import AdamW
+from sdbench.base.errors import RunError
+from sdbench.engines.torch_compat import AdamW
 
 
 def train(optimizer_class, *, fused, has_alike_gradients=True):
@@ -52,3 +53,10 @@ def test_nothing_is_copied():
     assert "aten::clone" in torchs  # what this class is for
     *_, ours = train(AdamW, fused=True)
     assert "aten::_fused_adamw_" in ours and "aten::clone" not in ours
+
+
+def test_a_torch_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", lambda self, group: False)
+    with pytest.raises(RunError) as caught:
+        AdamW([torch.zeros(1)])
+    assert caught.value.status == "failed"

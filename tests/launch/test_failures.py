@@ -122,3 +122,15 @@ def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, n
     assert nodes[1].wait(timeout=START_WITHIN_S) == 1
     record = only_record(tmp_path)
     assert (record["status"], record["reason"]) == ("oom", "rank 1: MemoryError: no room here")
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path, nodes):
+    port = free_port()
+    nodes += [start_node(node, port, tmp_path) for node in (0, 1)]
+    wait_for_step(tmp_path)
+    (rank,) = psutil.Process(nodes[1].pid).children()
+    rank.send_signal(signal.SIGTERM)
+    assert [node.wait(timeout=END_WITHIN_S) for node in nodes] == [1, 1]
+    record = only_record(tmp_path)
+    assert record["status"] == "interrupted"
+    assert "SIGTERM" in record["reason"]

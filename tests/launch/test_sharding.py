@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from sdbench.engines import ENGINES
+from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import EmaSpec
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
@@ -33,9 +36,14 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def folder(tmp_path_factory):
+    """Where the ranks write."""
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
     """What each rank has seen: a list by rank of (engine, case) to results."""
-    folder = tmp_path_factory.mktemp("sharded")
     script = Path(__file__).with_name("train_sharded.py")
     completed = subprocess.run(
         [sys.executable, str(script), str(folder)],
@@ -89,13 +97,27 @@ def test_losses_gradients_and_weights_are_those_of_one_process(engine, case, res
 @each_case
 @each_engine
 def test_the_average_is_that_of_the_closed_form(engine, case, results):
-    for of_rank in results:
-        result = of_rank[engine, case]
-        assert set(result["average"]) == set(result["weights"][0])
-        for name, average in result["average"].items():
-            of_steps = [weights[name] for weights in result["weights"]]
-            expected = average_by_hand(of_steps, half_life=2, interval=2)
-            torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
+    first, second = (of_rank[engine, case] for of_rank in results)
+    assert set(first["average"]) == set(first["weights"][0])
+    assert second["average"] == {}
+    for name, average in first["average"].items():
+        of_steps = [weights[name] for weights in first["weights"]]
+        expected = average_by_hand(of_steps, half_life=2, interval=2)
+        torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
+
+
+@each_case
+@each_engine
+def test_an_average_that_two_ranks_have_saved_is_loaded_by_one(engine, case, results, folder):
+    weights = dict(make_model()[0].unet.named_parameters())
+    ema = ForeachEma(weights, EmaSpec("foreach", half_life_batches=2, interval_batches=2))
+    state = ema.state_dict()
+    checkpoint.load(state, checkpoint_id=folder / f"{engine}-{case}", no_dist=True)
+    ema.load_state_dict(state)
+    assert ema.state_dict()["num_steps"] == NUM_STEPS
+    averages = ema.gather()
+    for name, average in results[0][engine, case]["average"].items():
+        assert torch.equal(averages[name], average)
 
 
 @each_engine

@@ -144,14 +144,16 @@ class WeightRecorder:
         self.shapes = {name: shape_here(weight) for name, weight in weights.items()}
 
 
-def train(engine, case, *, rank):
-    """One case with one engine.
+def train(engine, case, *, rank, folder):
+    """One case with one engine. Saves the average's state in the folder.
 
     Returns:
         Losses, gradients of each step, weights before the first and behind each, average, names of
         the weights that this rank averages, and the shapes of what it holds of each weight.
     """
     import importlib
+
+    import torch.distributed.checkpoint
 
     from tests.engines.linear import watch_with
 
@@ -171,6 +173,7 @@ def train(engine, case, *, rank):
     finally:
         module.ForeachEma = original
     ((ema, averaged),) = kept
+    torch.distributed.checkpoint.save(ema.state_dict(), checkpoint_id=folder / f"{engine}-{case}")
     return {
         "losses": [step.loss for step in measurements.timings.steps],
         "gradients": gradients,
@@ -208,7 +211,9 @@ def run_rank(rank, folder):
         timeout=datetime.timedelta(seconds=60),
     )
     results = {
-        (engine, case): train(engine, case, rank=rank) for engine in ENGINES for case in CASES
+        (engine, case): train(engine, case, rank=rank, folder=folder)
+        for engine in ENGINES
+        for case in CASES
     }
     results["hybrid"] = shapes_of_hybrid()
     torch.save(results, folder / f"rank{rank}.pt")

@@ -18,7 +18,7 @@ def clock_of(*moments_s: float):
 
 
 def step_ends(clock: StartupClock, *, index: int) -> None:
-    clock.step_ends(index=index, phase="warmup", loss=1.0, num_steps=9)
+    clock.step_ends(index=index, phase="warmup", loss=lambda: 1.0, num_steps=9)
 
 
 def follow(*, num_warmup_steps: int) -> dict:

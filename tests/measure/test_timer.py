@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sdbench.base.errors import RunError
 from sdbench.measure.summary import Measurements, merge_measurements, summarize
@@ -55,7 +56,7 @@ def run_steps(step_times_s, *, data_wait_s=0.0, clock=None, **options):
         clock.pass_time(data_wait_s)
         timer.data_wait_ends()
         clock.pass_time(step_time_s - data_wait_s)
-        timer.step_ends(loss=float(index))
+        timer.step_ends(loss=torch.tensor(float(index)))
     return timer.timings()
 
 
@@ -118,7 +119,7 @@ def test_a_second_wait_within_a_step_is_added_to_it():
         timer.data_wait_begins()
         clock.pass_time(wait_s)
         timer.data_wait_ends()
-    timer.step_ends(loss=0.0)
+    timer.step_ends(loss=torch.tensor(0.0))
     assert timer.timings().steps[0].data_wait_s == pytest.approx(0.75)
 
 
@@ -147,7 +148,7 @@ def test_a_device_that_lags_is_synchronised_at_the_edges_only():
     for _ in range(4):
         clock.pass_time(0.1)
         device.run(2.0)
-        timer.step_ends(loss=0.0)
+        timer.step_ends(loss=torch.tensor(0.0))
     assert device.num_synchronizations == 2
     timings = timer.timings()
     # The first measured step waits 0.1 s for the host to hand over its work.

@@ -102,7 +102,9 @@ class ProfiledSteps:
     def loop_begins(self) -> None:
         """The first step is always a plain one."""
 
-    def step_ends(self, *, index: int, phase: str, loss: float, num_steps: int) -> None:
+    def step_ends(
+        self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
+    ) -> None:
         """End what this step ran under, and begin what the next one does."""
         self._step.close()
         following = index + 1

@@ -1,0 +1,124 @@
+"""Composer's internals that the engine changes, each with its reason; for Composer 0.32."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import composer
+import cpuinfo
+import torch
+from composer import Event, Trainer
+from composer.distributed import dist_strategy
+from composer.utils import dist
+
+from sdbench.base.errors import RunError
+
+# Private methods may mean something else in another release.
+KNOWN_VERSION = "0.32."
+
+
+class TrainerThatDoesNotWait(Trainer):
+    """Composer's trainer without its seven reads of the device in every step.
+
+    They are the loss, twice, the number of images, twice, the number of tokens, the time of the
+    step, and whether the data of any rank have ended. Each keeps the host from handing over work in
+    advance. The ranks' batches are all of one size and number, and the times are not used.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Make the trainer as Composer does.
+
+        Args:
+            **options: Of `composer.Trainer`.
+
+        Raises:
+            RunError: This Composer is not known.
+        """
+        if not composer.__version__.startswith(KNOWN_VERSION):
+            raise RunError(
+                f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "
+                f"{composer.__version__} is installed; --engine torch does without Composer"
+            )
+        super().__init__(**options)
+
+    def _use_closures(self) -> bool:
+        """Without closures: of each Composer reads the loss for the optimizer to return."""
+        return False
+
+    def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
+        """The batches of an epoch."""
+        batches = iter(self.state.dataloader)
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            batch = next(batches, None)
+            if batch is None:
+                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                return
+            yield batch
+
+    def _train_batch(self, use_grad_scaling: bool) -> None:
+        """Train on a batch and leave its mean loss over all ranks on the device.
+
+        Composer takes a None for a step without a loss, of which there is nothing to read.
+        """
+        losses = super()._train_batch(use_grad_scaling)
+        dist.all_reduce(losses["loss/train/total"])
+        self.state.total_loss_dict = {
+            name: loss.double() / dist.get_world_size() for name, loss in losses.items()
+        }
+
+    def _train_microbatches(
+        self,
+        microbatches: Sequence[Any],
+        total_loss_dict: dict[str, torch.Tensor],
+        ddp_sync: bool = True,
+    ) -> torch.Tensor:
+        """Compute the gradients of a batch as Composer does, but count its images on the host."""
+        assert ddp_sync, "Composer asks for it with closures only"
+        state = self.state
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        uses_scaler = self._use_grad_scaling(state.precision, state.scaler)
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        batch, total = state.batch, total_loss_dict["loss/train/total"]
+        num_images = sum(map(self._train_data_spec.get_num_samples_in_batch, microbatches))
+        for number, microbatch in enumerate(microbatches, start=1):
+            state.batch = state.device.batch_to_device(microbatch)
+            is_last = number == len(microbatches)
+            total += self._train_microbatch(uses_scaler, num_images, is_last)["total"]
+        state.batch = batch
+        if uses_scaler:
+            for optimizer in state.optimizers:
+                state.scaler.unscale_(optimizer)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        return total
+
+    def _accumulate_time_across_ranks(
+        self, num_samples: int, num_tokens: int, batch_time: datetime.timedelta
+    ) -> tuple[int, int, datetime.timedelta]:
+        """Samples and tokens of all ranks, and the time of this one."""
+        return (
+            num_samples * dist.get_world_size(),
+            num_tokens * dist.get_world_size(),
+            batch_time,
+        )
+
+
+@contextlib.contextmanager
+def trainer_is_made(*, make_ddp: Any) -> Iterator[None]:
+    """To be entered while the trainer is made, which wraps its model and looks at the machine.
+
+    Args:
+        make_ddp: Wraps the model in DDP: Composer hands on no options for it.
+    """
+    with (
+        mock.patch.object(dist_strategy, "DistributedDataParallel", make_ddp),
+        # py-cpuinfo starts a process that counts the cycles of a second, for a name of the CPU that
+        # is never shown.
+        mock.patch.object(cpuinfo, "get_cpu_info", dict),
+    ):
+        yield

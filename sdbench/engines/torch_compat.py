@@ -1,0 +1,66 @@
+"""Internals of torch that the engines change, each with its reason."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sdbench.base.errors import RunError
+
+# Parameters of AdamW._init_group in the releases of torch that the suite was tried with.
+INIT_GROUP = (
+    "group",
+    "params_with_grad",
+    "grads",
+    "exp_avgs",
+    "exp_avg_sqs",
+    "max_exp_avg_sqs",
+    "state_steps",
+)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, which leaves tensors that are channels_last where they are.
+
+    The fused kernel for CPUs copies whatever is not contiguous. To an update of each number by
+    itself the order of the axes means nothing.
+
+    Changed is the private method that lists the tensors of a group for the kernel.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Make the optimizer as torch does.
+
+        Raises:
+            RunError: torch's method is another one than that which is changed here.
+        """
+        if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
+            raise RunError(
+                f"torch {torch.__version__} is not known to this suite: its AdamW lists the "
+                f"tensors {found}, and not {INIT_GROUP}; requirements.txt has a torch that is known"
+            )
+        super().__init__(*args, **settings)
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+        is_complex = super()._init_group(group, *tensors)
+        weights = tensors[0]
+        # The gradients, both moments, and the largest second moments where they are kept; the last
+        # list holds the numbers of steps.
+        alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
+        for index in range(len(weights)):
+            of_one_weight = [of_one_kind[index] for of_one_kind in alike]
+            if all(map(_is_channels_last, of_one_weight)):
+                for of_one_kind, tensor in zip(alike, of_one_weight, strict=True):
+                    of_one_kind[index] = tensor.permute(0, 2, 3, 1)
+        return is_complex
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether it is a whole tensor of a CPU with the channels last in memory."""
+    if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)

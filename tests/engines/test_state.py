@@ -1,0 +1,85 @@
+"""What of a training job is saved and loaded: training goes on as if it had not been stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from sdbench.engines.device_batches import make_batches
+from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import EmaSpec
+from sdbench.engines.optimizers import AdamWOfMasterWeights
+from tests.engines.linear import BATCH_SIZE, NUM_STEPS, CountingLoader, Pairs, watch_with
+
+NUM_BEFORE, NUM_AFTER = 3, 3
+
+
+class Training:
+    """bf16 weights, their fp32 copies, a schedule and an average."""
+
+    def __init__(self) -> None:
+        self.weights = [torch.linspace(-1, 1, 12).bfloat16().requires_grad_() for _ in range(2)]
+        self.optimizer = AdamWOfMasterWeights(self.weights, lr=1e-2, weight_decay=0.1)
+        self.schedule = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        masters = self.optimizer.masters.values()
+        self.ema = ForeachEma(dict(zip("ab", masters, strict=True)), EmaSpec("foreach", 2, 2))
+        self.parts = {"optimizer": self.optimizer, "schedule": self.schedule, "ema": self.ema}
+
+    def train(self, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for weight in self.weights:
+                weight.grad = torch.randn(12, generator=generator).bfloat16()
+            self.optimizer.step()
+            self.schedule.step()
+            self.ema.update()
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.parts.items()}, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+def test_training_goes_on_as_if_it_had_not_been_stopped():
+    uninterrupted, stopped, resumed = Training(), Training(), Training()
+    uninterrupted.train(range(NUM_BEFORE + NUM_AFTER))
+    stopped.train(range(NUM_BEFORE))
+    resumed.load(stopped.save())
+    assert all(map(torch.equal, resumed.weights, stopped.weights))
+    resumed.train(range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
+    assert resumed.save() == uninterrupted.save()  # bit for bit
+    assert all(map(torch.equal, resumed.weights, uninterrupted.weights))
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
+
+
+@pytest.fixture
+def fake_stream(monkeypatch):
+    """A side stream where there is no GPU: copies are done at once."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+@pytest.mark.parametrize("copy_stream", ["compute", "side"])
+def test_the_position_is_that_of_the_batch_in_training(copy_stream, fake_stream):
+    loader, cpu = CountingLoader(Pairs(), batch_size=BATCH_SIZE), torch.device("cpu")
+    batches = make_batches(loader, device=cpu, watch=watch_with(), copy_stream=copy_stream)
+    num_ahead = {"compute": 0, "side": 1}[copy_stream]
+    for number in range(1, NUM_STEPS + 2):  # and into a second epoch
+        next(batches)
+        assert batches.state_dict() == {"num_images": number * BATCH_SIZE}
+        batches.fetch_ahead()
+        assert loader.num_images_delivered == (number + num_ahead) * BATCH_SIZE
+        assert batches.state_dict() == {"num_images": number * BATCH_SIZE}

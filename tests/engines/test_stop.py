@@ -1,0 +1,120 @@
+"""A signal within a step: the step is ended, on all ranks, and then the run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sdbench.base import stop
+from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.engines import ENGINES, load_engine
+from tests.engines.linear import (
+    BATCH_SIZE,
+    MICROBATCH,
+    make_config,
+    make_parts,
+    mean_squared_error,
+    train_by_hand,
+    watch_with,
+)
+
+NUM_MICROBATCHES = BATCH_SIZE // MICROBATCH
+# In the first micro-batch of the third step, and in the one behind it.
+FIRST = 2 * NUM_MICROBATCHES + 1
+SECOND = FIRST + 1
+
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
+    """Train while signals arrive.
+
+    Args:
+        engine: Of `ENGINES`.
+        signals: Number of a micro-batch, from 1, to the signal that arrives in it.
+        ends_with: The exception that the run ends with.
+
+    Returns:
+        It, and the weights that are left.
+    """
+    num_losses = 0
+
+    def loss(output):
+        nonlocal num_losses
+        num_losses += 1
+        if num_losses in signals:
+            os.kill(os.getpid(), signals[num_losses])
+        return mean_squared_error(output)
+
+    job, fit = make_parts(loss=loss), load_engine(engine)
+    with pytest.raises(ends_with) as caught, stop_signals_raise():
+        fit(job, make_config(), watch_with())
+    return caught.value, job.trained.weight.detach()[0]
+
+
+@each_engine
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, Terminated), (signal.SIGHUP, Terminated), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_the_step_is_ended_first(engine, number, error):
+    # A launcher passes the signal on, so that it arrives twice.
+    ended_by, weights = train(engine, {FIRST: number, SECOND: number}, ends_with=error)
+    assert getattr(ended_by, "number", signal.SIGINT) == number
+    torch.testing.assert_close(weights, train_by_hand()[1][3])
+
+
+@each_engine
+def test_a_second_signal_ends_the_run_at_once(engine, monkeypatch):
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    signals = {FIRST: signal.SIGTERM, SECOND: signal.SIGINT}
+    _, weights = train(engine, signals, ends_with=KeyboardInterrupt)
+    torch.testing.assert_close(weights, train_by_hand()[1][2])
+
+
+def test_a_loop_that_breaks_after_a_signal_was_stopped():
+    # As when the signal has reached the workers of the loader, too.
+    with pytest.raises(Terminated) as caught, stop_signals_raise(), stop.stop_signals_ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("a worker exited")
+    assert caught.value.number == signal.SIGTERM
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_outside_a_loop_the_first_signal_is_obeyed():
+    with pytest.raises(Terminated), stop_signals_raise():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("still here")
+
+
+@pytest.fixture(scope="module")
+def ends_of_ranks(tmp_path_factory):
+    """How each of two ranks ended, see stop_ranks.py."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("stop_ranks.py")
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@each_engine
+def test_ranks_end_together_when_one_is_signalled(engine, ends_of_ranks):
+    for ends in ends_of_ranks:
+        assert ends[engine]["signal"] == ["Terminated", 3]
+
+
+@each_engine
+def test_ranks_end_together_when_one_has_read_a_loss_that_is_not_a_number(engine, ends_of_ranks):
+    for ends in ends_of_ranks:
+        assert ends[engine]["nan"] == ["RunError", 4]
