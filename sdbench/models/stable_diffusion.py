@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def _unobserved(phase: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class StableDiffusion(nn.Module):
-    """U-Net in training, VAE and text encoder frozen (or absent, for precomputed latents)."""
+    """U-Net, VAE and text encoder; the latter two are absent for precomputed latents."""
 
     def __init__(
         self,
@@ -75,15 +75,13 @@ class StableDiffusion(nn.Module):
         signal_power = scheduler.alphas_cumprod.double()
         self._add_buffer("signal_scale", signal_power.sqrt())
         self._add_buffer("noise_scale", (1.0 - signal_power).sqrt())
-        for encoder in self._encoders():
-            encoder.requires_grad_(False)
-        self.train()
 
     def train(self, mode: bool = True) -> StableDiffusion:
-        """Switch the U-Net; the frozen encoders stay in evaluation mode."""
+        """Switch the sub-models that are trained; frozen ones stay in evaluation mode."""
         super().train(mode)
-        for encoder in self._encoders():
-            encoder.eval()
+        for module in self.children():
+            if not _is_trained(module):
+                module.eval()
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -99,7 +97,7 @@ class StableDiffusion(nn.Module):
         """
         with torch.no_grad():
             latents = self._latents(batch)
-            text_states = self._text_states(batch)
+        text_states = self._text_states(batch)
         num_train_timesteps = len(self.signal_scale)
         timesteps = torch.randint(0, num_train_timesteps, (len(latents),), device=latents.device)
         noise = _draw_noise(latents)
@@ -147,9 +145,6 @@ class StableDiffusion(nn.Module):
         """Mean squared error in fp32, whatever type the prediction has."""
         return nn.functional.mse_loss(prediction.float(), target.float())
 
-    def _encoders(self) -> list[nn.Module]:
-        return [encoder for encoder in (self.vae, self.text_encoder) if encoder is not None]
-
     def _add_buffer(self, name: str, value: Tensor) -> None:
         # Not persistent: the schedule is configuration, and checkpoints stay loadable elsewhere.
         self.register_buffer(name, value.float(), persistent=False)
@@ -189,6 +184,10 @@ class StableDiffusion(nn.Module):
         assert self.text_encoder is not None, "captions need a model built with its encoders"
         with self._phase("text_encode"), self._encoder_autocast(self.text_encoder):
             return encode_captions(self.text_encoder, batch["input_ids"])
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def encode_images(
@@ -236,6 +235,7 @@ def build_stable_diffusion(
     memory_format: str,
     attention: str,
     encoders: bool = True,
+    trained: Collection[str] = ("unet",),
     device: str | torch.device = "cpu",
     phase: PhaseObserver = _unobserved,
 ) -> StableDiffusion:
@@ -253,6 +253,7 @@ def build_stable_diffusion(
         memory_format: One of `MEMORY_FORMATS`, for U-Net and VAE.
         attention: One of `components.ATTENTION`.
         encoders: Whether VAE and text encoder are wanted; not for precomputed latents.
+        trained: Names of the sub-models to train; the others are frozen.
         device: Where the finished model goes.
         phase: Entered around the work of each sub-model.
 
@@ -283,6 +284,9 @@ def build_stable_diffusion(
         memory_format=layout,
         phase=phase,
     )
+    for name, module in model.named_children():
+        module.requires_grad_(name in trained)
+    model.train()
     # The sub-models are there already.
     for name, buffer in model.named_buffers(recurse=False):
         setattr(model, name, buffer.to(device))

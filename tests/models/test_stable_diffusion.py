@@ -169,11 +169,13 @@ def test_seed_decides_the_weights_and_leaves_the_generator_alone(model) -> None:
         )
 
 
-def test_encoders_are_frozen_and_only_the_unet_gets_gradients(batch) -> None:
-    model = build()
-    assert model.train().unet.training
-    assert not model.vae.training
-    assert not model.text_encoder.training
+@pytest.mark.parametrize("trained", [{"unet"}, {"unet", "text_encoder"}])
+def test_the_sub_models_to_train_get_gradients_and_the_others_are_frozen(batch, trained) -> None:
+    model = build(trained=trained)
     StableDiffusion.loss(*model(batch)).backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == name.startswith("unet."), name
+    for name in ("unet", "vae", "text_encoder"):
+        module = getattr(model, name)
+        assert module.training == (name in trained)
+        parameters = list(module.parameters())
+        assert {p.requires_grad for p in parameters} == {name in trained}
+        assert any(p.grad is not None for p in parameters) == (name in trained)
