@@ -1,9 +1,4 @@
-"""Measure how many images a second this machine trains Stable Diffusion with.
-
-    composer benchmark.py --use_synth_data --device_train_microbatch_size 8
-    torchrun --nproc_per_node 8 benchmark.py --use_synth_data --use_ema
-    python benchmark.py --model_name tiny --use_synth_data
-"""
+"""Measure how many images a second this machine trains Stable Diffusion with."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from sdbench.base.errors import RunError
 from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_csv
 from sdbench.report.terminal import format_number
+from sdbench.tasks import feed
 from tests.schemas import validate
 
 SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4")
@@ -182,8 +183,8 @@ def test_a_run_that_fails_leaves_a_record_that_says_why(
 
 def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
     now_s = 0.0
-    monkeypatch.setattr(script.time, "perf_counter", lambda: now_s)
-    progress = script.Progress(num_batches=20, batch_size=4)
+    monkeypatch.setattr(feed.time, "perf_counter", lambda: now_s)
+    progress = feed.Progress(num_batches=20, batch_size=4)
     for _ in range(12):
         now_s += 1.0
         progress.batch_ends()
@@ -195,8 +196,8 @@ def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(script.sys.stderr, "isatty", lambda: True, raising=False)
-    progress = script.Progress(num_batches=2, batch_size=4)
+    monkeypatch.setattr(feed.sys.stderr, "isatty", lambda: True, raising=False)
+    progress = feed.Progress(num_batches=2, batch_size=4)
     progress.batch_ends()
     progress.batch_ends()
     progress.close()

@@ -111,10 +111,11 @@ class RunRecord:
         Raises:
             RunError: It cannot be written.
         """
-        merged = {
-            name: {**(self._content.get(name) or {}), **value} if isinstance(value, Mapping) else value
-            for name, value in fields.items()
-        }
+        merged = dict(fields)
+        for name, value in fields.items():
+            known = self._content.get(name)
+            if isinstance(known, dict):
+                merged[name] = known | value
         return self._end(status=store.OK, reason=None, **merged)
 
     def end_badly(self, failure: Failure) -> None:
