@@ -5,5 +5,5 @@ TASKS = {
     "benchmark": "sdbench.tasks.benchmark:Benchmark",
     "feed": "sdbench.tasks.feed:Feed",
     "precompute": "sdbench.tasks.encode.precompute:Precompute",
-    "profile": "sdbench.tasks.profile.profile:ProfileStep",
+    "profile": "sdbench.tasks.profile.task:ProfileStep",
 }
