@@ -20,7 +20,7 @@ from sdbench.record.row import append_row
 from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
 from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
-from sdbench.run.progress import Progress
+from sdbench.run.progress import StepProgress
 from sdbench.run.runner import no_garbage_expected
 from sdbench.run.task import Run, Task
 from sdbench.run.wandb_log import WandbLog
@@ -84,7 +84,7 @@ class Benchmark(Task):
         clock.ends(startup.IMPORTS)
         matmul_tflops = _measure_peak(plan) if config.measure_peak else None
         clock.ends(startup.PEAK)
-        progress = Progress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
+        progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
         self.resources.callback(progress.close)
         watch = _make_watch(plan, run, observers=[clock, run.heartbeat, progress, wandb_log])
         job = pretrain.build(plan, phase=watch.phases.phase)

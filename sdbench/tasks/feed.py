@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
+from sdbench.base.progress import Progress
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -35,7 +34,6 @@ MAX_DEFAULT_WORKERS = 8
 DEFAULT_BATCHES = 100
 # What the workers have in store when the window begins is at most a tenth of it.
 MIN_BATCHES_PER_STORED_BATCH = 10
-PLAIN_LINE_PERIOD_S = 5.0
 
 
 class Flag(NamedTuple):
@@ -257,18 +255,16 @@ def _measure(settings: dict[str, Any], source: SourceConfig, machine: Machine) -
 
     step_s = settings["emulate_step_seconds"] or 0.0
     num_batches, num_warmup = settings["num_batches"], settings["num_warmup_batches"]
-    progress = Progress(num_batches=num_warmup + num_batches, batch_size=settings["batch_size"])
-    try:
+    batch_size = settings["batch_size"]
+    with Progress((num_warmup + num_batches) * batch_size, unit="image") as progress:
         feed = measure_feed(
             data.build(source),
             num_warmup_batches=num_warmup,
             num_batches=num_batches,
             max_seconds=settings["max_seconds"] or math.inf,
             step_s=step_s,
-            observe=progress.batch_ends,
+            observe=lambda: progress.advance(batch_size),
         )
-    finally:
-        progress.close()
     return summarize_feed(
         feed,
         num_workers=settings["num_workers"],
@@ -276,49 +272,3 @@ def _measure(settings: dict[str, Any], source: SourceConfig, machine: Machine) -
         step_s=step_s,
         target_images_per_second=settings["target_images_per_second"],
     )
-
-
-class Progress:
-    """A bar on a terminal; elsewhere a plain line every five seconds."""
-
-    def __init__(self, *, num_batches: int, batch_size: int) -> None:
-        """Begin.
-
-        Args:
-            num_batches: Batches of the whole run.
-            batch_size: Images in each.
-        """
-        self._num_batches = num_batches
-        self._batch_size = batch_size
-        self._num_done = 0
-        self._num_done_at_line = 0
-        self._line_s = time.perf_counter()
-        self._bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=num_batches * batch_size, unit=" images", dynamic_ncols=True)
-
-    def batch_ends(self) -> None:
-        """A batch has been taken."""
-        self._num_done += 1
-        if self._bar is not None:
-            self._bar.update(self._batch_size)
-            return
-        since_line_s = time.perf_counter() - self._line_s
-        if since_line_s < PLAIN_LINE_PERIOD_S:
-            return
-        batches_per_second = (self._num_done - self._num_done_at_line) / since_line_s
-        self._line_s += since_line_s
-        self._num_done_at_line = self._num_done
-        remaining_s = (self._num_batches - self._num_done) / batches_per_second
-        print(
-            f"batch {self._num_done}/{self._num_batches}, "
-            f"{batches_per_second * self._batch_size:.4g} images/s, about {remaining_s:.0f} s left",
-            flush=True,
-        )
-
-    def close(self) -> None:
-        """The last batch has been taken, or none will come."""
-        if self._bar is not None:
-            self._bar.close()

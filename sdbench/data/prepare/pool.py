@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,15 +15,13 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from sdbench.base.errors import RunError
+from sdbench.base.progress import Progress
 
 # Starting a process that imports torch takes seconds: less work than this is done without any.
 WORTH_PROCESSES_S = 20.0
 
 # Pieces done to find out how long one takes; the first one's time is that of imports.
 NUM_PIECES_TRIED = 2
-
-# Seconds between two progress lines where the output is no terminal.
-LINE_INTERVAL_S = 10.0
 
 
 class WorkReport(NamedTuple):
@@ -137,33 +134,14 @@ def _work_in_worker(number: int) -> WorkReport:
 def show_progress(
     reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
 ) -> Iterator[WorkReport]:
-    """Pass reports on, showing rate and time left: a bar on a terminal, else lines.
+    """Pass reports on, showing progress.
 
     Args:
         reports: Of `run_work`.
         num_samples: Samples in all.
         num_done: How many of them an earlier run has done.
     """
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=num_samples, initial=num_done, unit=" samples") as bar:
-            for report in reports:
-                yield report
-                bar.update(report.num_read)
-        return
-    started_s = last_line_s = time.monotonic()
-    num_read = 0
-    for report in reports:
-        yield report
-        num_read += report.num_read
-        now_s = time.monotonic()
-        if now_s - last_line_s >= LINE_INTERVAL_S:
-            last_line_s = now_s
-            rate = num_read / (now_s - started_s)
-            left_s = (num_samples - num_done - num_read) / rate
-            print(
-                f"{num_done + num_read} of {num_samples} samples, {rate:.1f} samples/s, "
-                f"{left_s:.0f} s left",
-                file=sys.stderr,
-            )
+    with Progress(num_samples, unit="sample", num_done=num_done) as progress:
+        for report in reports:
+            yield report
+            progress.advance(report.num_read)

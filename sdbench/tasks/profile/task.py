@@ -18,7 +18,7 @@ from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import PROFILE, RunFolder, replace_file
 from sdbench.run.outcome import warn_if_not_written
-from sdbench.run.progress import Progress
+from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run, Task
 from sdbench.tasks.profile import printout
 from sdbench.tasks.profile.result import Profile
@@ -166,7 +166,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
         device_type=device_type,
         trace_file=trace_file if config.profile_trace else None,
     )
-    progress = Progress(images_per_step=config.batch_size, enabled=True)
+    progress = StepProgress(images_per_step=config.batch_size, enabled=True)
     watch = make_watch(
         steps,
         phases=phases,
