@@ -180,30 +180,6 @@ def test_a_run_that_fails_leaves_a_record_that_says_why(
     assert f"{status}: {record['reason']}" in captured and "record: " in captured
 
 
-def test_lines_tell_rate_and_time_left(monkeypatch, capsys):
-    now_s = 0.0
-    monkeypatch.setattr(script.time, "perf_counter", lambda: now_s)
-    progress = script.Progress(num_batches=20, batch_size=4)
-    for _ in range(12):
-        now_s += 1.0
-        progress.batch_ends()
-    progress.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "batch 5/20, 4 images/s, about 15 s left",
-        "batch 10/20, 4 images/s, about 10 s left",
-    ]
-
-
-def test_a_terminal_gets_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(script.sys.stderr, "isatty", lambda: True, raising=False)
-    progress = script.Progress(num_batches=2, batch_size=4)
-    progress.batch_ends()
-    progress.batch_ends()
-    progress.close()
-    captured = capsys.readouterr()
-    assert "8/8" in captured.err and captured.out == ""
-
-
 def test_the_data_sets_are_importable_by_name():
     from data import StreamingLAIONDataset, SyntheticImageCaptionDataset
 

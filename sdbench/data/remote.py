@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.progress import show_progress
+from sdbench.base.progress import show_progress
 
 PIPE = "pipe:"
 S3 = "s3://"
@@ -79,7 +79,7 @@ def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
     """
     with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
         copies = pool.map(functools.partial(fetch, cache=cache), urls)
-        return list(show_progress(copies, "files", total=len(urls)))
+        return list(show_progress(copies, total=len(urls), unit="file"))
 
 
 def fetch(url: str, *, cache: Path) -> Path:

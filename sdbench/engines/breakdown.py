@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ class LastGradient:
     backward pass.
     """
 
-    def __init__(self, module: torch.nn.Module, clock: PhaseClock) -> None:
+    def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
         """Prepare; nothing is hooked until a profiled backward pass.
 
         Args:
-            module: Its trained parameters get gradients, each once in a backward pass.
+            weights: Parameters that get a gradient, each once in a backward pass.
             clock: Is switched behind the last of them.
         """
-        self._parameters = [weight for weight in module.parameters() if weight.requires_grad]
+        self._parameters = list(weights)
         self._clock = clock
         self._hooks: list[Any] = []
         self._num_missing = 0

@@ -64,7 +64,7 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
         weights = held_weights(job, optimizer, sharding=config.sharding)
         callbacks.append(EmaCallback(ForeachEma(weights, job.ema), watch.phases))
     # Behind the average: it ends the step.
-    callbacks.append(WatchCallback(watch, trained=job.trained))
+    callbacks.append(WatchCallback(watch, job))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             model=model,
@@ -145,9 +145,9 @@ class ComposerDiffusion(ComposerModel):
 class WatchCallback(Callback):
     """Passes Composer's events on to the watch, and ends the loop when the watch says so."""
 
-    def __init__(self, watch: StepWatch, *, trained: torch.nn.Module) -> None:
+    def __init__(self, watch: StepWatch, job: TrainJob) -> None:
         self._watch = watch
-        self._last_gradient = LastGradient(trained, watch.phases)
+        self._last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """The loop is about to begin."""
@@ -216,7 +216,7 @@ class GradientSyncCallback(Callback):
     """Does for FSDP2 what Composer's `ddp_sync_strategy` does for DDP."""
 
     def __init__(self, job: TrainJob, config: Any) -> None:
-        self._trained = job.trained
+        self._job = job
         self._config = config
         device_batch_size = job.images_per_step // Ranks.from_environment().world_size
         self._num_microbatches = -(-device_batch_size // config.device_train_microbatch_size)
@@ -230,7 +230,7 @@ class GradientSyncCallback(Callback):
         """A micro-batch begins."""
         self._num_seen += 1
         is_last = self._num_seen == self._num_microbatches
-        set_gradient_sync(self._trained, config=self._config, is_last=is_last)
+        set_gradient_sync(self._job, config=self._config, is_last=is_last)
 
 
 class EmaCallback(Callback):

@@ -75,7 +75,7 @@ def shard_weights(job: TrainJob, *, sharding: str) -> None:
     axes = {"shard": ranks.world_size}
     if sharding == "hybrid":
         axes = {"replicate": ranks.num_nodes, "shard": ranks.local_world_size}
-    weights = list(job.trained.parameters())
+    weights = [w for module in job.trained.values() for w in module.parameters()]
     for weight in weights:
         weight.data = weight.data.contiguous()
     device_type = weights[0].device.type
@@ -92,23 +92,26 @@ def shard_weights(job: TrainJob, *, sharding: str) -> None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     )
     # The innermost first: a block leaves alone what a block inside it has shared out.
-    for module in reversed(list(job.trained.modules())):
-        if isinstance(module, job.sharded_blocks) and module is not job.trained:
-            shard(module)
-    shard(job.trained)
+    for trained in job.trained.values():
+        for module in reversed(list(trained.modules())):
+            if isinstance(module, job.sharded_blocks) and module is not trained:
+                shard(module)
+        shard(trained)
 
 
-def set_gradient_sync(trained: Any, *, config: Any, is_last: bool) -> None:
+def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
     """Tell FSDP2 about the micro-batch to come.
 
     Args:
-        trained: What `shard_weights` has shared out.
+        job: What `shard_weights` has sharded.
         config: The resolved config.
         is_last: Whether it is the last micro-batch of a step.
     """
-    trained.set_requires_gradient_sync(is_last or config.grad_sync == "every")
-    if config.sharding == "grad_op":  # whole weights within a step are gathered once in it
-        trained.set_reshard_after_backward(is_last)
+    trained: Any
+    for trained in job.trained.values():
+        trained.set_requires_gradient_sync(is_last or config.grad_sync == "every")
+        if config.sharding == "grad_op":  # whole weights within a step are gathered once in it
+            trained.set_reshard_after_backward(is_last)
 
 
 def held_weights(
@@ -123,7 +126,7 @@ def held_weights(
         optimizer: What `job.make_optimizer` has made of them.
         sharding: The config's.
     """
-    weights = {n: weight for n, weight in job.trained.named_parameters() if weight.requires_grad}
+    weights = job.trained_weights()
     if sharding != "zero1":
         masters = getattr(optimizer, "masters", None)
         if masters is None:

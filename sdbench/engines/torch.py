@@ -131,7 +131,7 @@ class TrainingStep:
         self._optimizer = optimizer
         self._config = config
         self._clock = clock
-        self._last_gradient = LastGradient(job.trained, clock)
+        self._last_gradient = LastGradient(job.trained_weights().values(), clock)
         device = next(job.model.parameters()).device
         # For fp16 it waits for the device in every step: torch decides on the host whether to leave
         # out a step whose gradients are not finite.
@@ -170,7 +170,7 @@ class TrainingStep:
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
         elif self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._parts.trained, config=self._config, is_last=is_last)
+            set_gradient_sync(self._parts, config=self._config, is_last=is_last)
         return contextlib.nullcontext()
 
 

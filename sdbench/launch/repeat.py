@@ -13,9 +13,9 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.progress import Progress
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child, tail
-from sdbench.launch.eta import Countdown
 from sdbench.record.store import OK, write_json
 from sdbench.report.terminal import format_number, format_rate
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
@@ -45,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     is_interrupted = False
     try:
-        with stop_signals_raise(), Countdown(arguments.times, unit="run") as countdown:
+        with stop_signals_raise(), Progress(arguments.times, unit="run") as progress:
             for number in range(1, arguments.times + 1):
                 outcome = run_child(
                     command, folder=folder / str(number), timeout_s=arguments.timeout_s
                 )
                 outcomes.append(outcome)
-                countdown.advance(_describe(outcome))
+                progress.report(_describe(outcome))
                 if outcome.status != OK:
-                    countdown.say(tail(folder / str(number)))
+                    progress.say(tail(folder / str(number)))
     except (KeyboardInterrupt, Terminated):
         is_interrupted = True
         print("interrupted: what has ended is kept", file=sys.stderr)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.progress import Progress
 from sdbench.launch.child import new_folder, split_command
-from sdbench.launch.eta import Countdown
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record, write_json
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_rates
@@ -211,13 +211,13 @@ def _scale_batch(
 def _wait(jobs: Sequence[Job]) -> None:
     """Until Slurm has ended or forgotten every job."""
     left = list(jobs)
-    with Countdown(len(jobs), unit="job") as countdown:
+    with Progress(len(jobs), unit="job") as progress:
         while left:
             for job in list(left):
                 state = _state(job)
                 if state is None or state in ENDED:
                     left.remove(job)
-                    countdown.advance(f"{job.number} on {job.num_nodes} nodes: {state or 'ended'}")
+                    progress.report(f"{job.number} on {job.num_nodes} nodes: {state or 'ended'}")
             if left:
                 time.sleep(POLL_S)
 

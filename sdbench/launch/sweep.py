@@ -16,10 +16,10 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import run_child, tail
-from sdbench.launch.eta import Countdown
 from sdbench.launch.history import estimate_durations
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
@@ -197,8 +197,7 @@ def _describe(
 
 def _measure(pending: Sequence[Run], *, timeout_s: float, end_s: float | None) -> None:
     """Make runs, one after the other, until all have ended or the time is up."""
-    countdown = Countdown(len(pending), unit="run")
-    with countdown:
+    with Progress(len(pending), unit="run") as progress:
         for run in pending:
             left_s = math.inf if end_s is None else end_s - time.monotonic()
             if left_s <= 0:
@@ -213,12 +212,12 @@ def _measure(pending: Sequence[Run], *, timeout_s: float, end_s: float | None) -
             run.end(outcome)
             summary = (outcome.record or {}).get("summary")
             result = f"{format_rate(summary)} images/s" if outcome.status == OK else outcome.reason
-            countdown.advance(
+            progress.report(
                 f"{for_terminal(run.cell.described)}: {outcome.status}, {for_terminal(result)} "
                 f"({time.perf_counter() - start_s:.0f} s)"
             )
             if outcome.status not in (OK, OOM):
-                countdown.say(tail(run.folder))
+                progress.say(tail(run.folder))
 
 
 def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -178,16 +179,22 @@ def disconnect() -> None:
 
     Only after a good end: it waits for all of them.
     """
+    if not is_connected():
+        return
     import torch
 
-    if not torch.distributed.is_initialized():
-        return
     torch.distributed.barrier()
     # Right after a gather torch 2.7 may wait for ever: ending a gloo group holds the interpreter's
     # lock, and freeing the gather's tensors in gloo's thread asks for it. 6 of 43 runs hung so;
     # sleeping gives the lock to that thread, and none of 150 hung.
     time.sleep(0.1)
     torch.distributed.destroy_process_group()
+
+
+def is_connected() -> bool:
+    """Whether this process has joined the process group."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
 
 
 def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:

@@ -32,6 +32,7 @@ SCHEMA_VERSION = 1
 BENCHMARK = "benchmark"
 FEED = "feed"
 PRECOMPUTE = "precompute"
+PROFILE = "profile"
 SCHEMA_FILE = Path(__file__).with_name("schemas") / "record.schema.json"
 SCHEMA_FILES = {
     BENCHMARK: SCHEMA_FILE,
@@ -70,8 +71,9 @@ def utc_now() -> str:
 class RunFolder:
     """The folder of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, record_name: str = RECORD_NAME) -> None:
         self.path = path
+        self._record_path = path / record_name
 
     @staticmethod
     def create(results_dir: str, *, machine: str, name: str) -> Path:
@@ -126,11 +128,11 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
         """Put `record` in place of the one before it, in one piece; it as written, no secrets."""
-        return write_json(self.path / RECORD_NAME, record)
+        return write_json(self._record_path, record)
 
     def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
         """As `write_record`, if need be in the space that was reserved, which is given back."""
-        path, reserve = self.path / RECORD_NAME, self.path / RESERVE_NAME
+        path, reserve = self._record_path, self.path / RESERVE_NAME
         record = redact_values(record)
         try:
             replace_file(path, _format_json(record))

@@ -1,4 +1,4 @@
-"""How did a run end, and what does its record say of that?
+"""The record of a run, from its first moment to its end, and what ended it.
 
 A run whose figures were measured is `ok`, with an exit code of 0, also when the disk has filled up
 by then: its record has had space since the start and is written first. What does not fit besides
@@ -51,8 +51,8 @@ class RunRecord:
         *,
         command: Sequence[str],
         described: Mapping[str, Any],
-        program: str = "benchmark.py",
-        kind: str = store.BENCHMARK,
+        program: str,
+        kind: str,
     ) -> None:
         """Begin: not written yet.
 
@@ -62,7 +62,7 @@ class RunRecord:
             described: What is known before the run: its config, the machine and, by the kind's
                 schema, more.
             program: What was started, as one types it.
-            kind: A key of `store.SCHEMA_FILES`.
+            kind: Of the task.
         """
         self._folder = folder
         self._started_s = time.perf_counter()
@@ -99,19 +99,11 @@ class RunRecord:
                 flag="--results_dir",
             ) from None
 
-    def end_well(
-        self,
-        *,
-        summary: dict[str, Any],
-        workload: Mapping[str, Any] | None = None,
-        network: str | None = None,
-    ) -> dict[str, Any]:
+    def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write the result.
 
         Args:
-            summary: The figures.
-            workload: What is known of the workload, in the kinds that have one, only now.
-            network: What NCCL calls the network between machines.
+            fields: Of the record, known only now; mappings are merged into those that are there.
 
         Returns:
             The whole record, without secrets.
@@ -119,11 +111,12 @@ class RunRecord:
         Raises:
             RunError: It cannot be written.
         """
-        if workload is not None:
-            self._content["workload"].update(workload)
-        if network is not None:
-            self._content["ranks"]["network"] = network
-        return self._end(status=store.OK, reason=None, summary=summary)
+        merged = dict(fields)
+        for name, value in fields.items():
+            known = self._content.get(name)
+            if isinstance(known, dict):
+                merged[name] = known | value
+        return self._end(status=store.OK, reason=None, **merged)
 
     def end_badly(self, failure: Failure) -> None:
         """Write why, unless another rank has done so: the first one knows the cause."""

@@ -1,1 +1,9 @@
-"""What is done: pre-training, encoding a data set, profiling a step."""
+"""What a run does: the tasks, and the training jobs that they build."""
+
+# Subclasses of `sdbench.run.task.Task` by kind, imported when one is chosen.
+TASKS = {
+    "benchmark": "sdbench.tasks.benchmark:Benchmark",
+    "feed": "sdbench.tasks.feed:Feed",
+    "precompute": "sdbench.tasks.encode.precompute:Precompute",
+    "profile": "sdbench.tasks.profile.task:ProfileStep",
+}

@@ -1,4 +1,4 @@
-"""What does pre-training Stable Diffusion consist of?"""
+"""Pre-training of Stable Diffusion as a job for an engine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from sdbench.tasks.tuning import tune_model
 
 # mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
 EMA_HALF_LIFE_BATCHES = 1000
+# Sub-models of `StableDiffusion`; VAE and text encoder stay as they are.
+TRAINED = ("unet",)
 
 
 def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
@@ -26,7 +28,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
 
     Args:
         plan: The resolved run.
-        phase: The model enters it around the work of each of its job.
+        phase: The model enters it around the work of each sub-model.
 
     Returns:
         The job for an engine.
@@ -40,6 +42,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         memory_format=config.memory_format,
         attention=config.attention,
         encoders=config.latents == "online",
+        trained=TRAINED,
         device=plan.machine.device_type,
         phase=phase,
     )
@@ -50,7 +53,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         flops_per_image += flops.vae_encode + flops.text_encode
     return TrainJob(
         model=model,
-        trained=model.unet,
+        trained={name: getattr(model, name) for name in TRAINED},
         loss=_loss,
         loader=data.build(plan.source),
         make_optimizer=functools.partial(make_optimizer, config=config),

@@ -77,7 +77,7 @@ def make_parts(*, num_ranks=1, rank=0, **changes) -> TrainJob:
     device_batch = BATCH_SIZE // num_ranks
     fields = {
         "model": model,
-        "trained": model.unet,
+        "trained": {"unet": model.unet},
         "loss": mean_squared_error,
         "loader": CountingLoader(Pairs(), batch_size=device_batch, sampler=sampler),
         "make_optimizer": lambda placed: torch.optim.SGD(placed.parameters(), lr=LEARNING_RATE),

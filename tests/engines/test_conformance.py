@@ -63,7 +63,7 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     measurements = load_engine(engine)(job, make_config(), watch_with(listener))
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(job.trained.weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.trained["unet"].weight.detach()[0], weights[-1])
     steps = measurements.timings.steps
     assert [step.phase for step in steps] == ["warmup"] * 2 + ["measured"] * 3
     assert listener.indices == list(range(NUM_STEPS))
@@ -82,7 +82,7 @@ def test_micro_batches_of_any_size_give_the_loss_of_the_whole_batch(engine, micr
     measurements = load_engine(engine)(job, config, watch_with())
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(job.trained.weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.trained["unet"].weight.detach()[0], weights[-1])
 
 
 @each_engine
@@ -190,7 +190,7 @@ def test_the_average_is_that_of_the_closed_form(engine, implementation, interval
     if implementation == "composer":
         average = kept[0].ema_model.named_parameters_dict["model.unet.weight"]
     else:
-        average = kept[0].gather()["weight"]
+        average = kept[0].gather()["unet.weight"]
     _, weights = train_by_hand()
     expected = average_by_hand(weights, half_life=HALF_LIFE_BATCHES, interval=interval)
     torch.testing.assert_close(average.detach()[0], expected)
@@ -226,7 +226,7 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
     fit(job, make_config(), watch_with())
     assert len(copies) == NUM_STEPS + 1
     expected = average_by_hand(copies, half_life=HALF_LIFE_BATCHES, interval=1)
-    torch.testing.assert_close(kept[0].gather()["weight"], expected)
+    torch.testing.assert_close(kept[0].gather()["unet.weight"], expected)
     in_bf16 = average_by_hand(
         [copy.bfloat16().float() for copy in copies], half_life=HALF_LIFE_BATCHES, interval=1
     )

@@ -72,7 +72,7 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
     ]
     output = capsys.readouterr().out
     assert "4 cells x 1" in output and "0 of 4 runs are done" in output
-    assert "run 4/4" in output and "min left" in output
+    assert "run 4/4: " in output and "s left" in output
 
 
 def test_out_of_memory_is_a_row_and_a_finding(tmp_path):

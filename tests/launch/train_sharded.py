@@ -167,7 +167,7 @@ def train(engine, case, *, rank, folder):
 
     original, module.ForeachEma = module.ForeachEma, Kept
     parts, config, gradients = make_case(case, num_ranks=NUM_RANKS, rank=rank)
-    recorder = WeightRecorder(parts.trained)
+    recorder = WeightRecorder(parts.trained["unet"])
     try:
         measurements = module.fit(parts, config, watch_with(recorder))
     finally:
@@ -178,7 +178,7 @@ def train(engine, case, *, rank, folder):
         "losses": [step.loss for step in measurements.timings.steps],
         "gradients": gradients,
         "weights": recorder.weights,
-        "average": ema.gather(),
+        "average": {n.removeprefix("unet."): average for n, average in ema.gather().items()},
         "averaged": averaged,
         "shapes": recorder.shapes,
     }

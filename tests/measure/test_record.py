@@ -103,7 +103,7 @@ def test_a_record_of_another_kind_says_so_from_its_first_moment(tmp_path):
     assert content["command"] == ["data.py", "--seed", "1"]
     assert "still running, or it was killed" in content["reason"]
 
-    ended = record.end_well(summary=make_summary())
+    ended = record.end_well({"summary": make_summary()})
     content = load_record(path)
     assert content == json.loads(json.dumps(ended))
     validate(content)
@@ -132,7 +132,7 @@ def test_a_record_of_another_kind_says_how_its_run_ended(tmp_path, error, status
 
 def test_no_kind_takes_the_record_of_another(tmp_path):
     path, record = begin_feed_record(tmp_path)
-    content = record.end_well(summary=make_summary())
+    content = record.end_well({"summary": make_summary()})
     with pytest.raises(jsonschema.ValidationError, match="'dream' was unexpected"):
         validate({**content, "dream": 1})
     del content["kind"]

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from sdbench.base.cache import new_file, private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
@@ -28,7 +29,6 @@ from sdbench.data.formats.checks import (
     check_tokenizer_folder,
 )
 from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.progress import show_progress
 from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
 from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
@@ -110,7 +110,7 @@ class WebDatasetSamples:
         terms = parse_filters(config.filters)
         captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
         indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
-        self._indexes = list(show_progress(indexes, "tars", total=len(tars)))
+        self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
         self._starts = list(itertools.accumulate(sizes, initial=0))

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from sdbench.base.errors import RunError
-from sdbench.data import progress
+from sdbench.base.progress import Progress
 
 # Starting a process that imports torch takes seconds: less work than this is done without any.
 WORTH_PROCESSES_S = 20.0
@@ -134,17 +134,14 @@ def _work_in_worker(number: int) -> WorkReport:
 def show_progress(
     reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
 ) -> Iterator[WorkReport]:
-    """Pass reports on, showing the progress in samples.
+    """Pass reports on, showing progress.
 
     Args:
         reports: Of `run_work`.
         num_samples: Samples in all.
         num_done: How many of them an earlier run has done.
     """
-    return progress.show_progress(
-        reports,
-        "samples",
-        total=num_samples,
-        num_done=num_done,
-        count=lambda report: report.num_read,
-    )
+    with Progress(num_samples, unit="sample", num_done=num_done) as progress:
+        for report in reports:
+            yield report
+            progress.advance(report.num_read)

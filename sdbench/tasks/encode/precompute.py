@@ -1,16 +1,12 @@
-"""How does a data set of images become one of latents, and how fast did that go?
+"""The task of `precompute`: encode a data set of images into one of latents.
 
-    python -m sdbench precompute --remote photos --out latents
-    torchrun --nproc_per_node 8 -m sdbench precompute --remote photos --out latents
-
-The ranks share the shards that are missing; rank 0 joins them at the end. The work itself is in
-encode.py, which needs torch.
+The ranks share the missing shards; rank 0 joins them at the end. encoder.py has the work of one
+rank, which needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -20,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
-from sdbench.base.stop import stop_signals_raise
 from sdbench.data.prepare.chunk_formats import MAX_ROWS_PER_CHUNK
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.writers import Output, Totals, open_output
@@ -32,10 +27,12 @@ from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PRECOMPUTE, OutputLog, RunFolder
-from sdbench.run.outcome import RunRecord, explain
+from sdbench.record.store import PRECOMPUTE, RunFolder
+from sdbench.run.runner import run
+from sdbench.run.task import Run, Task
 from sdbench.settings.config import POSITIVE, add_flags, reader
 from sdbench.statistics.intervals import within_run_interval
+from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
     from sdbench.tasks.encode.encoder import EncodeJob, ImageReader, Step
@@ -104,20 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    try:
-        return _run(_parse(argv), command=list(sys.argv[1:] if argv is None else argv))
-    except (ConfigError, RunError) as error:  # before there is a record
-        if Ranks.from_environment().rank == 0:  # every rank has been told the same
-            print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
+    return run(TASKS["precompute"], _parse, argv)
 
 
 # --- The command line ----------------------------------------------------------------------------
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m sdbench precompute",
         description="Encode images and captions once, so that training reads latents instead.",
@@ -347,58 +337,24 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
 # --- The run -------------------------------------------------------------------------------------
 
 
-def _run(flags: argparse.Namespace, *, command: list[str]) -> int:
-    ranks = Ranks.from_environment()
-    log = OutputLog()
-    with log.capture(), stop_signals_raise(), contextlib.ExitStack() as locks:
-        machine = hardware.inspect_machine(local_rank=ranks.local_rank)
-        plan = _agree_on_plan(flags, machine=machine, ranks=ranks)
-        output, numbers = _open_output(plan, ranks=ranks, locks=locks)
-        path = None
+class Precompute(Task):
+    """Encodes a data set; its request are the flags."""
+
+    kind = PRECOMPUTE
+    program = "python -m sdbench precompute"
+    timeout_s = RANK_TIMEOUT_S
+    _machine: Machine
+    _ranks: Ranks
+    _plan: Plan
+    _totals: Totals
+    # The output and the numbers of its missing shards, which the first rank finds out.
+    _output: tuple[Output, list[int]] | None = None
+
+    def resolve(self, machine: Machine, ranks: Ranks) -> None:
+        """Make the plan; on the first rank also begin or resume the output."""
+        self._machine, self._ranks = machine, ranks
+        plan = self._plan = _resolve(self.request, machine=machine, ranks=ranks)
         if ranks.rank == 0:
-            path = _make_folder(plan, machine=machine)
-            log.move_to(path)
-            print(_describe(plan, ranks=ranks, num_missing=len(numbers)), flush=True)
-        folder = RunFolder(distributed.broadcast(path, ranks))
-        record = RunRecord(
-            folder,
-            kind=PRECOMPUTE,
-            program="python -m sdbench precompute",
-            command=command,
-            described=_describe_for_record(plan, machine=machine, ranks=ranks),
-        )
-        return _run_in_folder(
-            plan, record, folder, machine=machine, ranks=ranks, output=output, numbers=numbers
-        )
-
-
-def _agree_on_plan(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Plan:
-    """Resolve on every rank; an error on one of them is an error on all."""
-    plan, error = None, None
-    try:
-        plan = _resolve(flags, machine=machine, ranks=ranks)
-    except (ConfigError, RunError) as found:
-        error = found
-    distributed.connect(ranks, device_type=machine.device_type, timeout_s=RANK_TIMEOUT_S)
-    errors = [error for error in distributed.gather(error, ranks) if error is not None]
-    if errors:
-        raise errors[0]
-    assert plan is not None
-    return plan
-
-
-def _open_output(
-    plan: Plan, *, ranks: Ranks, locks: contextlib.ExitStack
-) -> tuple[Output, list[int]]:
-    """Let rank 0 begin or resume the output and say what is missing, the same to all ranks.
-
-    Raises:
-        ConfigError: The folder is taken.
-        RunError: It cannot be made.
-    """
-    answer = None
-    if ranks.rank == 0:
-        try:
             output = open_output(
                 plan.out,
                 data_format=plan.out_format,
@@ -406,20 +362,72 @@ def _open_output(
                 num_chunks=plan.job.num_shards,
                 job=_job_facts(plan),
             )
-            locks.enter_context(output.lock())
-            answer = output, output.missing_chunks()
-        except (ConfigError, RunError) as error:
-            answer = error
-    answer = distributed.broadcast(answer, ranks)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+            self.resources.enter_context(output.lock())
+            self._output = output, output.missing_chunks()
 
+    def make_folder(self) -> Path:
+        """A new one in --results_dir."""
+        config = self._plan.config
+        size = str(config["image_size"]).replace(",", "-")
+        name = f"precompute-{config['data_format']}-{size}px"
+        return RunFolder.create(config["results_dir"], machine=self._machine.slug, name=name)
 
-def _make_folder(plan: Plan, *, machine: Machine) -> Path:
-    size = str(plan.config["image_size"]).replace(",", "-")
-    name = f"precompute-{plan.config['data_format']}-{size}px"
-    return RunFolder.create(plan.config["results_dir"], machine=machine.slug, name=name)
+    def for_person(self) -> str:
+        """Source, output and what is missing of it."""
+        assert self._output is not None
+        return _describe(self._plan, ranks=self._ranks, num_missing=len(self._output[1]))
+
+    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
+        """The plan as a record has it."""
+        return _describe_for_record(self._plan, machine=self._machine, ranks=self._ranks)
+
+    def work(self, run: Run) -> dict[str, Any]:
+        """Encode the missing shards, and join all of them."""
+        plan = self._plan
+        output, numbers = distributed.broadcast(self._output, self._ranks)
+        try:
+            steps = self._encode(output, numbers)
+            everyone = distributed.gather((steps, _peak_memory_gib(self._machine)), self._ranks)
+            if self._ranks.rank != 0:
+                return {}
+            totals = self._totals = _finish(plan, output)
+        except BaseException:
+            print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
+            raise
+        num_stored = plan.config["num_workers"] * plan.config["prefetch_factor"]
+        summary = summarize(
+            [steps for steps, _ in everyone], num_warmup_steps=num_stored + NUM_WARMUP_STEPS
+        )
+        return {
+            "summary": summary
+            | {
+                "peak_memory_gib": max(peak for _, peak in everyone),
+                "num_images_written": totals.num_written,
+                "num_bad_samples": totals.num_bad,
+                "num_dropped_samples": plan.reader.num_dropped,
+            }
+        }
+
+    def _encode(self, output: Output, numbers: list[int]) -> list[Step]:
+        """Do this rank's part of the missing shards."""
+        from sdbench.tasks.encode.encoder import Encoder, ShardWriter
+
+        plan, ranks = self._plan, self._ranks
+        if plan.keep_memory:
+            keep_freed_memory()
+        on_gpu = self._machine.device_type == "cuda"
+        encoder = Encoder(plan.job, device=f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
+        writer = ShardWriter(plan.job, reader=plan.reader, encoder=encoder, output=output)
+        num_missing = sum(len(plan.job.indices(number)) for number in numbers)
+        writer.write(
+            numbers[ranks.rank :: ranks.world_size],
+            num_missing=num_missing if ranks.rank == 0 else None,
+        )
+        return writer.steps
+
+    def conclude(self, content: dict[str, Any], folder: Path) -> str:
+        """The result in words."""
+        return _describe_result(self._plan, content, self._totals)
 
 
 def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
@@ -468,67 +476,6 @@ def _describe_for_record(plan: Plan, *, machine: Machine, ranks: Ranks) -> dict[
             "ranks_per_node": ranks.local_world_size,
         },
     }
-
-
-def _run_in_folder(
-    plan: Plan,
-    record: RunRecord,
-    folder: RunFolder,
-    *,
-    machine: Machine,
-    ranks: Ranks,
-    output: Output,
-    numbers: list[int],
-) -> int:
-    """Encode, and leave a record whatever happens."""
-    if ranks.rank == 0:
-        record.write_unfinished()
-    try:
-        steps = _encode(plan, machine=machine, ranks=ranks, output=output, numbers=numbers)
-        everyone = distributed.gather((steps, _peak_memory_gib(machine)), ranks)
-        totals = _finish(plan, output) if ranks.rank == 0 else None
-    except BaseException as error:  # also Ctrl-C: the record has to say why
-        failure = explain(error, rank=ranks.rank)
-        record.end_badly(failure)
-        print(f"{failure.status}: {failure.reason}\nrecord: {folder.path}", file=sys.stderr)
-        print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
-        return failure.exit_code
-    if totals is not None:
-        num_stored = plan.config["num_workers"] * plan.config["prefetch_factor"]
-        summary = summarize(
-            [steps for steps, _ in everyone], num_warmup_steps=num_stored + NUM_WARMUP_STEPS
-        )
-        content = record.end_well(
-            summary=summary
-            | {
-                "peak_memory_gib": max(peak for _, peak in everyone),
-                "num_images_written": totals.num_written,
-                "num_bad_samples": totals.num_bad,
-                "num_dropped_samples": plan.reader.num_dropped,
-            }
-        )
-        print(f"\n{_describe_result(plan, content, totals)}\n\nrecord: {folder.path}")
-    distributed.disconnect()
-    return 0
-
-
-def _encode(
-    plan: Plan, *, machine: Machine, ranks: Ranks, output: Output, numbers: list[int]
-) -> list[Step]:
-    """Do this rank's part of the missing shards."""
-    from sdbench.tasks.encode.encoder import Encoder, ShardWriter
-
-    if plan.keep_memory:
-        keep_freed_memory()
-    on_gpu = machine.device_type == "cuda"
-    encoder = Encoder(plan.job, device=f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
-    writer = ShardWriter(plan.job, reader=plan.reader, encoder=encoder, output=output)
-    num_missing = sum(len(plan.job.indices(number)) for number in numbers)
-    writer.write(
-        numbers[ranks.rank :: ranks.world_size],
-        num_missing=num_missing if ranks.rank == 0 else None,
-    )
-    return writer.steps
 
 
 def _peak_memory_gib(machine: Machine) -> float:

@@ -1,0 +1,180 @@
+"""The task of benchmark.py: train for some steps under a watch, and sum up what it measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import RunError
+from sdbench.base.secrets import redact_values
+from sdbench.measure import startup
+from sdbench.measure.hardware import Machine
+from sdbench.plan import describe
+from sdbench.plan.resolve import Plan, resolve
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.nccl_log import SOCKETS, NcclLog
+from sdbench.record.row import append_row
+from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
+from sdbench.report.terminal import format_summary
+from sdbench.run.outcome import warn_if_not_written
+from sdbench.run.progress import StepProgress
+from sdbench.run.runner import no_garbage_expected
+from sdbench.run.task import Run, Task
+from sdbench.run.wandb_log import WandbLog
+
+if TYPE_CHECKING:
+    from sdbench.measure.summary import Measurements
+    from sdbench.measure.watch import Observer, StepWatch
+
+
+class Benchmark(Task):
+    """Measures how fast this machine trains; its request is a `Request`."""
+
+    kind = BENCHMARK
+    program = "benchmark.py"
+    plan: Plan
+    _nccl_log: NcclLog
+    _measurements: Measurements
+
+    @property
+    def timeout_s(self) -> float:
+        """The flag --dist_timeout."""
+        return self.request.config.dist_timeout
+
+    def resolve(self, machine: Machine, ranks: Ranks) -> None:
+        """Make the plan."""
+        self._nccl_log = NcclLog(ranks, device_type=machine.device_type)
+        self.plan = resolve(self.request, machine=machine, ranks=ranks)
+
+    def printed_config(self) -> str | None:
+        """The plan as a config file."""
+        return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
+
+    def make_folder(self) -> Path:
+        """A new one in --results_dir."""
+        machine = self.plan.machine.slug
+        return RunFolder.create(self.plan.config.results_dir, machine=machine, name=self.plan.name)
+
+    def for_person(self) -> str:
+        """The plan in words."""
+        return describe.for_person(self.plan)
+
+    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
+        """The plan as a record has it."""
+        return describe.for_record(self.plan, self.request, num_restarts=num_restarts)
+
+    def work(self, run: Run) -> dict[str, Any]:
+        """Build the job, train it, and merge what all ranks measured."""
+        from sdbench.engines import load_engine
+        from sdbench.measure.summary import merge_measurements, summarize
+        from sdbench.tasks import pretrain, tuning
+
+        plan, clock = self.plan, run.clock
+        config, ranks, machine = plan.config, plan.ranks, plan.machine
+        wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
+        settings = dataclasses.asdict(config)
+        wandb_log.start(config=redact_values(settings), folder=run.folder)
+        tuning.set_up_process(config)
+        clock.ends(startup.PLAN)
+        with no_garbage_expected():
+            fit = load_engine(config.engine)
+        clock.ends(startup.IMPORTS)
+        matmul_tflops = _measure_peak(plan) if config.measure_peak else None
+        clock.ends(startup.PEAK)
+        progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
+        self.resources.callback(progress.close)
+        watch = _make_watch(plan, run, observers=[clock, run.heartbeat, progress, wandb_log])
+        job = pretrain.build(plan, phase=watch.phases.phase)
+        if ranks.rank == 0:
+            print(
+                f"Model has {job.num_parameters / 1e6} M parameters and "
+                f"{job.num_trainable_parameters / 1e6} M trainable_params"
+            )
+        clock.ends(startup.BUILD)
+        measurements = fit(job, config, watch)
+        progress.close()
+
+        merged = merge_measurements(distributed.gather(measurements, ranks))
+        num_steps = len(merged.timings.steps)
+        num_expected = job.images_per_step * num_steps
+        if merged.num_images != num_expected:
+            raise RunError(
+                f"the loaders delivered {merged.num_images} images; {num_steps} steps of "
+                f"{job.images_per_step} are {num_expected}",
+                status="invalid",
+            )
+        network = self._nccl_log.read_network()
+        summary = summarize(
+            merged,
+            config=settings,
+            num_devices=ranks.world_size,
+            ranks_per_node=ranks.local_world_size,
+            flops_per_image=job.flops_per_image,
+            peak_tflops=machine.peak_tflops(config.precision),
+            matmul_tflops=matmul_tflops,
+            startup=clock,
+            uses_sockets=network == SOCKETS,
+        )
+        wandb_log.finish(summary)
+        self._measurements = merged
+        stats = distributed.gather(job.loader.stats, ranks)
+        return {
+            "summary": summary,
+            "workload": {
+                "num_parameters": job.num_parameters,
+                "num_trainable_parameters": job.num_trainable_parameters,
+                "flops_per_image": job.flops_per_image,
+                "num_steps": num_steps,
+                "num_images": merged.num_images,
+                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
+                "num_dropped_samples": job.loader.stats.num_dropped_samples,
+            },
+            "ranks": {} if network is None else {"network": network},
+        }
+
+    def conclude(self, content: dict[str, Any], folder: Path) -> str:
+        """Write steps.csv and the row of runs.csv."""
+        with warn_if_not_written(STEPS_NAME):
+            RunFolder(folder).write_steps(self._measurements.timings.steps)
+        with warn_if_not_written("runs.csv"):
+            append_row(folder.parent / "runs.csv", content)
+        return format_summary(content)
+
+
+def _measure_peak(plan: Plan) -> float:
+    """Mean TFLOP/s of the ranks' matrix products, all measured at once as they may share cores."""
+    from sdbench.measure.matmul import measure_matmul_tflops
+
+    distributed.gather(None, plan.ranks)
+    device_type = plan.machine.device_type
+    reached = measure_matmul_tflops(plan.config.precision, device_type=device_type)
+    by_rank = distributed.gather(reached, plan.ranks)
+    return sum(by_rank) / len(by_rank)
+
+
+def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepWatch:
+    """A watch that measures what the plan asks for, and comes to one decision on all ranks."""
+    from sdbench.measure.watch import make_watch
+    from sdbench.measure.window import WindowPolicy
+
+    config, ranks = plan.config, plan.ranks
+    looks = WindowPolicy(
+        max_warmup_steps=config.max_warmup_batches,
+        max_measured_steps=config.max_measure_batches,
+        target_precision=config.target_precision,
+        gather=lambda value: distributed.gather(value, ranks),
+    )
+    return make_watch(
+        num_warmup_steps=config.warmup_batches,
+        num_measured_steps=config.measure_batches,
+        num_profiled_steps=config.profile_batches,
+        look=looks,
+        num_steps=None if config.max_duration is None else plan.num_steps,
+        cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
+        observers=observers,
+        has_trace=config.profile_trace,
+        trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
+    )

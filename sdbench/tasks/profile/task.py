@@ -1,0 +1,220 @@
+"""The task of `profile`: what each operator of a training step does, takes and could reach.
+
+The flags of benchmark.py make the same plan, job and engine as there. Between job and engine stands
+a watch that counts one step and profiles the next ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.measure.hardware import Machine
+from sdbench.plan import describe
+from sdbench.plan.resolve import Plan, resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import PROFILE, RunFolder, replace_file
+from sdbench.run.outcome import warn_if_not_written
+from sdbench.run.progress import StepProgress
+from sdbench.run.task import Run, Task
+from sdbench.tasks.profile import printout
+from sdbench.tasks.profile.result import Profile
+from sdbench.tasks.profile.roofline import Ceilings, join
+
+if TYPE_CHECKING:
+    from sdbench.tasks.profile.steps import ProfiledSteps
+
+# The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each while they are added up.
+MAX_MICROBATCHES = 32
+OPERATORS_NAME = "operators.csv"
+TRACE_NAME = "trace.json.gz"
+
+
+class ProfileStep(Task):
+    """Profiles a training step; its request is a `ProfileRequest`."""
+
+    kind = PROFILE
+    program = "python -m sdbench profile"
+    record_name = "profile.json"
+    is_distributed = False
+    _plan: Plan
+    _profile: Profile
+    _warnings: list[str]
+
+    def resolve(self, machine: Machine, ranks: Ranks) -> None:
+        """Make the plan of benchmark.py, and see whether it can be profiled."""
+        self._plan = resolve(self.request.request, machine=machine, ranks=ranks)
+        _check(self._plan)
+
+    def printed_config(self) -> str | None:
+        """The plan as a config file."""
+        request = self.request.request
+        return describe.as_yaml(self._plan, request) if request.print_config else None
+
+    def make_folder(self) -> Path:
+        """That of --out, or a new one in --results_dir."""
+        return _make_folder(self._plan, self.request.out)
+
+    def for_person(self) -> str:
+        """The plan in words."""
+        config = self._plan.config
+        return (
+            f"{describe.for_person(self._plan)}\n{config.warmup_batches} steps of warm-up, "
+            f"{config.measure_batches} as they are, 1 counted, {config.profile_batches} profiled, "
+            "each after one to settle"
+        )
+
+    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
+        """The plan as a record has it."""
+        return describe.for_record(self._plan, self.request.request, num_restarts=num_restarts)
+
+    def work(self, run: Run) -> dict[str, Any]:
+        """Count and time the operators of a step, and measure the ceilings."""
+        self._profile = _profile(self._plan, trace_file=run.folder / TRACE_NAME)
+        is_compiled = self._plan.config.compile != "none"
+        self._warnings = printout.warnings_of(self._profile, is_compiled=is_compiled)
+        return {"warnings": self._warnings, **printout.to_json(self._profile)}
+
+    def conclude(self, content: dict[str, Any], folder: Path) -> str:
+        """Write operators.csv."""
+        with warn_if_not_written(OPERATORS_NAME):
+            replace_file(folder / OPERATORS_NAME, printout.to_csv(self._profile))
+        on_gpu = self._plan.machine.device_type == "cuda"
+        sentences = [*printout.describe_coverage(self._profile, on_gpu=on_gpu), *self._warnings]
+        return "\n\n".join(
+            (
+                printout.format_profile(self._profile, top=self.request.top),
+                "\n".join(sentences),
+                printout.describe_floors(self._profile),
+            )
+        )
+
+
+def _check(plan: Plan) -> None:
+    config = plan.config
+    if config.profile_batches == 0:
+        raise ConfigError(
+            "there is nothing to profile", value=0, allowed="1 or more", flag="--profile_batches"
+        )
+    if config.cuda_graph:
+        raise ConfigError(
+            "the step of a CUDA graph is not made of operators any more",
+            value=True,
+            allowed="the same kernels launched one by one",
+            flag="--no_cuda_graph",
+        )
+    microbatch = config.device_train_microbatch_size
+    num_microbatches = -(-config.batch_size // microbatch)
+    if num_microbatches > MAX_MICROBATCHES:
+        raise ConfigError(
+            f"a step of {num_microbatches} micro-batches makes more events than memory holds",
+            value=config.batch_size,
+            allowed=f"at most {MAX_MICROBATCHES * microbatch}, {MAX_MICROBATCHES} micro-batches "
+            f"of {microbatch}",
+            flag="--batch_size or --device_train_microbatch_size",
+        )
+
+
+def _make_folder(plan: Plan, out: str | None) -> Path:
+    if out is None:
+        results_dir, machine = plan.config.results_dir, plan.machine.slug
+        return RunFolder.create(results_dir, machine=machine, name=f"profile-{plan.name}")
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be made ({error.strerror})",
+            value=out,
+            allowed="a folder that this user may write",
+            flag="--out",
+        ) from None
+    if not is_empty:
+        raise ConfigError(
+            "the folder holds something already",
+            value=out,
+            allowed="a new or an empty folder",
+            flag="--out",
+        )
+    return folder
+
+
+def _profile(plan: Plan, *, trace_file: Path) -> Profile:
+    """Train, count and time, and measure the ceilings."""
+    import torch
+
+    from sdbench.engines import load_engine
+    from sdbench.tasks import pretrain, tuning
+    from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps, make_watch
+
+    config, device_type = plan.config, plan.machine.device_type
+    tuning.set_up_process(config)
+    if config.compile != "none":
+        import torch._inductor.config
+
+        # Inductor's C++ kernels are silent otherwise; its Triton kernels are always seen.
+        torch._inductor.config.cpp.enable_kernel_profile = True
+    phases = PhaseMarks()
+    steps = ProfiledSteps(
+        phases,
+        num_plain_steps=config.warmup_batches + config.measure_batches,
+        num_profiled_steps=config.profile_batches,
+        device_type=device_type,
+        trace_file=trace_file if config.profile_trace else None,
+    )
+    progress = StepProgress(images_per_step=config.batch_size, enabled=True)
+    watch = make_watch(
+        steps,
+        phases=phases,
+        num_warmup_steps=config.warmup_batches,
+        num_measured_steps=config.measure_batches,
+        device_type=device_type,
+        observers=[progress],
+    )
+    job = pretrain.build(plan, phase=phases.phase)
+    job = dataclasses.replace(job, num_steps=steps.num_steps)
+    try:
+        with steps:
+            measurements = load_engine(config.engine)(job, config, watch)
+    finally:
+        progress.close()
+    model_flop = config.batch_size * job.flops_per_image
+    del job, watch
+    gc.collect()  # the ceilings need memory
+    if device_type == "cuda":
+        torch.cuda.empty_cache()
+    assert steps.events is not None
+    ceilings = _measure_ceilings(steps, device_type=device_type)
+    return Profile(
+        rows=join(
+            steps.counter.work,
+            steps.events.matched | steps.events.unmatched,
+            ceilings=ceilings,
+        ),
+        kernels=steps.events.kernels,
+        ceilings=ceilings,
+        step_s=measurements.timings.window_s / config.measure_batches,
+        profiled_step_s=steps.events.step_s,
+        num_images=config.batch_size,
+        model_flop=model_flop,
+    )
+
+
+def _measure_ceilings(steps: ProfiledSteps, *, device_type: str) -> Ceilings:
+    """Matrix products in every type that the step multiplies in, and the memory."""
+    from sdbench.measure.bandwidth import measure_bandwidth_gb_per_s
+    from sdbench.measure.matmul import measure_matmul_tflops
+
+    precisions = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    dtypes = sorted({dtype for (_, dtype), work in steps.counter.work.items() if work.flop})
+    return Ceilings(
+        tflops={
+            dtype: measure_matmul_tflops(precisions[dtype], device_type=device_type)
+            for dtype in dtypes
+        },
+        gb_per_s=measure_bandwidth_gb_per_s(device_type=device_type),
+    )
