@@ -76,7 +76,9 @@ def check_model(job: Job) -> Seen:
     from sdbench.models.parameters import count_parameters
 
     config = job.request.config
-    architecture, note = resolve_architecture(config.model_name, revision=config.model_revision)
+    architecture, note = resolve_architecture(
+        config.model_name, revision=config.model_revision, random_weights=config.random_weights
+    )
     rows = count_parameters(architecture)
     job.architecture = architecture
     job.num_parameters = sum(row.total for row in rows)
