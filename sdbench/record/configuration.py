@@ -1,4 +1,4 @@
-"""`settings_of` gives the settings that make a configuration: runs with the same are replicates.
+"""Which settings make a configuration, so that runs with the same ones are its replicates?
 
 Every setting counts that may change what a step does, also one that this version of the suite does
 not know, so that nothing is pooled, or compared across, unseen.
