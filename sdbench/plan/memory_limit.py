@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import MemoryEstimateError
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.plan.draft import Draft
 
@@ -51,7 +51,7 @@ def check_memory(draft: Draft) -> MemoryEstimate:
     """Estimate the peak of one rank.
 
     Raises:
-        ConfigError: A rank has less memory, and the user has not said to try all the same.
+        MemoryEstimateError: A rank has less memory, and the user has not said to try all the same.
     """
     config = draft.config
     estimate = estimate_memory(draft, config.device_train_microbatch_size)
@@ -63,7 +63,7 @@ def check_memory(draft: Draft) -> MemoryEstimate:
     forked_gib = estimate.unet_weights if config.num_workers and not draft.on_gpu else 0.0
     needed_gib = estimate.total_gib + forked_gib
     if config.check_memory and needed_gib > limit_gib:
-        raise ConfigError(
+        raise MemoryEstimateError(
             "this run is estimated to need more memory than a rank has here",
             value=f"{needed_gib:.1f} GiB ({estimate.describe()}, workers {forked_gib:.1f})",
             allowed=f"at most {limit_gib:.1f} GiB, {MAX_MEMORY_FRACTION:.0%} of what is free",
