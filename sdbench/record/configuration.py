@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Groups runs into configurations: runs with the same settings are replicates.
-=======
-"""Which settings make a configuration, so that runs with the same ones are its replicates?
->>>>>>> r14-settings
 
 Every setting counts that may change what a step does, also one that this version of the suite does
 not know: an unknown difference must not be averaged over.
