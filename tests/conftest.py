@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-# Set before torch is imported, here and in the processes that tests start. With one thread sums have
-# one order, and two ranks do not compete for two cores.
+# Set before torch is imported, here and in the processes that tests start. With one thread sums
+# have one order, and two ranks do not compete for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No pool of compiler processes beside each process that imports torch.compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
