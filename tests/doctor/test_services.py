@@ -168,7 +168,7 @@ def test_a_bucket_out_of_reach_is_an_error(look, monkeypatch, impatient):
     finding = look("--remote", "s3://pictures/{00000..00127}.tar")["data"]
     assert finding["level"] == "error"
     assert finding["found"].startswith(
-        "s3://pictures/00000.tar cannot be read: EndpointConnectionError: "
+        "'s3://pictures/00000.tar' cannot be read: EndpointConnectionError: "
     )
 
 
