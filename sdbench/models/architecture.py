@@ -371,11 +371,11 @@ def _cached(model_name: str, *, revision: str | None) -> Path | None:
 
 def _out_of_reach(model_name: str, *, why: str) -> ConfigError:
     built_in = _built_in_of_hub_id(model_name)
-    random = f", or --random_weights for {built_in} with random weights" if built_in else ""
+    random = f", or --random_weights, which builds {built_in} with random weights"
     return ConfigError(
         f"the model cannot be had: {why}",
         value=model_name,
-        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, or a hub id in reach"
-        f"{random}",
+        allowed=f"{', '.join(built_in_names())}, a local diffusers folder, a hub id in reach"
+        f"{random if built_in else ''}",
         flag=MODEL_FLAG,
     )

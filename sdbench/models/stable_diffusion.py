@@ -128,6 +128,7 @@ class StableDiffusion(nn.Module):
         Returns:
             `latent_mean`, `latent_logvar` and `text_embedding`, as `forward` takes them.
         """
+        assert self.text_encoder is not None and not _is_trained(self.text_encoder)
         moments = [self._moments(images) for images in batch["image"].split(encoder_batch_size)]
         texts = [
             self._text_states({"input_ids": input_ids})

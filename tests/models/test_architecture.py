@@ -15,7 +15,9 @@ import torch
 from diffusers import DDPMScheduler
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+import benchmark
 from sdbench.base.errors import ConfigError
+from sdbench.cli import main
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.models.stable_diffusion import build_stable_diffusion
 
@@ -120,7 +122,7 @@ class Gone(huggingface_hub.errors.RepositoryNotFoundError):
 @pytest.mark.parametrize(
     ("hub_id", "offer"),
     [
-        ("stabilityai/stable-diffusion-2-base", "--random_weights for sd2-base"),
+        ("stabilityai/stable-diffusion-2-base", "which builds sd2-base with random weights"),
         ("someone/no-such-model-of-ours", "a hub id in reach"),
     ],
 )
@@ -234,3 +236,29 @@ def test_folder_with_another_kind_of_model_is_refused(folder, file, key, value) 
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     error = refusal_of(folder)
     assert (error.value, error.flag) == (value, "--model_name")
+
+
+RUN = (
+    *("--engine", "torch", "--use_synth_data", "--num_workers", "0", "--results_dir", "runs"),
+    *("--warmup_batches", "0", "--measure_batches", "1", "--max_warmup_batches", "0"),
+    *("--profile_batches", "0", "--no_measure_peak", "--num_threads", "1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"), [((), "loaded"), (("--random_weights",), "random")], ids=str
+)
+def test_the_record_says_whether_weights_were_loaded(folder, flags, weights) -> None:
+    assert benchmark.main(["--model_name", str(folder), *flags, *RUN]) == 0
+    (record,) = (json.loads(path.read_text()) for path in Path("runs").glob("*/record.json"))
+    assert record["workload"]["architecture"] == "mine"
+    assert record["workload"]["weights"] == weights
+
+
+def test_every_program_refuses_a_hub_model_that_cannot_be_had() -> None:
+    model = ("--model_name", "stabilityai/stable-diffusion-2-base", "--use_synth_data")
+    assert benchmark.main([*model, *RUN]) == 2
+    assert benchmark.main([*model, *RUN, "--random_weights", "--print_config"]) == 0
+    assert main(["profile", *model, "--engine", "torch"]) == 2
+    assert main(["precompute", *model, "--out", "latents"]) == 2
+    assert not list(Path().glob("*/*/record.json")) and not Path("latents").exists()
