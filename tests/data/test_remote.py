@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import RunError
 from sdbench.cli import main
 from sdbench.data import remote
 from sdbench.data.remote import cache_folder, fetch, list_urls
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
+from tests.data.refusals import refused
 from tests.data.s3_server import BUCKET, S3Server, running_s3, s3  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder")]
@@ -168,7 +169,7 @@ def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
     with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
         data.check(make_config("mds", "s3://pictures/none"))
     assert list_urls("s3://pictures/none", suffix=".parquet") == []
-    with pytest.raises(ConfigError, match="Only folders of S3 can be listed: got 'gs://b/x'"):
+    with refused("--remote", value="gs://b/x"):
         list_urls("gs://b/x", suffix=".parquet")
 
 
