@@ -218,11 +218,11 @@ def test_plain_http(s3, upload, tmp_path):  # noqa: F811
 
 @pytest.fixture
 def locked_server():
-    """The host of a server that answers 401 without the user "me" and the password "p@ss:word"."""
+    """The host of a server that answers 401 without the right user and password."""
 
     class Locked(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            expected = "Basic " + base64.b64encode(b"me:p@ss:word").decode()
+            expected = "Basic " + base64.b64encode("me:p@ss:w\u00f6rd".encode()).decode()
             body = b"a tar" if self.headers["Authorization"] == expected else b""
             self.send_response(200 if body else 401)
             self.send_header("Content-Length", str(len(body)))
@@ -239,7 +239,7 @@ def locked_server():
 
 
 def test_the_user_and_password_of_a_url_are_sent(locked_server, tmp_path):
-    copy = fetch(f"http://me:p%40ss:word@{locked_server}/a.tar", cache=tmp_path)
+    copy = fetch(f"http://me:p%40ss:w%C3%B6rd@{locked_server}/a.tar", cache=tmp_path)
     assert copy.read_bytes() == b"a tar"
     for wrong in ("", "me:other@", "me@"):
         with pytest.raises(RunError, match="the server answers 401"):
