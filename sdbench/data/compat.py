@@ -84,7 +84,7 @@ class CheckedStream(Stream):
 
 
 class CheckedStreamingDataset(StreamingDataset):
-    """A StreamingDataset whose failures reach the one who waits for the sample.
+    """A StreamingDataset whose failed copies raise in the process that reads the sample.
 
     Attributes:
         epoch: The epoch that this process has begun, from 0.

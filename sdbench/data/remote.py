@@ -209,9 +209,10 @@ def _get(url: str) -> Any:
     retries = urllib3.Retry(
         NUM_ATTEMPTS, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504)
     )
-    # urllib3 drops the user and password of a URL; on the way to another host it drops the header.
+    # urllib3 ignores the user and password of a URL, and drops the header on a way to other hosts.
+    # It encodes the header as Latin-1, which gives the bytes that Latin-1 was decoded from.
     user_info = urllib3.util.parse_url(url).auth
-    headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info))
+    headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info, "latin-1"))
     answer = urllib3.request(
         "GET",
         url,

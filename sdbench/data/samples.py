@@ -126,7 +126,7 @@ class Samples(Protocol):
 
 
 class BadSampleError(ValueError):
-    """One sample cannot be trained on: what ``--on_bad_sample`` is about.
+    """One sample cannot be trained on; ``--on_bad_sample`` says what is done then.
 
     The message is one sentence that begins with the sample's name.
     """

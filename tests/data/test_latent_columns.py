@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdbench.base.errors import ConfigError
 from sdbench.data.latent_columns import (
     check_array,
     check_finite,
@@ -13,6 +12,7 @@ from sdbench.data.latent_columns import (
     find_latent_columns,
 )
 from sdbench.data.samples import BadSampleError
+from tests.data.refusals import PLACE_FLAGS, refused
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,22 @@ def test_each_spelling_is_found(columns, expected):
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "flag", "value", "allowed"),
     [
         (
             ["latents_512", "latent_moments_768", "text_embedding"],
-            "got 256; allowed: 512, 768; .*--i",
+            "--image_size",
+            256,
+            "512, 768",
         ),
-        (["latents_256"], "no encoded captions: got 'columns latents_256'; .*caption_latents"),
-        (["jpg", "caption"], "no latents: .*--latents online for images; change it with --remote"),
+        (["latents_256"], PLACE_FLAGS, "columns latents_256", "caption_latents"),
+        (["jpg", "caption"], PLACE_FLAGS, "columns caption, jpg", "--latents online"),
     ],
 )
-def test_what_is_missing_is_named(columns, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_missing_is_named(columns, flag, value, allowed):
+    with refused(flag, value=value) as caught:
         find_latent_columns(columns, image_size=256)
+    assert allowed in caught.value.allowed
 
 
 def test_resolutions_are_read_from_the_names():

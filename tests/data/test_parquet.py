@@ -16,10 +16,10 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
+from tests.data.refusals import refused
 
 NUM_ROWS = 8
 LATENT, TEXT = "latents_32", "text_embedding"
-PLACE = "--remote or --local"
 
 
 def make_config(place: Path, **changes) -> SourceConfig:
@@ -130,9 +130,8 @@ def test_the_last_file_is_looked_at_before_a_run(tmp_path):
 
 def test_whole_numbers_are_no_latents(tmp_path):
     columns = {LATENT: [[1] * 64] * 4, TEXT: as_bytes(arrays("text_embedding")[:4])}
-    with pytest.raises(ConfigError) as caught:
+    with refused(value="list<element: int64>"):
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
-    assert (caught.value.flag, caught.value.value) == (PLACE, "list<element: int64>")
 
 
 def test_samples_may_be_pickled_after_a_read(tmp_path):
@@ -191,7 +190,7 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
     for place in (tmp_path / "data", tmp_path / "data" / "{0,1}.parquet"):
         assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
     write(tmp_path / "data" / "2.parquet", {"jpg": pictures, "title": list("abcd")})
-    with pytest.raises(ConfigError, match=r"2.parquet lacks a column: got 'columns jpg, title'"):
+    with refused(value="columns jpg, title"):
         data.check(make_config(tmp_path / "data"))
 
 
@@ -204,9 +203,8 @@ def test_files_may_differ_in_what_is_not_read(tmp_path):
     ],
 )
 def test_columns_of_other_types(columns, value, tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with refused(value=value):
         data.check(make_config(write(tmp_path / "a.parquet", columns)))
-    assert (caught.value.flag, caught.value.value) == (PLACE, value)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -219,7 +217,7 @@ def test_damaged_files_are_named(tmp_path):
         list(loader)
     place.write_bytes(whole)
     os.truncate(place, len(whole) // 2)
-    with pytest.raises(ConfigError, match=r"parquet file .*a.parquet is damaged or missing"):
+    with refused(value=str(place)):
         data.check(make_config(place))
-    with pytest.raises(ConfigError, match=r"No such parquet file: got .*none.parquet"):
+    with refused(value=str(tmp_path / "none.parquet")):
         data.check(make_config(tmp_path / "none.parquet"))

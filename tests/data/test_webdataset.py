@@ -19,11 +19,12 @@ from PIL import Image
 
 from sdbench import data
 from sdbench.base.cache import private_folder
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices, make_png
+from tests.data.refusals import refused
 
 PIXEL = make_png(0)
 Members = list[tuple[str, bytes]]
@@ -141,8 +142,7 @@ def test_class_prompts_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "classes.json"
     if content is not None:
         path.write_text(content)
-    message = r"The file of class prompts cannot be read .*classes.json.*--class_prompts"
-    with pytest.raises(ConfigError, match=message):
+    with refused("--class_prompts", value=str(path)):
         data.check(make_config(tar, class_prompts=str(path)))
 
 
@@ -184,14 +184,13 @@ def test_filtered_samples_are_dropped_and_counted(filters, expected, tmp_path):
 
 def test_filters_that_drop_everything(tmp_path):
     tar = write_tar(tmp_path / "a.tar", [*pair(0, width=10), *pair(1, width=20)])
-    message = r"No sample is left: the filters drop all 2: got .*'>=512'.*with --filters"
-    with pytest.raises(ConfigError, match=message):
+    with refused("--filters", value={"width": ">=512"}):
         data.check(make_config(tar, filters={"width": ">=512"}))
 
 
 def test_a_hostile_filter_stops_before_a_tar_is_opened(tmp_path):
     filters = {"width": f"__import__('os').system('touch {tmp_path}/x')"}
-    with pytest.raises(ConfigError, match="condition on width cannot be understood"):
+    with refused("--filters", value=filters["width"]):
         data.check(make_config(tmp_path / "nowhere.tar", filters=filters))
     assert not (tmp_path / "x").exists()
 
@@ -264,7 +263,7 @@ def test_a_tar_that_goes_on_behind_its_end(damage, tmp_path):
 
 def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
     tar = write_tar(tmp_path / "empty.tar", [])
-    with pytest.raises(ConfigError, match=r"The tars hold no sample: got .*empty.tar"):
+    with refused(value=str(tar)):
         data.check(make_config(tar))
     tar = write_tar(tmp_path / "twice.tar", [("a.png", PIXEL), ("a.PNG", PIXEL)])
     with pytest.raises(RunError, match=r"twice.tar is damaged: it holds a.png twice"):
@@ -404,17 +403,17 @@ def test_a_folder_is_read_in_order_of_names_and_not_below(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("place", "named"),
     [
-        ("{a,b}.tar", r"No such tar file: got '.*/b.tar'; allowed: a tar, a folder"),
-        ("empty", r"The folder holds no tar file: got '.*/empty'"),
-        ("{a,b.tar", r"The braces are not closed: got '.*/\{a,b.tar'"),
+        ("{a,b}.tar", "b.tar"),
+        ("empty", "empty"),
+        ("{a,b.tar", "{a,b.tar"),
     ],
 )
-def test_a_place_without_tars_is_named(place, message, tmp_path):
+def test_a_place_without_tars_is_named(place, named, tmp_path):
     write_tar(tmp_path / "a.tar", pairs(0))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=rf"{message}.*with --remote or --local"):
+    with refused(value=str(tmp_path / named)):
         data.check(make_config(tmp_path / place))
 
 

@@ -150,8 +150,8 @@ class MdsSamples:
         path = self.path_of(shard_id)
         stream = self._streams[self._stream_of_shard[shard_id]]
         source = stream.remote or stream.local
-        # Another process, or Streaming's own thread, may be at it, and fail without telling this
-        # one why; on a busy machine twice. The last time nobody stands between.
+        # Another process, or Streaming's own thread, may be copying it, and fail without telling
+        # this one why, on a busy machine twice. The last attempt goes past them.
         for prepare in (self._prepare, self._prepare, self._download):
             try:
                 prepare(shard_id)

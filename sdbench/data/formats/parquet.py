@@ -79,7 +79,7 @@ class ParquetSamples:
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
-        self._decoded: OrderedDict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = OrderedDict()
+        self._decoded: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._opened: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
     def __len__(self) -> int:

@@ -118,12 +118,19 @@ class BatchReader:
         """Samples of the data set."""
         return sum(self.blocks)
 
-    def __call__(self, keys: Sequence[Key]) -> Batch:
+    def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
-        Raises:
-            RunError: A sample is bad and may not be skipped, or all are, or a file is damaged.
+        Returns:
+            The batch; or an error, as torch would bury what a worker raises in a traceback: a
+            sample is bad and may not be skipped, or all are, or a file is damaged.
         """
+        try:
+            return self._make(keys)
+        except RunError as error:
+            return error
+
+    def _make(self, keys: Sequence[Key]) -> Batch:
         good = self.read_good(keys)
         if len(good.keys) == len(keys):
             return Batch(good.tensors, good.report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,11 +27,9 @@ from sdbench.data.source import SourceConfig
 # Bad samples that are named as they are met; the others are only counted.
 NUM_BAD_NAMED = 5
 
-_RUN_ERROR = f"{RunError.__module__}.{RunError.__qualname__}: "
-
 
 class Order(Protocol):
-    """Who decides which samples come, and remembers where an epoch stands."""
+    """The order of the samples of an epoch, and how far it has come."""
 
     def epoch_ended(self) -> None:
         """All batches of the epoch have been delivered."""
@@ -210,33 +209,33 @@ class CheckedLoader(DataLoader):
         """A limit for a process that loads by itself; workers are watched by torch's timeout."""
         # Starting workers and their first batch count as one wait, hence twice the time.
         factor = 2 if self.num_workers else 1
-        return time_limit(
-            factor * self._config.data_timeout_s, message=self._describe_silence("no batch")
-        )
+        return time_limit(factor * self._config.data_timeout_s, message=self._describe_silence())
 
-    def _describe_silence(self, what: str) -> str:
+    def _describe_silence(self) -> str:
         return (
-            f"The data loader gave {what} for {self._config.data_timeout_s:g} s, after "
+            f"The data loader gave no batch for {self._config.data_timeout_s:g} s, after "
             f"{self._num_in_epoch} images of this epoch: a download or a disk is stuck. "
             "--data_timeout_s sets how long to wait."
         )
 
     def _next(self, batches: Iterator) -> Batch | None:
         """The next batch, or None at the end; torch's loader errors come out as RunError."""
+        started_s = time.monotonic()
         try:
-            return next(batches, None)
-        except RunError as error:
-            # From a worker it arrives with its traceback in the message; the last line says it.
-            sentence = str(error).strip().splitlines()[-1].removeprefix(_RUN_ERROR)
-            raise RunError(sentence) from error
+            batch = next(batches, None)
+        except RunError:
+            raise
         except RuntimeError as error:
-            if "timed out" in str(error):
-                raise RunError(self._describe_silence("no batch")) from error
+            if time.monotonic() - started_s >= self._config.data_timeout_s:
+                raise RunError(self._describe_silence()) from error
             # torch says so when a worker has been killed.
             raise RunError(
                 f"The data loader failed after {self._num_in_epoch} images of this epoch "
                 f"({self.num_workers} workers): {error}"
             ) from error
+        if isinstance(batch, RunError):
+            raise batch
+        return batch
 
     def _check_bad(self, report: BatchReport, *, num_bad: int, expected: int) -> int:
         """Count an epoch's bad samples, name the first ones, and stop when there are too many."""

@@ -62,7 +62,7 @@ class ImageRowReader:
             BadSampleError: Image or caption are missing, or the image cannot be decoded.
             RunError: The file that holds it is missing or damaged.
         """
-        # Here, because it brings torch, which the help of a command has no use for.
+        # It imports torch, which --help does without.
         from sdbench.data.pipeline.transforms import measure_image
 
         sample = self._samples.read(index)
@@ -164,7 +164,7 @@ def open_rows(config: SourceConfig, *, as_files: bool = False) -> RowReader:
     """Open a data set, latents in all their resolutions.
 
     Args:
-        config: The data set; its image size has no say.
+        config: The data set; its image size is not used.
         as_files: Whether each image must be of a type that makes a file of its own.
 
     Raises:

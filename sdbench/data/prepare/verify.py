@@ -84,7 +84,7 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
         return _report([f"{error.value}: {error.what}."])
     for name in _find_orphans(place):
         print(f"note: {name} is not named in {INDEX_NAME}")
-    # Here, because it brings torch, which --help has no use for.
+    # It imports torch, which --help does without.
     from sdbench.data.formats.mds_shards import make_streams
 
     # A compressed copy is gone once it is unpacked.
@@ -233,7 +233,7 @@ class SampleWork:
 
 
 def _find_orphans(place: MdsPlace) -> list[str]:
-    """Files in the folder that the index does not name; of a URL's cache it is none's business."""
+    """Files in the user's folder that the index does not name."""
     if is_url(place.source):
         return []
     folder = Path(place.source)
