@@ -1,4 +1,4 @@
-"""Several ranks: under torchrun, under srun, on two nodes that differ, and with one missing."""
+"""Several ranks: under torchrun, on two nodes that differ, and with one missing."""
 
 from __future__ import annotations
 
@@ -131,6 +131,7 @@ def two_nodes(tmp_path_factory) -> dict[str, list[dict]]:
     return read(done.stdout)
 
 
+@pytest.mark.system
 def test_a_clock_that_is_ahead_is_a_warning(two_nodes):
     [clocks] = two_nodes["clocks"]
     assert clocks["level"] == "warning"
@@ -139,6 +140,7 @@ def test_a_clock_that_is_ahead_is_a_warning(two_nodes):
     assert float(matched[1]) == pytest.approx(5.0, abs=0.011 + float(matched[2]))
 
 
+@pytest.mark.system
 def test_a_slow_link_is_an_error(two_nodes):
     [reduced] = two_nodes["all-reduce"]
     assert reduced["level"] == "error"
@@ -147,6 +149,7 @@ def test_a_slow_link_is_an_error(two_nodes):
     assert 0.002 < gb_per_s < 0.0125
 
 
+@pytest.mark.system
 def test_nodes_with_other_versions_are_told_apart(two_nodes):
     lines = {tuple(line["nodes"]): line for line in two_nodes["software"]}
     assert set(lines) == {(0,), (1,)}
@@ -154,6 +157,7 @@ def test_nodes_with_other_versions_are_told_apart(two_nodes):
     assert two_nodes["nodes alike"][0]["level"] == "warning"
 
 
+@pytest.mark.system
 def test_what_both_nodes_have_is_one_line(two_nodes):
     assert [line["nodes"] for line in two_nodes["model"]] == [[0, 1]]
     assert two_nodes["network cards"][0]["level"] == "warning"

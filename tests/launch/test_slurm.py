@@ -18,6 +18,8 @@ from sdbench.launch import submit
 from sdbench.record.store import load_record
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).resolve().parents[2]
 # Each node would take all cores of this machine for its own, and the ranks wait for their threads.
 ONE_THREAD = ("--num_threads", "1")
