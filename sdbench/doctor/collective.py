@@ -217,16 +217,13 @@ def judge_all_reduce(
     bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
     nominal_gb_per_s, link = find_nominal(job)
     share = None if nominal_gb_per_s is None else bus_gb_per_s / nominal_gb_per_s
-    level = OK
-    if (network == SOCKETS and find_active_nics()) or (
-        share is not None and share < HOPELESS_SHARE
-    ):
+    level = OK if share is None or share >= LOW_SHARE else WARNING
+    took_tcp = network == SOCKETS and len(find_active_nics()) > 0
+    if took_tcp or (share is not None and share < HOPELESS_SHARE):
         level = ERROR
-    elif share is not None and share < LOW_SHARE:
-        level = WARNING
     return level, (
         f"{num_bytes / 1e9:.3g} GB over {num_ranks} ranks on {job.ranks.num_nodes} nodes in "
-        f"{seconds:.3g} s by {network or 'an unnamed network'}: bus bandwidth "
+        f"{seconds:.3g} s{f' over {network}' if network else ''}: bus bandwidth "
         f"{bus_gb_per_s:.3g} GB/s, "
         + (f"no nominal speed of {link}" if share is None else f"{share:.0%} of {link}")
     )
@@ -242,9 +239,8 @@ def find_nominal(job: Job) -> tuple[float | None, str]:
     nics = find_active_nics()
     # Each GPU uses the cards next to it; with fewer ranks than GPUs the others lie idle.
     share = min(1.0, job.ranks.local_world_size / max(1, len(read_gpus())))
-    return share * sum(
-        nic.gbps for nic in nics
-    ) / 8 or None, f"network cards: {describe_nics(nics)}"
+    gb_per_s = share * sum(nic.gbps for nic in nics) / 8
+    return gb_per_s or None, f"network cards: {describe_nics(nics)}"
 
 
 def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -> tuple[str, str]:
@@ -256,9 +252,7 @@ def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -
     """
     facts = {name: {node[name].found for node in nodes} for name in ("software", "driver")}
     different = [name for name, values in (facts | {"GPUs": set(gpus)}).items() if len(values) > 1]
+    kinds = "; ".join(sorted(set(gpus)))
     if different:
-        return (
-            WARNING,
-            f"they differ in {', '.join(different)}; GPUs: {'; '.join(sorted(set(gpus)))}",
-        )
+        return WARNING, f"they differ in {', '.join(different)}; GPUs: {kinds}"
     return OK if len(nodes) > 1 else SKIPPED, f"software, driver and GPUs of {len(nodes)} nodes"

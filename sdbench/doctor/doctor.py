@@ -13,7 +13,7 @@ from typing import Any
 
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
-from sdbench.doctor.finding import ERROR, OK, Finding, Job, bounded, is_stuck, join, settle
+from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
 from sdbench.settings.config import SECONDS, Kind, Request, parse_request, reader
 
@@ -38,8 +38,6 @@ torchrun any failure is 1
 LINK_SPEED = Kind("a number of Gbit/s above 0", SECONDS.parse)
 # Of an output that is no terminal.
 PLAIN_WIDTH = 100
-
-
 # GPUs come before whatever opens a context on them.
 CHECKS = (*gpus.CHECKS, *network.CHECKS, *machine.CHECKS)
 CONNECT = (
@@ -80,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = examine(job)
         if report is not None:
             width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
-            as_json = flags.json
-            text = to_json(report, strict=flags.strict) if as_json else to_text(report, width=width)
+            as_text = to_text(report, width=width)
+            text = to_json(report, strict=flags.strict) if flags.json else as_text
             # A rank that has lost the first one must not spoil what that one prints.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
             exit_code = report.exit_code(strict=flags.strict)
@@ -95,15 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def look_at_node(job: Job) -> dict[str, Finding]:
-    """Name of each check of this node to its finding; none on ranks but the first of a node."""
-    return {
-        check.name: settle(check, job)
-        for check in CHECKS
-        if job.ranks.local_rank == 0 and (check.is_for_all_nodes or job.ranks.rank == 0)
-    }
-
-
 def examine(job: Job) -> Report | None:
     """Look at this node, and with the other ranks at all of them.
 
@@ -111,10 +100,10 @@ def examine(job: Job) -> Report | None:
         The report, on the first rank and on one that does not reach the others; else None.
     """
     ranks = job.ranks
-    own: dict[str, Any] = {"host": socket.gethostname()}
+    own: dict[str, Any] = {}
     try:
         meeting = collective.Meeting(job, patience_s=(len(CHECKS) + 1) * job.timeout_s)
-        own |= _look(job)
+        own = _look(job)
         everyone = meeting.gather(own)
         firsts = everyone[:: ranks.local_world_size]
         on_gpus = all(one["device_type"] == "cuda" for one in everyone)
@@ -134,8 +123,9 @@ def examine(job: Job) -> Report | None:
         met = (OK, f"{ranks.world_size} of {ranks.world_size} are here")
     except RuntimeError as problem:  # also torch's, for a connection that fails
         # benchmark.py has another name for the bound.
-        met = (ERROR, str(problem).splitlines()[0].replace("--dist_timeout", "--timeout_s"))
-        firsts, together = [own if "findings" in own else own | _look(job)], {}
+        first_line = str(problem).partition("\n")[0]
+        met = (ERROR, first_line.replace("--dist_timeout", "--timeout_s"))
+        firsts, together = [own or _look(job)], {}
     lines = [
         Line("ranks", (), join([met], advice=CONNECT)),
         *merge([first["findings"] for first in firsts]),
@@ -146,9 +136,14 @@ def examine(job: Job) -> Report | None:
 
 
 def _look(job: Job) -> dict[str, Any]:
-    """What this rank tells the others."""
-    findings = look_at_node(job)
+    """What this rank tells the others; the first one of a node makes its checks."""
+    findings = {
+        check.name: settle(check, job)
+        for check in CHECKS
+        if job.ranks.local_rank == 0 and (check.is_for_all_nodes or job.ranks.rank == 0)
+    }
     return {
+        "host": socket.gethostname(),
         "findings": findings,
         "gpus": gpus.describe_gpus(gpus.read_gpus()),
         "device_type": _find_device_type(job),

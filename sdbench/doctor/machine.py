@@ -100,10 +100,14 @@ def check_plan(job: Job) -> Seen:
     from sdbench.measure.hardware import inspect_machine
     from sdbench.plan.resolve import resolve
 
-    # Where the data is and the results go has checks of its own, and may not answer.
-    synthetic = {"data_format": "synthetic", "remote": None, "local": None, "streams": None}
-    synthetic["results_dir"] = tempfile.gettempdir()
-    config = dataclasses.replace(job.request.config, **synthetic)
+    # Data and results have checks of their own, and their places may not answer.
+    no_data = dict.fromkeys(("remote", "local", "streams")) | {"data_format": "synthetic"}
+    config = dataclasses.replace(
+        job.request.config,
+        **no_data,
+        missing_latents="error",
+        results_dir=tempfile.gettempdir(),
+    )
     local_world_size = count_ranks_per_node(job)
     world_size = job.ranks.num_nodes * local_world_size
     job.plan = resolve(

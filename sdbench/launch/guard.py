@@ -1,14 +1,15 @@
-"""How does a command end with the program that started it, whatever kills either of them?
+"""Ends a command together with the program that started it, whatever kills either of them.
 
 Run as a script between the two: `python guard.py GRACE_S COMMAND...`. Its standard input is a pipe
-from the program. When that closes, because the program asks for an end or has died itself, or when
-a signal to stop arrives, the command and everything that it has started are asked to end, and
-killed if they have not after the grace. The program hands it a locked file, which it holds, without
-ever using it, until all of them are gone: what is measured next waits for that lock.
+from the program. When the pipe closes (the program asks for an end, or has died) or a signal to
+stop arrives, the command and all its descendants are asked to end, and are killed after the grace.
+The program hands it a locked file, which stays open, and so locked, until all of them are gone:
+what is measured next waits for that lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -32,12 +33,12 @@ def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int
 
     Args:
         command: Program and arguments.
-        grace_s: How long what is asked to end may take.
-        has_starter: Standard input is the pipe of a program whose end is that of the command;
-            otherwise only a signal stops it.
+        grace_s: How long processes that are asked to end may take.
+        has_starter: Whether standard input is the pipe of the program that started this one;
+            otherwise only a signal stops the command.
 
     Returns:
-        Its exit code; for one that a signal ended 128 plus its number, as a shell has it.
+        Its exit code; 128 plus the number of the signal that ended it, as a shell has it.
     """
     # A list, and no event: a signal may arrive while this thread holds an event's lock.
     reasons_to_stop: list[object] = []
@@ -58,13 +59,12 @@ def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int
 
 def _end(process: subprocess.Popen, *, grace_s: float) -> None:
     """End a command and all its descendants, and come back when they are gone."""
-    for tell, patience_s in ((psutil.Process.terminate, grace_s), (None, KILLED_WITHIN_S)):
+    stages = ((psutil.Process.terminate, grace_s), (psutil.Process.kill, KILLED_WITHIN_S))
+    for tell, patience_s in stages:
         left = [one for one in psutil.Process().children(recursive=True) if _is_alive(one)]
         for one in left:
-            try:
-                (tell or psutil.Process.kill)(one)
-            except psutil.NoSuchProcess:
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                tell(one)
         end_s = time.monotonic() + patience_s
         while process.poll() is None or any(_is_alive(one) for one in left):
             if time.monotonic() > end_s:
@@ -86,7 +86,7 @@ def _wait_for_starter(reasons_to_stop: list[object]) -> None:
 
 
 def _end_with_guard() -> None:
-    """Before the command begins: it is to end should even the guard be killed."""
+    """Have the kernel end the command should the guard be killed; runs in its process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

@@ -1,11 +1,10 @@
-"""How do the ranks of one node begin and end under a scheduler or in a container?
+"""The first process of a node under a scheduler or in a container; it runs the launcher.
 
     python -m sdbench.launch.node GRACE_S LAUNCHER ARGUMENTS...
 
-Runs the launcher. A scheduler or a container that stops a job may tell nobody but its first
-process: every rank is told from here, and has the grace to write its record. What killed runs left
-in shared memory is removed before, so that it does not stop this one, and after, so that nothing
-stays.
+A scheduler or a container that stops a job may signal its first process alone. This one passes the
+signal on to every rank, which then has the grace to write its record. Before and after the run it
+removes what killed runs left in shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What does the throughput become on more and more nodes of a Slurm cluster?
+"""The command `python -m sdbench submit`: throughput on several numbers of nodes of Slurm.
 
-Submits multi-node/2.train.sbatch once for each number of nodes and each repeat, waits until the
-scheduler knows none of the jobs any more, and sets their records side by side.
+Submits multi-node/2.train.sbatch once for each number of nodes and each repeat, waits for the jobs,
+and sets their records side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from sdbench.settings.config import POSITIVE, parse_value
 SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
 JOBS_NAME = "jobs.json"
 POLL_S = 5.0
-# The states of a job that Slurm has no more work for; PENDING, RUNNING and others go on.
+FORGOTTEN = "no longer known to Slurm"
+# States of a job that has ended; PENDING, RUNNING and others go on.
 ENDED = frozenset(
     {
         "BOOT_FAIL",
@@ -169,7 +170,7 @@ def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tup
         )
     folder = new_folder(arguments.folder, prefix="submit").resolve()
     jobs: list[Job] = []
-    # All sizes once, then all again: what changes in the cluster with time hits each of them.
+    # All sizes once, then all again: what changes in the cluster with time affects each of them.
     for repeat in range(1, arguments.repeats + 1):
         for num_nodes in arguments.nodes:
             run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
@@ -213,28 +214,29 @@ def _wait(jobs: Sequence[Job]) -> None:
     left = list(jobs)
     with Progress(len(jobs), unit="job") as progress:
         while left:
+            states = _read_states()
             for job in list(left):
-                state = _state(job)
-                if state is None or state in ENDED:
+                # Slurm forgets a job some minutes after its end.
+                state = states.get(job.number, FORGOTTEN)
+                if state in (FORGOTTEN, *ENDED):
                     left.remove(job)
-                    progress.report(f"{job.number} on {job.num_nodes} nodes: {state or 'ended'}")
+                    progress.report(f"{job.number} on {job.num_nodes} nodes: {state}")
             if left:
                 time.sleep(POLL_S)
 
 
-def _state(job: Job) -> str | None:
-    """What Slurm says of a job; None once it has forgotten it, some minutes after its end."""
-    command = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", str(job.number)]
+def _read_states() -> dict[int, str]:
+    """State of each job of this user that Slurm knows, by its number."""
+    command = ["squeue", "--me", "--noheader", "--states=all", "--format=%A %T"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return done.stdout.strip() or None
-    if "Invalid job id" in done.stderr:
-        return None
-    raise RunError(f"squeue does not answer: {done.stderr.strip()}")
+    if done.returncode != 0:
+        raise RunError(f"squeue does not answer: {done.stderr.strip()}")
+    pairs = (line.split() for line in done.stdout.splitlines())
+    return {int(number): state for number, state in pairs}
 
 
 def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of runs that ended well, and a sentence for each job without one."""
+    """Records of runs that ended well, and a sentence for each job without one."""
     ended_well, failures = [], []
     for job in jobs:
         # A job that was started again has one for each start.

@@ -1,4 +1,4 @@
-"""Several ranks: under torchrun, under srun, on two nodes that differ, and with one missing."""
+"""Several ranks: under torchrun, on two nodes that differ, and with one missing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read(output: str) -> dict[str, list[dict]]:
 
 def read_reduce(found: str) -> tuple[float, float]:
     """Seconds and GB/s of an all-reduce."""
-    matched = re.search(r" in ([\d.e-]+) s .*: bus bandwidth ([\d.e-]+) GB/s", found)
+    matched = re.search(r" in ([\d.e-]+) s.*: bus bandwidth ([\d.e-]+) GB/s", found)
     assert matched is not None, found
     return float(matched[1]), float(matched[2])
 

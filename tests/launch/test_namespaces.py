@@ -249,7 +249,7 @@ def test_a_node_without_its_link_is_named_and_the_run_ends_on_both_sides(cluster
     assert re.search("rank (0 on node 0|1 on node 1) has been silent", record["reason"])
 
 
-@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("etcd", marks=pytest.mark.system)])
 def test_an_elastic_job_starts_again_when_a_rank_dies(backend, cluster):
     settings = {"RDZV_BACKEND": backend}
     if backend == "c10d":

@@ -1,4 +1,4 @@
-"""Are the shell scripts and Dockerfiles sound, as far as that shows without running them?"""
+"""Linters of shell scripts and Dockerfiles, and what start-ranks.sh hands to a launcher."""
 
 from __future__ import annotations
 
@@ -159,21 +159,23 @@ def test_ranks_are_started_as_the_scheduler_says(start_ranks, variables, launche
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("name", "value"),
     [
-        ({"MASTER_PORT": "80"}, "got '80'; allowed: a whole number from 1024 to 65535; .*MASTER_P"),
-        ({"MASTER_PORT": "0x50"}, "the port on node 0 is not one: got '0x50'"),
-        ({"MASTER_PORT": ""}, "the port on node 0 is not one: got ''"),
-        ({"MASTER_ADDR": ""}, "nobody says where node 0 is: got ''"),
-        ({"NODE_RANK": "2"}, "got '2'; allowed: a whole number from 0 to 1; change it with NODE_R"),
-        ({"NODE_RANK": ""}, "the number of this node is not one: got ''"),
-        ({"NUM_NODES": "two"}, "the number of nodes is not one: got 'two'"),
-        ({"NUM_GPUS_PER_NODE": "{8}"}, "the number of ranks per node is not one: got '\\{8\\}'"),
-        ({"WORLD_SIZE": "12"}, "the world size does not fit 2 nodes .*: got '12'; allowed: 16;"),
-        ({"LAUNCHER": "mpirun"}, "got 'mpirun'; allowed: composer or torchrun"),
+        ("MASTER_PORT", "80"),
+        ("MASTER_PORT", "0x50"),
+        ("MASTER_PORT", ""),
+        ("MASTER_ADDR", ""),
+        ("NODE_RANK", "2"),
+        ("NODE_RANK", ""),
+        ("NUM_NODES", "two"),
+        ("NUM_GPUS_PER_NODE", "{8}"),
+        ("WORLD_SIZE", "12"),
+        ("LAUNCHER", "mpirun"),
     ],
 )
-def test_a_bad_variable_is_refused_by_name(start_ranks, variables, message):
-    done = start_ranks(**{**TWO_NODES, "NODE_RANK": "1", **variables})
+def test_a_bad_variable_is_refused_by_name(start_ranks, name, value):
+    done = start_ranks(**{**TWO_NODES, "NODE_RANK": "1", name: value})
     assert done.returncode == 2
-    assert re.search(message, done.stderr), done.stderr
+    (message,) = done.stderr.splitlines()
+    assert f"got '{value}'; allowed: " in message
+    assert name in message.split("change it with ")[1]
