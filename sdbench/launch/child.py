@@ -27,7 +27,6 @@ from sdbench.record.store import (
     OK,
     RECORD_NAME,
     TIMEOUT,
-    UNFINISHED_REASON,
     load_record,
     replace_file,
 )
@@ -264,7 +263,7 @@ def _explain(
     cause = exit_code if crashed is None else int(crashed[2])
     was_killed = _signal_of(cause) == signal.SIGKILL
     ended = f"{'it' if crashed is None else f'rank {crashed[1]}'} {_describe_exit(cause)}"
-    if status is None and record is not None and record["reason"] != UNFINISHED_REASON:
+    if status is None and record is not None and record["duration_s"] is not None:  # has ended
         status, reason = record["status"], record["reason"]
         if (status == OK) != (exit_code == 0) or status == INTERRUPTED:
             # Nobody has stopped this run, so that one of its ranks must have ended otherwise.

@@ -95,6 +95,7 @@ def rebuild(results: Path) -> str:
     data_table = feed_table.make_data_table(loaded)
     ladder = _make_ladder(ended_well, load_losses(results))
     sections = _make_sections(tables, data_table, ladder, make_other_tables(quoted))
+    rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
@@ -105,9 +106,7 @@ def rebuild(results: Path) -> str:
     }
     texts = {
         readme: fill_blocks(_read_text(readme), generated, path=readme),
-        results / "throughput.csv": format_csv(
-            [*map(make_row, trained), *figures], columns=columns
-        ),
+        results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": feed_table.format_csv(loaded),
         results / "index.html": format_page(sections, plots),
     }
