@@ -28,18 +28,14 @@ def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
     """
     for name, content in contents.items():
         begin, end = BEGIN.format(name), END.format(name.split()[0])
-        text = _fill_block(text, content, begin=begin, end=end, path=path)
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ConfigError(
+                f"{path} has no place for a table",
+                value=f"no {end if found_begin else begin}",
+                allowed=f"a line {begin} and below it a line {end}",
+                flag="--results",
+            )
+        text = f"{before}{begin}\n{content}\n{end}{after}"
     return text
-
-
-def _fill_block(text: str, content: str, *, begin: str, end: str, path: Path) -> str:
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ConfigError(
-            f"{path} has no place for a table",
-            value=f"no {end if found_begin else begin}",
-            allowed=f"a line {begin} and below it a line {end}",
-            flag="--results",
-        )
-    return f"{before}{begin}\n{content}\n{end}{after}"
