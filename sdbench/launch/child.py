@@ -27,7 +27,6 @@ from sdbench.record.store import (
     OK,
     RECORD_NAME,
     TIMEOUT,
-    UNFINISHED_REASON,
     load_record,
     replace_file,
 )
@@ -236,10 +235,7 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
     duration_s = time.perf_counter() - started_s
     log = folder / OUTPUT_NAME
     replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
-    if has_timed_out:
-        reason = f"it did not end within {timeout_s:g} s"
-        return _explain(folder, exit_code, duration_s, status=TIMEOUT, reason=reason)
-    return _explain(folder, exit_code, duration_s)
+    return _explain(folder, exit_code, duration_s, exceeded_s=timeout_s if has_timed_out else None)
 
 
 def tail(folder: Path) -> str:
@@ -250,33 +246,35 @@ def tail(folder: Path) -> str:
 
 
 def _explain(
-    folder: Path,
-    exit_code: int,
-    duration_s: float,
-    *,
-    status: str | None = None,
-    reason: str | None = None,
+    folder: Path, exit_code: int, duration_s: float, *, exceeded_s: float | None
 ) -> Outcome:
-    """Combine the record and the end of the process into an outcome."""
+    """Combine the record and the end of the process into an outcome.
+
+    Args:
+        folder: The folder of `run_child`.
+        exit_code: Of the guard.
+        duration_s: From the start of the command to its end.
+        exceeded_s: The time-out, if the command was ended by it.
+    """
     record, run_folder, complaint = _find_record(folder)
     refused = refusal.read_refusal(folder / REFUSAL_NAME)
     crashed = CRASHED_RANK.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
-    cause = exit_code if crashed is None else int(crashed[2])
+    who, cause = ("it", exit_code) if crashed is None else (f"rank {crashed[1]}", int(crashed[2]))
+    ended = f"{who} {_describe_exit(cause)}"
     was_killed = _signal_of(cause) == signal.SIGKILL
-    ended = f"{'it' if crashed is None else f'rank {crashed[1]}'} {_describe_exit(cause)}"
-    if status is None and record is not None and record["reason"] != UNFINISHED_REASON:
+    if exceeded_s is not None:
+        status, reason = TIMEOUT, f"it did not end within {exceeded_s:g} s"
+    elif record is not None and record["duration_s"] is not None:  # the record has an end
         status, reason = record["status"], record["reason"]
         if (status == OK) != (exit_code == 0) or status == INTERRUPTED:
             # Nobody has stopped this run, so that one of its ranks must have ended otherwise.
-            status = FAILED
-            reason = f"{ended}; the record says: {reason or 'ok'}"
-    elif status is None:
+            status, reason = FAILED, f"{ended}; the record says: {reason or 'ok'}"
+    else:
         lines = tail(folder).splitlines() or ["no output"]
         raised = [line for line in lines if RAISED.match(line)]
         said = refused["message"] if refused else [*lines, *raised][-1]
         status, reason = FAILED, f"{ended}: {complaint or said}"
     if was_killed and status == FAILED:
-        who = "it" if crashed is None else f"rank {crashed[1]}"
         reason = f"{who} got SIGKILL, as from the out-of-memory killer: {reason}"
     return Outcome(
         status=status,

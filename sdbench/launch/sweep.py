@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import run_child, tail
-from sdbench.launch.history import estimate_durations
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.record.row import COLUMNS, format_csv, make_row
@@ -182,11 +182,12 @@ def _describe(
         state = ", ".join(run.outcome()["status"] for run in done) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
     if pending:
-        durations_s = estimate_durations(pending, done=[run for run in runs if run not in pending])
+        ended = [outcome for run in runs if (outcome := run.outcome()) is not None]
+        durations_s = [one["duration_s"] for one in ended if one["status"] == OK]
         bound_s = min(len(pending) * sweep.timeout_s, sweep.budget_s or math.inf)
-        known = [duration_s for duration_s in durations_s if duration_s is not None]
-        if len(known) == len(pending):
-            lines.append(f"about {sum(known) / 60:.0f} min, from runs of the same model and size")
+        if durations_s:
+            left_s = len(pending) * statistics.median(durations_s)
+            lines.append(f"about {left_s / 60:.0f} min, from the runs that have ended")
         else:
             lines.append(
                 "how long it takes is not known before the first run has ended; at most "

@@ -6,6 +6,7 @@ A generated part is between a line ``<!-- begin generated: NAME -->`` and a line
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
@@ -14,26 +15,27 @@ BEGIN = "<!-- begin generated: {} -->"
 END = "<!-- end generated: {} -->"
 
 
-def fill_block(text: str, content: str, *, begin: str, end: str, path: Path) -> str:
-    """Put `content` in place of what is between two markers.
+def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
+    """Put generated parts between their markers.
 
     Args:
         text: The whole text.
-        content: The new part.
-        begin: The marker above it.
-        end: The marker below it.
+        contents: The new parts by name. Words behind the first are in the begin marker only.
         path: The text's file, for the message.
 
     Raises:
         ConfigError: If a marker is missing.
     """
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ConfigError(
-            f"{path} has no place for a table",
-            value=f"no {end if found_begin else begin}",
-            allowed=f"a line {begin} and below it a line {end}",
-            flag="--results",
-        )
-    return f"{before}{begin}\n{content}\n{end}{after}"
+    for name, content in contents.items():
+        begin, end = BEGIN.format(name), END.format(name.split()[0])
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ConfigError(
+                f"{path} has no place for a table",
+                value=f"no {end if found_begin else begin}",
+                allowed=f"a line {begin} and below it a line {end}",
+                flag="--results",
+            )
+        text = f"{before}{begin}\n{content}\n{end}{after}"
+    return text

@@ -8,8 +8,7 @@ system gets in.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sdbench.report import feed_table, loss_band, result_page, run_plots, throug
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
-from sdbench.report.markers import BEGIN, END, fill_block
+from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
@@ -72,120 +71,92 @@ def rebuild(results: Path) -> str:
         results: Holds README.md and, as far as there are any, runs/, quoted/, modelled/ and pages/.
 
     Returns:
-        What was made, and which plots have no data, for a person.
+        A summary of what was made, and of the plots that have no data.
 
     Raises:
         ConfigError: If a file is not what it should be. Nothing is written then.
     """
-    content = _Content.load(results)
-    plots = content.draw_plots(results / RUNS)
-    tables = content.make_throughput_tables()
-    data_table = feed_table.make_data_table(content.loaded)
-    ladder = content.make_ladder()
-    page = format_page(_make_sections(content, tables, data_table, ladder), plots)
+    records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
+    trained = [record for record in records if kind_of(record) == BENCHMARK]
+    loaded = [record for record in records if kind_of(record) != BENCHMARK]
+    ended_well = [record for record in trained if record["status"] == OK]
+    quoted = load_figures(results / "quoted", kind="quoted")
+    modelled = load_figures(results / "modelled", kind="modelled")
+    figures = [
+        row
+        for rows in (*quoted.values(), *modelled.values())
+        for row in rows
+        if row.get("images_per_second") is not None
+    ]
+
+    plots = _draw_plots(ended_well, figures, results / RUNS)
+    seed_table = make_seed_table(quoted, map(make_row, ended_well))
+    tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
+    data_table = feed_table.make_data_table(loaded)
+    ladder = _make_ladder(ended_well, load_losses(results))
+    sections = _make_sections(tables, data_table, ladder, make_other_tables(quoted))
+    rows = [*map(make_row, trained), *figures]
+    columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
-    readme = _read_text(results / "README.md")
-    for name, text in (
-        ("throughput", _format_throughput(tables, plots)),
-        ("data", to_markdown(data_table) if data_table.rows else NO_RUNS),
-    ):
-        readme = _fill(readme, name, text, path=results / "README.md")
-    texts = {
-        results / "README.md": readme,
-        results / "throughput.csv": content.format_throughput_csv(),
-        results / "data.csv": feed_table.format_csv(content.loaded),
-        results / "index.html": page,
+    readme, ladder_page = results / "README.md", results / LADDER_PAGE
+    generated = {
+        "throughput": _format_throughput(tables, plots),
+        "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
     }
-    ladder_page = results / LADDER_PAGE
+    texts = {
+        readme: fill_blocks(_read_text(readme), generated, path=readme),
+        results / "throughput.csv": format_csv(rows, columns=columns),
+        results / "data.csv": feed_table.format_csv(loaded),
+        results / "index.html": format_page(sections, plots),
+    }
     if ladder_page.exists():
-        texts[ladder_page] = _read_text(ladder_page)
-        for name, group in ladder.items():
-            text = to_captioned_markdown(group) if group else NO_RUNS
-            texts[ladder_page] = _fill(texts[ladder_page], name, text, path=ladder_page)
+        generated = {
+            name: to_captioned_markdown(group) if group else NO_RUNS
+            for name, group in ladder.items()
+        }
+        texts[ladder_page] = fill_blocks(_read_text(ladder_page), generated, path=ladder_page)
     for path in sorted((results / "pages").glob("*.md")):
-        texts[path] = result_page.fill(_read_text(path), content.ended_well, path=path)
+        texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
     for path, text in texts.items():
         replace_file(path, text)
     save(plots, results / "plots", names=PLOT_NAMES)
-    return _describe(content, plots, results)
+    summary = (
+        f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
+        f"from {len(records)} runs and {len(figures)} figures of others"
+    )
+    missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
+    return summary + (f"\nnot drawn, for want of data: {', '.join(missing)}" if missing else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Content:
-    """The contents of a results folder that the rest is made from.
-
-    Attributes:
-        trained: Records of training runs.
-        compared: Training runs whose losses are compared, and not their speed.
-        loaded: Records of runs that loaded or encoded data.
-        quoted: Rows of other people's tables, by file.
-        modelled: Rows of predicted tables, by file.
-    """
-
-    trained: list[dict[str, Any]]
-    compared: list[loss_band.LossRun]
-    loaded: list[dict[str, Any]]
-    quoted: dict[str, list[dict[str, Any]]]
-    modelled: dict[str, list[dict[str, Any]]]
-
-    @classmethod
-    def load(cls, results: Path) -> _Content:
-        records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
-        return cls(
-            trained=[record for record in records if kind_of(record) == BENCHMARK],
-            compared=load_losses(results),
-            loaded=[record for record in records if kind_of(record) != BENCHMARK],
-            quoted=load_figures(results / "quoted", kind="quoted"),
-            modelled=load_figures(results / "modelled", kind="modelled"),
+def _draw_plots(
+    ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
+) -> list[Plot]:
+    """Every plot that has data."""
+    rows = [*map(make_row, ended_well), *figures]
+    with plain_style():
+        drawn = (
+            throughput_plots.draw_micro_batch(rows),
+            *throughput_plots.draw_scaling(rows),
+            run_plots.draw_breakdown(ended_well),
+            run_plots.draw_step_times(ended_well, runs),
         )
+    return [plot for plot in drawn if plot is not None]
 
-    @property
-    def ended_well(self) -> list[dict[str, Any]]:
-        """The training runs that have a figure."""
-        return [record for record in self.trained if record["status"] == OK]
 
-    @property
-    def figures(self) -> list[dict[str, Any]]:
-        """Quoted and modelled rows that have images/s."""
-        tables = (*self.quoted.values(), *self.modelled.values())
-        return [row for rows in tables for row in rows if row.get("images_per_second") is not None]
-
-    def make_throughput_tables(self) -> list[Table]:
-        """One table per kind of work, and the seed's own."""
-        seed_table = make_seed_table(self.quoted, map(make_row, self.ended_well))
-        tables = make_tables(self.ended_well, self.figures)
-        return tables if seed_table is None else [*tables, seed_table]
-
-    def make_ladder(self) -> dict[str, list[Table]]:
-        """Tables of the speed-ups by the names of their places; those without rows are left out."""
-        configurations = read_configurations(self.ended_well)
-        pairs = make_pair_tables(configurations)
-        return {
-            "ladder": make_ladder_tables(configurations),
-            NOT_MEASURED: make_pending_tables(configurations),
-            **{name: [table] if table.rows else [] for name, table in pairs.items()},
-            "loss-band": loss_band.make_tables(loss_band.find_bands(self.compared)),
-        }
-
-    def draw_plots(self, runs: Path) -> list[Plot]:
-        """Every plot that has data."""
-        rows = [*map(make_row, self.ended_well), *self.figures]
-        with plain_style():
-            drawn = (
-                throughput_plots.draw_micro_batch(rows),
-                *throughput_plots.draw_scaling(rows),
-                run_plots.draw_breakdown(self.ended_well),
-                run_plots.draw_step_times(self.ended_well, runs),
-            )
-        return [plot for plot in drawn if plot is not None]
-
-    def format_throughput_csv(self) -> str:
-        """One wide row per run and per figure of others, of any status, unrounded."""
-        figures = self.figures
-        columns = dict.fromkeys((*COLUMNS, *(name for row in figures for name in row)))
-        return format_csv([*map(make_row, self.trained), *figures], columns=tuple(columns))
+def _make_ladder(
+    ended_well: Sequence[dict[str, Any]], losses: Sequence[loss_band.LossRun]
+) -> dict[str, list[Table]]:
+    """Tables of the speed-ups by the names of their places; those without rows are left out."""
+    configurations = read_configurations(ended_well)
+    pairs = make_pair_tables(configurations)
+    return {
+        "ladder": make_ladder_tables(configurations),
+        NOT_MEASURED: make_pending_tables(configurations),
+        **{name: [table] if table.rows else [] for name, table in pairs.items()},
+        "loss-band": loss_band.make_tables(loss_band.find_bands(losses)),
+    }
 
 
 def load_losses(results: Path) -> list[loss_band.LossRun]:
@@ -227,11 +198,6 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _fill(text: str, name: str, content: str, *, path: Path) -> str:
-    """Put a generated part into its place."""
-    return fill_block(text, content, begin=BEGIN.format(name), end=END.format(name), path=path)
-
-
 def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
     if not tables:
         return "No figures yet."
@@ -240,10 +206,10 @@ def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
 
 
 def _make_sections(
-    content: _Content,
-    tables: list[Table],
+    tables: Sequence[Table],
     data_table: Table,
-    ladder: dict[str, list[Table]],
+    ladder: Mapping[str, Sequence[Table]],
+    other_tables: Sequence[Table],
 ) -> list[Section]:
     sections = [
         Section(
@@ -268,19 +234,7 @@ def _make_sections(
         Section(
             "Other figures of other people",
             "Days, costs and rates per GPU as their authors gave them.",
-            make_other_tables(content.quoted),
+            other_tables,
         ),
     ]
     return [section for section in sections if section.tables]
-
-
-def _describe(content: _Content, plots: Sequence[Plot], results: Path) -> str:
-    lines = [
-        f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
-        f"from {len(content.trained) + len(content.loaded)} runs and {len(content.figures)} "
-        "figures of others"
-    ]
-    missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
-    if missing:
-        lines.append(f"not drawn, for want of data: {', '.join(missing)}")
-    return "\n".join(lines)

@@ -18,7 +18,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
-from sdbench.report.markers import BEGIN, END, fill_block
+from sdbench.report.markers import BEGIN, fill_blocks
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown
 from sdbench.report.terminal import NOT_KNOWN, format_rate, format_rates
 from sdbench.report.throughput_table import describe_notes, group_runs
@@ -27,7 +27,7 @@ from sdbench.report.throughput_table import describe_notes, group_runs
 Groups = Mapping[str, list[dict[str, Any]]]
 
 BREAKDOWN = "## Where the time goes"
-RUNS_MARKER = re.compile(r"<!-- begin generated: runs +(?P<patterns>\S.*?) +-->")
+RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
 
 
 def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
@@ -50,13 +50,12 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
             flag="--results",
         )
     runs = _select(records, patterns=marker["patterns"].split(), path=path)
-    for begin, end, content in (
-        (BEGIN.format("dates"), END.format("dates"), _describe_dates(runs)),
-        (marker[0], END.format("runs"), _format_runs(runs)),
-        (BEGIN.format("versions"), END.format("versions"), _format_versions(runs)),
-    ):
-        text = fill_block(text, content, begin=begin, end=end, path=path)
-    return text
+    contents = {
+        "dates": _describe_dates(runs),
+        marker["name"]: _format_runs(runs),
+        "versions": _format_versions(runs),
+    }
+    return fill_blocks(text, contents, path=path)
 
 
 def _select(

@@ -61,6 +61,7 @@ def main() -> int:
     record["summary"]["images_per_second"] = 10 * (1 - 0.5 / micro_batch)
     ended = dict(record)
     record |= {"status": "failed", "reason": UNFINISHED_REASON, "summary": None}
+    duration_s, record["duration_s"] = record["duration_s"], None
     folder.write_record(record)
     if arguments.seed == 2:
         # As a rank beside the one that is asked to end, deaf to everything but SIGKILL.
@@ -74,7 +75,7 @@ def main() -> int:
         time.sleep(1)
     if micro_batch >= OOM_FROM:
         reason = "rank 0: OutOfMemoryError: CUDA out of memory."
-        folder.write_record(record | {"status": OOM, "reason": reason})
+        folder.write_record(record | {"status": OOM, "reason": reason, "duration_s": duration_s})
         return 1
     folder.write_record(ended)
     return 0
