@@ -1,7 +1,7 @@
-"""The training job that a task hands to an engine.
+"""What does a workload hand to an engine?
 
-The task describes; the engine builds optimizer and moving average after it has placed or sharded
-the parameters.
+The workload describes; the engine builds optimizer and moving average after it has placed or
+sharded the parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TrainJob:
         loss: Maps the model's output to a scalar.
         loader: Batches of this rank.
         make_optimizer: Builds the optimizer for the model as the engine has placed it.
-        schedule: `schedule(step)` is the multiplier of the learning rate; steps count from 0.
+        schedule: Optimizer step, from 0, to the factor on the learning rate.
         ema: The moving average to keep, or None.
         images_per_step: Global batch.
         num_steps: Optimizer steps that the run may take at most; the watch may end it earlier.
