@@ -1,4 +1,4 @@
-"""Faster work inside the blocks of U-Net and VAE, with the same results."""
+"""Faster implementations of parts of the U-Net and VAE with the same result."""
 
 from __future__ import annotations
 
