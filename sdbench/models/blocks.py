@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdbench.models.compat import change_class
 
-# What the U-Net is made of, each up to 60 million weights: the pieces in which ranks that share the
-# weights gather them.
+# The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 
 
