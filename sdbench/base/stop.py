@@ -87,14 +87,14 @@ def stop_signals_ask() -> Iterator[StopRequest]:
     _request = request = StopRequest()
     try:
         yield request
-    except Exception as error:
         if request.number is not None:
-            raise _exception_of(request.number) from error
-        raise
+            raise _stopped_by(request.number)
+    except Exception as error:
+        if request.number is None:
+            raise
+        raise _stopped_by(request.number) from error
     finally:
         _request = None
-    if request.number is not None:
-        raise _exception_of(request.number)
 
 
 @contextlib.contextmanager
@@ -124,9 +124,10 @@ def _obey(number: int, frame: FrameType | None) -> None:
         return
     if number == signal.SIGHUP and multiprocessing.parent_process() is not None:
         return  # it reaches all processes of a terminal; a forked worker leaves it to its parent
+    raise _stopped_by(number)
+
+
+def _stopped_by(number: int) -> BaseException:
+    """The exception of a signal, to be raised at once: further ones are ignored."""
     ignore_terminations()
-    raise _exception_of(number)
-
-
-def _exception_of(number: int) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)

@@ -1,7 +1,7 @@
-"""The training job that a task hands to an engine.
+"""What does a workload hand to an engine?
 
-The task describes; the engine builds optimizer and moving average after it has placed or sharded
-the parameters.
+The workload describes; the engine builds optimizer and moving average after it has placed or
+sharded the parameters.
 """
 
 from __future__ import annotations

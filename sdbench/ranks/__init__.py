@@ -1,1 +1,1 @@
-"""Ranks of a run: their places, their exchange, their heartbeats."""
+"""The ranks of a run: their places, their communication, and the loss of one."""

@@ -1,4 +1,4 @@
-"""The rank of this process, and its exchange with the other ranks.
+"""The place of this process among the ranks of a run, and their communication.
 
 The launchers (`composer`, `torchrun`, an operator) tell each process its place in the environment;
 a plain `python benchmark.py` is rank 0 of 1.
@@ -87,7 +87,13 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
     )
     if device_type == "cuda":
         global _host_group
-        _host_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        try:
+            _host_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        except RuntimeError as error:
+            raise RunError(
+                "the hosts cannot talk to each other beside their GPUs; GLOO_SOCKET_IFNAME names "
+                f"the network interface for that ({_first_line(error)})"
+            ) from None
 
 
 def hosts_store(ranks: Ranks) -> bool:

@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks, which tell a lost rank from one that waits.
+"""A heartbeat among the ranks, which tells the ones that are gone.
 
 A rank whose neighbour dies sees a broken connection, or sees nothing and waits; neither tells it
 which rank is gone. So each rank counts up a number in the store at which the ranks have met, in a

@@ -91,6 +91,16 @@ def test_a_loop_that_breaks_after_a_signal_was_stopped():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_signal_behind_the_loop_does_not_disturb_the_end_that_the_first_one_has_caused():
+    with pytest.raises(Terminated) as caught, stop_signals_raise():
+        try:
+            with stop.stop_signals_ask():
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.__context__ is None
+
+
 def test_outside_a_loop_the_first_signal_is_obeyed():
     with pytest.raises(Terminated), stop_signals_raise():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -103,7 +113,7 @@ def ends_of_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("stop_ranks.py")
     command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
