@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import new_file
 
 PIPE = "pipe:"
 S3 = "s3://"

@@ -27,8 +27,9 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 from streaming.base.world import World
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
 from sdbench.base.errors import RunError
+from sdbench.base.files import new_file
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.formats.validate import INDEX_NAME, Place, locate_mds, parse_index
 from sdbench.data.latent_columns import array_shapes, find_latent_columns

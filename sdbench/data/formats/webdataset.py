@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import new_file
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.formats.validate import (
     PLACE_FLAGS,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import replace_file
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PROFILE, RunFolder, replace_file
+from sdbench.record.store import PROFILE, RunFolder
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run, Task
