@@ -6,6 +6,7 @@ a watch that counts one step and profiles the next ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from pathlib import Path
@@ -178,11 +179,8 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     )
     job = pretrain.build(plan, phase=phases.phase)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
-    try:
-        with steps:
-            measurements = load_engine(config.engine)(job, config, watch)
-    finally:
-        progress.close()
+    with contextlib.closing(progress), steps:
+        measurements = load_engine(config.engine)(job, config, watch)
     model_flop = config.batch_size * job.flops_per_image
     del job, watch
     gc.collect()  # the ceilings need memory
