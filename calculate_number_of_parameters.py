@@ -1,4 +1,4 @@
-"""How many parameters does the model have, and how many of them are trained?"""
+"""Count the parameters of a model, and those of them that are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which mistakes are the user's, and how are they told?
+"""Errors of users and of runs.
 
 Every message about bad input carries four facts: what was wrong, the value received, what is
 allowed, and the flag that changes it. `ConfigError` is for people; our own invariants are asserts.

@@ -1,4 +1,4 @@
-"""How does a text from a record or a table reach an output unharmed, and the output unharmed by it?
+"""Escapes a text for markdown, CSV, a terminal or a plot.
 
 A device name, a path or a reason may hold anything: line breaks, the marks of markdown, what a
 spreadsheet takes for a formula. One function per kind of output; HTML is escaped by its template.

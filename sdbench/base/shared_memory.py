@@ -1,4 +1,4 @@
-"""What did killed runs leave in shared memory, and when is it safe to remove?
+"""Removes what killed runs of MosaicML Streaming left in shared memory.
 
 MosaicML Streaming keeps its state there, under names that begin with six digits. It refuses a cache
 folder that such a registration names, even when the run that registered it is dead. Its own

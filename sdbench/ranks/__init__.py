@@ -1,1 +1,1 @@
-"""Which rank is this, and how do ranks find, tell and miss each other?"""
+"""The ranks of a run: their places, their communication, and the loss of one."""

@@ -1,4 +1,4 @@
-"""Which ranks of the run are still there, and which one is to blame when it ends?
+"""A heartbeat among the ranks, which tells the ones that are gone.
 
 A rank whose neighbour dies sees a broken connection, or sees nothing and waits; neither tells it
 which rank is gone. So each rank counts up a number in the store at which the ranks have met, in a

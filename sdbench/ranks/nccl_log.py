@@ -1,4 +1,4 @@
-"""Which network do the GPUs of several machines talk over?
+"""The network that NCCL uses between machines, read from its log.
 
 NCCL falls back to TCP sockets when it finds no plugin for the faster one, without an error and at a
 fraction of the rate. It says which network it took in its own log only, which is therefore written

@@ -1,4 +1,4 @@
-"""Which settings make a configuration, so that runs with the same ones are its replicates?
+"""The settings that make a configuration: runs that share them are its replicates.
 
 Every setting counts that may change what a step does, also one that this version of the suite does
 not know, so that nothing is pooled, or compared across, unseen.

@@ -1,4 +1,4 @@
-"""What is one run as one row of a long table?
+"""One run as one row of a long table.
 
 The columns are those of the tables of other people's published figures, and more, so that measured
 and quoted rows stand side by side. Unknown is an empty cell. A text that a spreadsheet would take
