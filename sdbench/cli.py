@@ -1,4 +1,4 @@
-"""Which commands does `python -m sdbench` have?
+"""The commands of `python -m sdbench`.
 
 Each command is a `main(argv)` in the room that it belongs to, imported when it is called.
 """

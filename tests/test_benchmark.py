@@ -35,8 +35,7 @@ def losses(tmp_path, record, name="runs"):
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sdbench.base.progress.LINE_PERIOD_S", 0)
+def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     argv = (
         *TINY,
         "--device_train_microbatch_size",

@@ -1,4 +1,4 @@
-"""Do precomputed latents train as the images do, and does a kill or another rank count matter?"""
+"""python -m sdbench precompute through its front door: content, records, ranks and kills."""
 
 from __future__ import annotations
 

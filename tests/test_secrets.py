@@ -1,4 +1,4 @@
-"""Do passwords, signed URLs and tokens stay out of all that a run writes and prints?"""
+"""Passwords, signed URLs and tokens stay out of all that a run writes and prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run from the command line start without waste, and say where its start-up went?"""
+"""What a run imports, and the start-up times in its record."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room may use: errors, secrets, stop signals, caches, escapes of text."""
+"""What every room may use: errors, files, progress, secrets, stop signals, caches, escapes."""

@@ -1,12 +1,9 @@
-"""This user's private cache folder, and files that take their place in one piece."""
+"""This user's private cache folder."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
@@ -62,16 +59,3 @@ def _refusal(what: str, folder: Path | None) -> ConfigError:
         allowed="a folder of this user's with mode 0700, in one that others cannot change",
         flag="XDG_CACHE_HOME (for copies of data also --local)",
     )
-
-
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Where to write a file that only this user can read and that becomes `path` when it is whole.
-
-    No other process can foresee the name, and a link at `path` is replaced, not followed.
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
-        new = Path(folder, path.name)
-        yield new
-        new.chmod(0o600)
-        new.replace(path)

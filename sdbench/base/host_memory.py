@@ -1,4 +1,4 @@
-"""What happens to main memory that a freed tensor leaves behind?
+"""Keeps main memory that a freed tensor leaves behind, for the next one.
 
 By default glibc hands large blocks back to the kernel, which has to fill every page with zeros when
 the next step asks for them again. A step of SD2 on a CPU allocates several GiB anew each time.

@@ -81,16 +81,19 @@ class Progress:
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
-    def advance(self, count: int = 1, *, note: Callable[[], str] | None = None) -> None:
+    def advance(
+        self, count: int = 1, *, note: Callable[[], str] | None = None, is_due: bool = False
+    ) -> None:
         """Count what has been done.
 
         Args:
             count: How many.
             note: Called for what to add, if this advance is shown.
+            is_due: Show it at once.
         """
         now_s = self._count(count)
         period_s = LINE_PERIOD_S if self._bar is None else NOTE_PERIOD_S
-        if self._enabled and now_s - self._shown_s >= period_s:
+        if self._enabled and (is_due or now_s - self._shown_s >= period_s):
             self._shown_s = now_s
             text = "" if note is None else note()
             if self._bar is None:

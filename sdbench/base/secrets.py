@@ -1,4 +1,4 @@
-"""How are passwords and tokens kept out of what a run writes and prints?
+"""Keeps passwords and tokens out of what a run writes and prints.
 
 Three kinds are known: what the environment holds under a name that says secret; the parts of a URL
 that may be one (user info, query, fragment); and keys, headers and tokens of well-known shapes. Of

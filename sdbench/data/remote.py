@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 
 PIPE = "pipe:"

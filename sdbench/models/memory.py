@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
+from sdbench.base.files import new_file
 from sdbench.models.architecture import Architecture
 from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion

@@ -1,4 +1,4 @@
-"""What does somebody need to repeat this run: versions, commit, command line, environment?"""
+"""What it takes to repeat a run: versions, commit and environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written down about a run, and how is it kept whole?
+"""The folder of a run: its record, its steps and its log.
 
 A run has a folder of its own: record.json (everything needed to repeat it), stdout.log and, where a
 model was trained, steps.csv (every step). A record is replaced in one piece, never edited in place.
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.secrets import redact, redact_environment, redact_values
+from sdbench.base.files import replace_file, write_json
+from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
 
 SCHEMA_VERSION = 1
@@ -132,15 +133,8 @@ class RunFolder:
 
     def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
         """As `write_record`, if need be in the space that was reserved, which is given back."""
-        path, reserve = self._record_path, self.path / RESERVE_NAME
-        record = redact_values(record)
-        try:
-            replace_file(path, _format_json(record))
-        except OSError:
-            if not reserve.exists():
-                raise
-            # Written over and renamed: nobody else can take the space in between.
-            _replace_file(path, _format_json(record), reserve, mode="r+")
+        reserve = self.path / RESERVE_NAME
+        record = write_json(self._record_path, record, reserve=reserve)
         reserve.unlink(missing_ok=True)
         return record
 
@@ -163,42 +157,6 @@ class RunFolder:
         except OSError:
             return True  # the disk is full: rather two reasons, one over the other, than none
         return True
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
-
-    Secrets of the environment are left out of it. What else may be one is for the caller to leave
-    out, who knows where a value ends, and which URL is a link of a page.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _replace_file(path, text, temporary, mode="w")
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _replace_file(path: Path, text: str, temporary: Path, *, mode: str) -> None:
-    try:
-        with temporary.open(mode, encoding="utf-8") as file:
-            file.write(redact_environment(text))
-            file.truncate()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:  # one of a write does not say of which file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_json(path: Path, content: Any) -> Any:
-    """Write a value as JSON, in one piece and without secrets; return what was written."""
-    content = redact_values(content)
-    replace_file(path, _format_json(content))
-    return content
-
-
-def _format_json(content: Any) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from sdbench.measure.timer import WARMUP
 
 
 class StepProgress:
-    """Shows the steps of a training loop, as an observer of them."""
+    """Shows the steps of a training loop, as an observer of them; the first and the last always."""
 
     def __init__(self, *, images_per_step: int, enabled: bool) -> None:
         """Prepare the display.
@@ -39,7 +39,7 @@ class StepProgress:
             name = "warm-up" if phase == WARMUP else phase
             return f"{name}, {images_per_second:.3g} images/s, loss {loss():.4f}"
 
-        progress.advance(note=note)
+        progress.advance(note=note, is_due=index == 0 or index + 1 == num_steps)
 
     def close(self) -> None:
         """The loop has ended, well or not."""

@@ -150,10 +150,10 @@ def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
     if ranks.rank == 0:
         try:
             answer = action()
-        except ConfigError as error:
+        except (ConfigError, RunError) as error:
             answer = error
     answer = distributed.broadcast(answer, ranks)
-    if isinstance(answer, ConfigError):
+    if isinstance(answer, Exception):
         raise answer
     return answer
 

@@ -71,7 +71,12 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def make_folder(self) -> Path:
-        """Make the folder of the run; on the first rank."""
+        """Make the folder of the run, and open what else it writes to; on the first rank.
+
+        Raises:
+            ConfigError: It is taken, or cannot be written.
+            RunError: It cannot be reached.
+        """
 
     @abc.abstractmethod
     def for_person(self) -> str:

@@ -1,4 +1,4 @@
-"""How do the figures of a run get to Weights & Biases, without ever harming the run?"""
+"""Logging of a run to Weights & Biases, whose failures never end the run."""
 
 from __future__ import annotations
 

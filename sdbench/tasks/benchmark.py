@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,6 @@ class Benchmark(Task):
         matmul_tflops = _measure_peak(plan) if config.measure_peak else None
         clock.ends(startup.PEAK)
         progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
-        self.resources.callback(progress.close)
         watch = _make_watch(plan, run, observers=[clock, run.heartbeat, progress, wandb_log])
         job = pretrain.build(plan, phase=watch.phases.phase)
         if ranks.rank == 0:
@@ -94,8 +94,8 @@ class Benchmark(Task):
                 f"{job.num_trainable_parameters / 1e6} M trainable_params"
             )
         clock.ends(startup.BUILD)
-        measurements = fit(job, config, watch)
-        progress.close()
+        with contextlib.closing(progress):
+            measurements = fit(job, config, watch)
 
         merged = merge_measurements(distributed.gather(measurements, ranks))
         num_steps = len(merged.timings.steps)

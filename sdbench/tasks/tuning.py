@@ -1,4 +1,4 @@
-"""How are the speed-ups of a config brought to the process and to a model that has been built?"""
+"""The speed-ups of a config, applied to the process and to a built model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from sdbench import data
 from sdbench.settings.config import FIELDS
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
 NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "local": None}

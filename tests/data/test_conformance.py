@@ -19,7 +19,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
 STORED = tuple(datasets.WRITERS)

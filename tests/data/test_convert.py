@@ -18,7 +18,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.convert import main as convert
 from tests.data import datasets
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdbench.data.formats.filters import accepts, parse_filters
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(

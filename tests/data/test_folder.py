@@ -12,7 +12,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 def make_config(folder, **changes) -> SourceConfig:

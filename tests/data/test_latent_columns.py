@@ -12,7 +12,7 @@ from sdbench.data.latent_columns import (
     find_latent_columns,
 )
 from sdbench.data.samples import BadSampleError
-from tests.data.refusals import PLACE_FLAGS, refused
+from tests.refusals import PLACE_FLAGS, refused
 
 
 @pytest.mark.parametrize(

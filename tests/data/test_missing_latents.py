@@ -15,7 +15,7 @@ from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from sdbench.data.source import SourceConfig
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 # The columns of its scripts/precompute_latents.py, in its order.
 COLUMNS = {

@@ -16,7 +16,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 NUM_ROWS = 8
 LATENT, TEXT = "latents_32", "text_embedding"

@@ -18,8 +18,8 @@ from sdbench.data.remote import cache_folder, fetch, list_urls
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.refusals import refused
 from tests.data.s3_server import BUCKET, S3Server, running_s3, s3  # noqa: F401
+from tests.refusals import refused
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder")]
 

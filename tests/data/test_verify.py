@@ -12,7 +12,7 @@ from streaming import MDSWriter
 
 from sdbench.data.prepare.verify import main as verify_data
 from tests.data import datasets
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 def main(*arguments: object) -> int:

@@ -24,7 +24,7 @@ from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices, make_png
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 PIXEL = make_png(0)
 Members = list[tuple[str, bytes]]

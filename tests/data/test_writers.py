@@ -17,7 +17,7 @@ from streaming.base.hashing import get_hash
 from sdbench.base.errors import RunError
 from sdbench.data.prepare.chunk_formats import FORMATS, image_extension
 from sdbench.data.prepare.writers import Output, open_output
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 IMAGES = (b"\x89PNG\r\n\x1a\n 0", b"\xff\xd8\xff 1", b"RIFF....WEBP 2")

@@ -23,8 +23,8 @@ from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
-from sdbench.base.cache import new_file
 from sdbench.base.errors import RunError
+from sdbench.base.files import new_file
 from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, choose_hash, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column

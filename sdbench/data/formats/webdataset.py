@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sdbench.base.cache import new_file, private_folder
+from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import (
     PLACE_FLAGS,

@@ -1,4 +1,4 @@
-"""How do images and captions become latents and text embeddings on disk, a shard at a time?
+"""Encoding of images and captions into latents and text embeddings on disk, shard by shard.
 
 One process's share of the work of `precompute`: workers read and decode while VAE and text encoder
 run, and what they give is written as it comes.

@@ -351,23 +351,23 @@ class Precompute(Task):
     _output: tuple[Output, list[int]] | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Make the plan; on the first rank also begin or resume the output."""
+        """Make the plan."""
         self._machine, self._ranks = machine, ranks
-        plan = self._plan = _resolve(self.request, machine=machine, ranks=ranks)
-        if ranks.rank == 0:
-            output = open_output(
-                plan.out,
-                data_format=plan.out_format,
-                columns=plan.job.columns(),
-                num_chunks=plan.job.num_shards,
-                job=_job_facts(plan),
-            )
-            self.resources.enter_context(output.lock())
-            self._output = output, output.missing_chunks()
+        self._plan = _resolve(self.request, machine=machine, ranks=ranks)
 
     def make_folder(self) -> Path:
-        """A new one in --results_dir."""
-        config = self._plan.config
+        """A new one in --results_dir; begins or resumes the output, too."""
+        plan = self._plan
+        output = open_output(
+            plan.out,
+            data_format=plan.out_format,
+            columns=plan.job.columns(),
+            num_chunks=plan.job.num_shards,
+            job=_job_facts(plan),
+        )
+        self.resources.enter_context(output.lock())
+        self._output = output, output.missing_chunks()
+        config = plan.config
         size = str(config["image_size"]).replace(",", "-")
         name = f"precompute-{config['data_format']}-{size}px"
         return RunFolder.create(config["results_dir"], machine=self._machine.slug, name=name)

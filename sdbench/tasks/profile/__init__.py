@@ -1,1 +1,1 @@
-"""Which operators does a training step spend its time in, and how far is each from its ceiling?"""
+"""Profile of a training step: time of each operator, and how far that is from its ceiling."""

@@ -1,4 +1,4 @@
-"""How much work does each operator of a step have to do?
+"""Counts the arithmetic and the bytes of each operator of a step.
 
 A step is trained under a torch dispatch mode that is shown every operator below autograd and
 autocast: exactly those that compute something. Numbers are kept and no tensors, so that the step

@@ -1,4 +1,4 @@
-"""How long did each operator take, as torch's profiler saw it?
+"""Times of the operators of a step, from the events of torch's profiler.
 
 Events are nested: autograd calls operators, and operators call others. Going down from the top, the
 first event that was counted (count.py) has the time of all that are below it. On a

@@ -1,4 +1,4 @@
-"""What does a person get to see of a profile, and what do its files hold?"""
+"""The tables, sentences and files of a profile."""
 
 from __future__ import annotations
 

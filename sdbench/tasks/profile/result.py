@@ -1,4 +1,4 @@
-"""What do the counted and the timed step come to?"""
+"""The figures of a profile: sums over the operators of a step."""
 
 from __future__ import annotations
 

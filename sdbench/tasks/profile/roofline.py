@@ -1,4 +1,4 @@
-"""How long does an operator take at least on this machine, and how far from that is it?
+"""The least time of an operator on this machine (roofline), and its distance from it.
 
 Williams, Waterman and Patterson, "Roofline" (CACM 52, 4, 2009): an operator ends neither before its
 arithmetic is done at the peak rate nor before its bytes have moved at the full bandwidth. Both

@@ -1,4 +1,4 @@
-"""Which steps of a run are trained as they are, which are counted, and which run under a profiler?
+"""The order of plain, counted and profiled steps in a profile.
 
 warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
 

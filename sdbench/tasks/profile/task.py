@@ -6,17 +6,19 @@ a watch that counts one step and profiles the next ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import replace_file
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PROFILE, RunFolder, replace_file
+from sdbench.record.store import PROFILE, RunFolder
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run, Task
@@ -177,11 +179,8 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     )
     job = pretrain.build(plan, phase=phases.phase)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
-    try:
-        with steps:
-            measurements = load_engine(config.engine)(job, config, watch)
-    finally:
-        progress.close()
+    with contextlib.closing(progress), steps:
+        measurements = load_engine(config.engine)(job, config, watch)
     model_flop = config.batch_size * job.flops_per_image
     del job, watch
     gc.collect()  # the ceilings need memory

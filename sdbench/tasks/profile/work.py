@@ -1,4 +1,4 @@
-"""What does one call of an operator have to do: how much arithmetic, how many bytes to move?
+"""The arithmetic and the bytes of one call of an operator.
 
 Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are what the
 call must read and write at least, each input once and each output once: what it writes to itself
