@@ -20,16 +20,9 @@ from typing import Any
 from sdbench.base import refusal
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
-from sdbench.record.store import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    RECORD_NAME,
-    TIMEOUT,
-    load_record,
-    replace_file,
-)
+from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.settings.config import SECONDS, parse_value
 
 OUTPUT_NAME = "output.log"

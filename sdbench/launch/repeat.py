@@ -13,10 +13,11 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child, tail
-from sdbench.record.store import OK, write_json
+from sdbench.record.store import OK
 from sdbench.report.terminal import format_number, format_rate
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
 

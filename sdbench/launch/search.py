@@ -15,9 +15,10 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
+from sdbench.base.files import write_json
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child
-from sdbench.record.store import FAILED, OK, OOM, write_json
+from sdbench.record.store import FAILED, OK, OOM
 from sdbench.report.terminal import format_number
 
 FLAG = "--device_train_microbatch_size"

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.launch.child import new_folder, split_command
-from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record, write_json
+from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Column, Table, make_cell
 from sdbench.report.terminal import format_rates
 from sdbench.report.text_table import to_terminal

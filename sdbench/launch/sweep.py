@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
+from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import Terminated, stop_signals_raise
@@ -24,7 +25,7 @@ from sdbench.launch.child import run_child, tail
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import OK, OOM, TIMEOUT, replace_file
+from sdbench.record.store import OK, OOM, TIMEOUT
 from sdbench.report.tables import Table, make_cell, make_table
 from sdbench.report.terminal import format_rate
 from sdbench.report.text_table import to_terminal

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import write_json
 from sdbench.launch.child import Outcome, make_folder
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
-from sdbench.record.store import OK, RECORD_NAME, load_record, write_json
+from sdbench.record.store import OK, RECORD_NAME, load_record
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"

@@ -16,7 +16,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
-from sdbench.record.store import replace_file
+from sdbench.base.files import replace_file
 
 # These are names, also where one looks like a number: a GPU called 4090, a commit of digits only.
 TEXT_COLUMNS = frozenset(

@@ -16,16 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import replace_file, write_json
 from sdbench.base.secrets import find_secrets, redact
-from sdbench.record.store import (
-    BENCHMARK,
-    LOG_NAME,
-    RECORD_NAME,
-    STEPS_NAME,
-    kind_of,
-    replace_file,
-    write_json,
-)
+from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.loss_band import read_run
 from sdbench.report.records import read_record
 from sdbench.report.report import NUMERICS, RUNS, rebuild

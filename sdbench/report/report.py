@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import replace_file
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import BENCHMARK, OK, kind_of, replace_file
+from sdbench.record.store import BENCHMARK, OK, kind_of
 from sdbench.report import feed_table, loss_band, result_page, run_plots, throughput_plots
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables

@@ -12,10 +12,11 @@ import jsonschema
 import pytest
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import replace_file
 from sdbench.base.secrets import is_secret_name, redact
 from sdbench.measure.hardware import as_dict
 from sdbench.record.provenance import speed_environment
-from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record, replace_file
+from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record
 from sdbench.run.outcome import RunRecord, explain
 from sdbench.settings.config import SETTINGS
 from tests.machines import make_cpu_machine, make_machine

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from sdbench.data import SOURCES
-from sdbench.data.prepare.chunk_formats import FORMATS
-from sdbench.data.prepare.writers import MAX_ROWS_PER_CHUNK
+from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, one_of, whole_number
 from sdbench.settings.setting import REQUIRED, setting, shared
