@@ -16,6 +16,7 @@ from torch.distributed import checkpoint
 from sdbench.engines import ENGINES
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
+from tests.engines.forked_ranks import NUM_RANKS
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
@@ -24,7 +25,7 @@ from tests.engines.linear import (
     average_by_hand,
     mean_squared_error,
 )
-from tests.launch.train_sharded import CASES, NUM_RANKS, make_model
+from tests.launch.train_sharded import CASES, make_model
 
 # The order of additions differs, and AdamW divides by small numbers in its first steps.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -49,7 +50,7 @@ def results(folder):
         [sys.executable, str(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
