@@ -59,7 +59,7 @@ def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
     job, fit = make_parts(loss=loss), load_engine(engine)
     with pytest.raises(ends_with) as caught, stop_signals_raise():
         fit(job, make_config(), watch_with())
-    return caught.value, job.trained.weight.detach()[0]
+    return caught.value, job.model.unet.weight.detach()[0]
 
 
 @each_engine
