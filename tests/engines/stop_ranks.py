@@ -6,14 +6,12 @@ Usage: python stop_ranks.py FOLDER
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_RANKS = 2
 
 
 class ReadingAtStep4:
@@ -33,6 +31,7 @@ def train(engine, fault, *, rank):
     from sdbench.base.errors import RunError
     from sdbench.base.stop import Terminated, stop_signals_raise
     from sdbench.engines import load_engine
+    from tests.engines.forked_ranks import NUM_RANKS
     from tests.engines.linear import make_config, make_parts, mean_squared_error, watch_with
 
     num_losses = 0
@@ -58,43 +57,18 @@ def train(engine, fault, *, rank):
 
 
 def run_rank(rank, folder):
-    """Join the other rank and train all cases."""
-    import torch
-
+    """Train all cases."""
     from sdbench.engines import ENGINES
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(NUM_RANKS))
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
-    )
     ends = {
         engine: {fault: train(engine, fault, rank=rank) for fault in ("signal", "nan")}
         for engine in ENGINES
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(ends))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def main(folder):
-    """Import everything once, then fork the ranks."""
-    import torch
-
-    from sdbench.engines import ENGINES, load_engine
-
-    for engine in ENGINES:
-        load_engine(engine)
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, folder)) for rank in range(NUM_RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode) for rank in ranks)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(main(Path(sys.argv[1])))
+    from tests.engines.forked_ranks import run_ranks
+
+    sys.exit(run_ranks(run_rank, Path(sys.argv[1])))

@@ -17,6 +17,7 @@ import torch
 from sdbench.base import stop
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.engines import ENGINES, load_engine
+from tests.engines.forked_ranks import NUM_RANKS
 from tests.engines.linear import (
     BATCH_SIZE,
     MICROBATCH,
@@ -58,7 +59,7 @@ def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
     job, fit = make_parts(loss=loss), load_engine(engine)
     with pytest.raises(ends_with) as caught, stop_signals_raise():
         fit(job, make_config(), watch_with())
-    return caught.value, job.trained.weight.detach()[0]
+    return caught.value, job.model.unet.weight.detach()[0]
 
 
 @each_engine
@@ -115,7 +116,7 @@ def ends_of_ranks(tmp_path_factory):
     command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
 @each_engine

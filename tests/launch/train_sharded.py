@@ -2,20 +2,16 @@
 
 Usage: python train_sharded.py FOLDER
 
-The ranks are forked when all is imported, and train all cases in one process group: that is what
-keeps it short.
+The ranks train all cases in one process group: that is what keeps it short.
 """
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_RANKS = 2
 
 # Name of a case to the settings in which it differs from plain DDP.
 CASES: dict[str, dict[str, object]] = {
@@ -155,6 +151,7 @@ def train(engine, case, *, rank, folder):
 
     import torch.distributed.checkpoint
 
+    from tests.engines.forked_ranks import NUM_RANKS
     from tests.engines.linear import watch_with
 
     module = importlib.import_module(f"sdbench.engines.{engine}")
@@ -196,20 +193,11 @@ def shapes_of_hybrid():
 
 
 def run_rank(rank, folder):
-    """Join the other rank and train all cases."""
+    """Train all cases."""
     import torch
 
     from sdbench.engines import ENGINES
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(NUM_RANKS))
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
     results = {
         (engine, case): train(engine, case, rank=rank, folder=folder)
         for engine in ENGINES
@@ -217,30 +205,10 @@ def run_rank(rank, folder):
     }
     results["hybrid"] = shapes_of_hybrid()
     torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def main(folder):
-    """Import everything once, then fork the ranks."""
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.optim
-
-    from sdbench.engines import ENGINES, load_engine
-
-    for engine in ENGINES:
-        load_engine(engine)
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, folder)) for rank in range(NUM_RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode) for rank in ranks)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(main(Path(sys.argv[1])))
+    from tests.engines.forked_ranks import run_ranks
+
+    sys.exit(run_ranks(run_rank, Path(sys.argv[1])))
