@@ -30,4 +30,4 @@ def test_bad_input_of_a_command_exits_with_2(capsys, tmp_path):
 
 def test_publishing_what_is_no_run_exits_with_2(capsys, tmp_path):
     assert main(["publish", str(tmp_path)]) == 2
-    assert "holds no record that can be read" in capsys.readouterr().err
+    assert "change it with RUN" in capsys.readouterr().err

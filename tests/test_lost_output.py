@@ -142,7 +142,8 @@ def test_a_terminal_closed_over_a_launcher_interrupts_its_ranks(tmp_path):
     assert process.wait(END_WITHIN_S) == -signal.SIGHUP
     assert psutil.wait_procs(ranks, timeout=END_WITHIN_S)[1] == []
     record = only_record(tmp_path)
-    assert record["status"] == "interrupted" and "SIGHUP: " in record["reason"]
+    assert record["status"] == "interrupted", record["reason"]
+    assert "SIGHUP: " in record["reason"]
 
 
 @pytest.fixture

@@ -190,7 +190,9 @@ def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int
         rank: The rank that it was raised on.
     """
     failure = explain(error, rank=rank)
-    if not isinstance(error, Terminated) and not is_about_connections(error):
+    # A launcher ends ranks by SIGTERM as another one is lost, and never by SIGHUP.
+    is_terminated = isinstance(error, Terminated) and error.number == signal.SIGTERM
+    if not is_terminated and not is_about_connections(error):
         return failure
     lost = heartbeat.find_lost()
     if lost is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.refusal import report_refusal
-from sdbench.base.stop import stop_signals_raise
+from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end
 
@@ -57,6 +57,9 @@ def run(
         return 2
     except KeyboardInterrupt:
         return 130
+    except Terminated as stop:
+        print(f"{stop.number.name} before there was a run", file=sys.stderr)
+        return 1
 
 
 def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
@@ -92,8 +95,6 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
 
         folder = _on_first_rank(begin, ranks)
         record = _make_record(task, folder, command, num_restarts=num_restarts)
-        _on_first_rank(record.write_unfinished, ranks)
-        clock.ends(startup.PLAN)
         return _work(task, Run(folder, clock, heartbeat), record, ranks=ranks)
 
 
@@ -173,6 +174,7 @@ def _make_record(task: Task, folder: Path, command: list[str], *, num_restarts: 
 
 def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
     """Do the work, and leave a record whatever happens."""
+    from sdbench.measure import startup
     from sdbench.run.outcome import Failure, explain, explain_among_ranks
 
     def end_badly(failure: Failure) -> int:
@@ -184,11 +186,17 @@ def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
         """In another thread, while the main one waits for ever: NCCL knows no dead neighbour."""
         os._exit(end_badly(Failure("timeout", f"{lost} (--dist_timeout)", exit_code=1)))
 
-    run.heartbeat.watch(end_as_one_is_lost)
+    has_begun = False
     try:
+        _on_first_rank(record.write_unfinished, ranks)
+        has_begun = True
+        run.heartbeat.watch(end_as_one_is_lost)
+        run.clock.ends(startup.PLAN)
         fields = task.work(run)
         run.heartbeat.end("ok")
     except BaseException as error:  # also Ctrl-C: the record has to say why
+        if isinstance(error, ConfigError) and not has_begun:
+            raise  # there is no place for a record
         if task.is_distributed:
             failure = explain_among_ranks(error, heartbeat=run.heartbeat, rank=ranks.rank)
         else:
