@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
@@ -20,6 +20,8 @@ STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 # A terminal or a scheduler signals launcher and ranks, and the launcher passes it on to the ranks:
 # what arrives this soon after the first signal is the same request.
 SAME_REQUEST_S = 1.0
+# A step that has not ended by then is broken off: whoever sends SIGTERM may send SIGKILL 20 s later.
+PATIENCE_S = 10.0
 
 
 class Terminated(BaseException):
@@ -45,6 +47,7 @@ class StopRequest:
         self.number: signal.Signals | None = None
         self._since_s = 0.0
         self._process_id = os.getpid()
+        self._reminder: threading.Timer | None = None
 
     def note(self, number: int) -> None:
         """Take a signal for the request, unless there is one already."""
@@ -57,8 +60,16 @@ class StopRequest:
             return False  # a worker that was forked within the loop
         if self.number is None:
             self.note(number)
+            self._reminder = threading.Timer(PATIENCE_S, os.kill, (self._process_id, number))
+            self._reminder.daemon = True
+            self._reminder.start()
             return True
         return time.monotonic() - self._since_s < SAME_REQUEST_S
+
+    def forget(self) -> None:
+        """Send no reminder: the loop has ended."""
+        if self._reminder is not None:
+            self._reminder.cancel()
 
 
 _request: StopRequest | None = None
@@ -80,6 +91,8 @@ def stop_signals_raise() -> Iterator[None]:
 def stop_signals_ask() -> Iterator[StopRequest]:
     """While the block runs, a first signal to stop is noted down, and only a second one raises.
 
+    Where the block has not ended itself in `PATIENCE_S`, the signal is sent again.
+
     The block should end itself soon after. When it has, with an error or without, the exception of
     the request is raised: the signal may have reached the processes that the block depends on.
     """
@@ -94,6 +107,7 @@ def stop_signals_ask() -> Iterator[StopRequest]:
             raise
         raise _stopped_by(request.number) from error
     finally:
+        request.forget()
         _request = None
 
 
@@ -109,13 +123,13 @@ def keep_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def ignore_terminations() -> None:
+def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
     """Ignore further signals: the first reason to end is the one that the record tells.
 
     When a rank ends, its launcher stops the others, which by then know why themselves.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in TERMINATIONS:
+        for number in numbers:
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -60,7 +60,7 @@ class SourceConfig:
         missing_latents: ``error``, or ``leave_out``: an epoch has those MDS samples alone that have
             a latent of `image_size`.
         data_timeout_s: Silence after which the loader is taken for stuck.
-        validate_hash: ``auto`` (the strongest that an MDS index has), ``none``, or its name.
+        validate_hash: ``auto`` (the cheapest that an MDS index has), ``none``, or its name.
     """
 
     data_format: str

@@ -221,5 +221,6 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Request]:
             use_synth_data=config.use_synth_data,
             remote=config.remote,
             local=config.local,
+            streams=config.streams,
         )
     return flags, request

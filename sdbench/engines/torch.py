@@ -127,7 +127,7 @@ class TrainingStep:
             clock: Is switched from phase to phase.
         """
         self._model = model
-        self._parts = job
+        self._job = job
         self._optimizer = optimizer
         self._config = config
         self._clock = clock
@@ -158,7 +158,7 @@ class TrainingStep:
         return sum(losses[1:], start=losses[0])
 
     def _accumulate(self, microbatch: Batch, *, share: float) -> Tensor:
-        loss = self._parts.loss(self._model(microbatch)) * share
+        loss = self._job.loss(self._model(microbatch)) * share
         self._last_gradient.backward_begins()
         self._scaler.scale(loss).backward()
         self._last_gradient.backward_ends()
@@ -170,7 +170,7 @@ class TrainingStep:
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
         elif self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._parts, config=self._config, is_last=is_last)
+            set_gradient_sync(self._job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()
 
 

@@ -19,11 +19,7 @@ from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.memory import MemoryEstimate
-from sdbench.plan.batch import (
-    CPU_MICROBATCH,  # noqa: F401 - the doctor takes both from here
-    GPU_BATCH_SIZE,  # noqa: F401
-    resolve_batch,
-)
+from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
 from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.speedups import settle

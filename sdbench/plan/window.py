@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sdbench.base.errors import ConfigError
 from sdbench.plan.draft import Draft
+from sdbench.settings.compiling import NUM_GRAPH_STEPS
 from sdbench.settings.setting import PerDevice, of_device
 
 # A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. A 2-core
@@ -90,6 +91,13 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
     ):
         if getattr(given, name) is None:
             draft.choose(name, value, reason)
+    if draft.config.cuda_graph and draft.config.warmup_batches < NUM_GRAPH_STEPS:
+        raise ConfigError(
+            f"a graph is captured in step {NUM_GRAPH_STEPS}, which would be a measured one",
+            value=given.max_duration,
+            allowed=f"room for {NUM_GRAPH_STEPS} batches of warm-up, or --no_cuda_graph",
+            flag="--max_duration or --measure_batches",
+        )
 
 
 def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -53,9 +54,10 @@ def speed_environment() -> dict[str, str]:
 def git_state() -> dict[str, str | bool | None]:
     """Commit of the suite and whether files differ from it; None where nobody knows.
 
-    An image has no checkout: its build leaves the commit in SDBENCH_GIT_COMMIT.
+    An image has no checkout: its build leaves the commit, all 40 digits, in SDBENCH_GIT_COMMIT.
     """
-    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT") or None
+    commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
+    commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 

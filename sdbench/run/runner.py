@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.refusal import report_refusal
-from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.base.stop import (
+    STOP_SIGNALS,
+    Terminated,
+    ignore_terminations,
+    stop_signals_raise,
+)
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks, let_first_rank_end
 
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
     from sdbench.run.task import Run, Task
 
 T = TypeVar("T")
+
+# Errors that every rank raises: the first one prints them.
+_SHARED: list[Exception] = []
 
 
 def run(
@@ -47,7 +55,7 @@ def run(
     try:
         return _run(entry, parse(command), command=command, ranks=ranks)
     except (ConfigError, RunError) as error:  # before there was a run
-        is_known_to_all = isinstance(error, ConfigError) or distributed.is_connected()
+        is_known_to_all = isinstance(error, ConfigError) or error in _SHARED
         if ranks.rank == 0 or not is_known_to_all:
             print(f"error: {error}", file=sys.stderr)
             report_refusal(error)
@@ -139,8 +147,12 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
         raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
     if errors:
+        _SHARED.append(errors[0])
         raise errors[0]
+    # Nodes may have unlike numbers of cores, and these follow from them.
+    of_node = {"num_workers", "num_threads"}
     config = task.for_record(num_restarts=0)["config"]
+    config = {name: value for name, value in config.items() if name not in of_node}
     configs = distributed.gather(config, ranks)
     assert configs == [config] * ranks.world_size, "ranks resolved the same flags differently"
 
@@ -155,6 +167,7 @@ def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
             answer = error
     answer = distributed.broadcast(answer, ranks)
     if isinstance(answer, Exception):
+        _SHARED.append(answer)
         raise answer
     return answer
 
@@ -194,6 +207,7 @@ def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
         run.clock.ends(startup.PLAN)
         fields = task.work(run)
         run.heartbeat.end("ok")
+        ignore_terminations(STOP_SIGNALS)  # what has been measured is not given up any more
     except BaseException as error:  # also Ctrl-C: the record has to say why
         if isinstance(error, ConfigError) and not has_begun:
             raise  # there is no place for a record

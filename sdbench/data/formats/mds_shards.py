@@ -130,7 +130,7 @@ class MdsSamples:
         algorithm = choose_hash(shard.raw_data.hashes, wanted=self._validate_hash)
         if self._is_cut_copy(shard_id):
             print(f"{path} is an incomplete copy: copying it again.", file=sys.stderr)
-            path.unlink()
+            path.unlink(missing_ok=True)  # another worker may have seen it too
         if not path.is_file():
             self._fetch(shard_id)
         opened = _ShardFile(path, shard, algorithm=algorithm, shapes=self._shapes)

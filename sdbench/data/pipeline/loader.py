@@ -142,7 +142,8 @@ class CheckedLoader(DataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, the same on every rank."""
-        return self._order.state(num_images=self._num_in_epoch * self._config.world_size)
+        num_images = self._num_in_epoch or self._num_resumed  # the latter before the first batch
+        return self._order.state(num_images=num_images * self._config.world_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: the next epoch has the remaining batches only.
