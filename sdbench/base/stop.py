@@ -20,7 +20,7 @@ STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 # A terminal or a scheduler signals launcher and ranks, and the launcher passes it on to the ranks:
 # what arrives this soon after the first signal is the same request.
 SAME_REQUEST_S = 1.0
-# A step that has not ended by then is broken off: whoever sends SIGTERM may send SIGKILL 20 s later.
+# A step that has not ended by then is broken off: 20 s after SIGTERM a scheduler may send SIGKILL.
 PATIENCE_S = 10.0
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,26 @@ def test_a_signal_behind_the_loop_does_not_disturb_the_end_that_the_first_one_ha
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
     assert caught.value.__context__ is None
+
+
+def test_a_step_that_does_not_end_is_broken_off(monkeypatch):
+    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.1)
+    monkeypatch.setattr(stop, "PATIENCE_S", 0.5)
+    with pytest.raises(Terminated) as caught, stop_signals_raise(), stop.stop_signals_ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        raise AssertionError("still here")
+    assert caught.value.number == signal.SIGTERM
+
+
+def test_a_loop_that_ends_in_time_gets_no_reminder(monkeypatch):
+    monkeypatch.setattr(stop, "PATIENCE_S", 0.3)
+    with pytest.raises(Terminated), stop_signals_raise(), stop.stop_signals_ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *signal: signals.append(signal))
+    time.sleep(0.6)
+    assert signals == []
 
 
 def test_outside_a_loop_the_first_signal_is_obeyed():
