@@ -14,8 +14,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
+from sdbench.base import progress
 from sdbench.base.errors import RunError
-from sdbench.base.progress import Progress
 
 # Starting a process that imports torch takes seconds: less work than this is done without any.
 WORTH_PROCESSES_S = 20.0
@@ -134,14 +134,17 @@ def _work_in_worker(number: int) -> WorkReport:
 def show_progress(
     reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
 ) -> Iterator[WorkReport]:
-    """Pass reports on, showing progress.
+    """Pass reports on, showing the progress in samples.
 
     Args:
         reports: Of `run_work`.
         num_samples: Samples in all.
         num_done: How many of them an earlier run has done.
     """
-    with Progress(num_samples, unit="sample", num_done=num_done) as progress:
-        for report in reports:
-            yield report
-            progress.advance(report.num_read)
+    return progress.show_progress(
+        reports,
+        total=num_samples,
+        unit="sample",
+        num_done=num_done,
+        count=lambda report: report.num_read,
+    )
