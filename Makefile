@@ -24,7 +24,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu test test-cluster test-kubernetes lint publish results clean
+.PHONY: help benchmark benchmark-gpu test test-cluster test-kubernetes lint publish results settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -66,6 +66,10 @@ publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
 
 results: $(STAMP) ## Make the tables, plots and page in results/ again from its records
 	$(VENV)/bin/python -m sdbench report
+
+settings: $(STAMP) ## Make SETTINGS.md again from the declarations of the settings
+	$(VENV)/bin/python -m sdbench.settings.page > SETTINGS.md.new
+	mv SETTINGS.md.new SETTINGS.md
 
 clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
+import dataclasses
 import sys
 from collections.abc import Sequence
+
+from sdbench.base.errors import ConfigError
+from sdbench.settings.kinds import SWITCH
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting, shared
+from sdbench.settings.training import ModelSettings
 
 EPILOG = """examples:
   python calculate_number_of_parameters.py
   python calculate_number_of_parameters.py --model_name sd1-base
   python calculate_number_of_parameters.py --csv > parameters.csv
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountFlags:
+    """Flags of this program."""
+
+    model_name: str = shared(
+        ModelSettings, "model_name", help="built-in architecture, diffusers folder or hub id"
+    )
+    csv: bool = setting(SWITCH, False, "print one row per sub-model and their total as CSV")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for a model that cannot be had.
     """
-    arguments = _parse(argv)
-    # Heavy imports come after the parser so that --help answers at once.
-    from sdbench.base.errors import ConfigError
-    from sdbench.models.architecture import resolve_architecture
-
     try:
+        flags = parse(CountFlags, argv, description=__doc__, epilog=EPILOG).config
+        # Heavy imports come after the parser so that --help answers at once.
+        from sdbench.models.architecture import resolve_architecture
+
         # Shapes are enough: no weights are downloaded.
-        architecture, note = resolve_architecture(arguments.model_name, random_weights=True)
+        architecture, note = resolve_architecture(flags.model_name, random_weights=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -42,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = ParameterCount(
         "total", sum(row.total for row in rows), sum(row.trainable for row in rows)
     )
-    if arguments.csv:
+    if flags.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(ParameterCount._fields)
         writer.writerows([*rows, total])
@@ -52,21 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{total.trainable / 1e6} M trainable_params"
         )
     return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model_name",
-        default="sd2-base",
-        help="built-in architecture, diffusers folder or hub id (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="print one row per sub-model and their total as CSV"
-    )
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from importlib import import_module
 
 from sdbench.base.output import protected_output
 from sdbench.run.runner import run
+from sdbench.settings.request import parse
 from sdbench.tasks import TASKS
-from sdbench.tasks.feed import parse_flags
+from sdbench.tasks.feed import FeedSettings
 
 DATASETS = {
     "StreamingLAIONDataset": "sdbench.data.formats.mds",
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parse = functools.partial(parse_flags, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["feed"], parse, argv)
+    parse_feed = functools.partial(parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG)
+    return run(TASKS["feed"], parse_feed, argv)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ Each command is a `main(argv)` in the room that it belongs to, imported when it 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.cause import report_cause
+from sdbench.base.errors import EXIT_FAILED, ConfigError, RunError
 from sdbench.base.output import protected_output
-from sdbench.base.refusal import report_refusal
 from sdbench.base.secrets import redact
+from sdbench.settings.request import choose_command
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": (
@@ -25,9 +25,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.data.prepare.verify:main",
         "check a data set: every file, and on request every sample",
     ),
+    "shapes": (
+        "sdbench.data.shapes.write:main",
+        "write a data set of coloured shapes, to see a model learn to draw",
+    ),
+    "judge": (
+        "sdbench.data.shapes.judge:main",
+        "count the drawn pictures that have the colour and the shape asked for",
+    ),
     "precompute": (
         "sdbench.tasks.encode.precompute:main",
         "encode images and captions once, to train without the encoders",
+    ),
+    "watch": (
+        "sdbench.report.watch:main",
+        "make a page of a training run: curves, pictures, restarts",
+    ),
+    "export": (
+        "sdbench.tasks.train.export:main",
+        "write the model of a training run as a folder that diffusers loads",
     ),
     "doctor": (
         "sdbench.doctor.doctor:main",
@@ -48,7 +64,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "render": (
         "sdbench.launch.render.render:main",
-        "fill in the manifest or the script of a job on a cluster, and check it",
+        "fill in the manifest of a job on a cluster, and check it",
     ),
     "submit": (
         "sdbench.launch.submit:main",
@@ -93,26 +109,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 ok, 1 failed, 2 bad input.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench",
-        description="Tools around benchmark.py.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, help_text) in COMMANDS.items():
-        commands.add_parser(name, help=help_text, add_help=False)
-    known, rest = parser.parse_known_args(argv)
-    module, function = COMMANDS[known.command][0].split(":")
-    # What `render` prints is a script or a manifest, to be used as it is.
-    output = contextlib.nullcontext() if known.command == "render" else protected_output()
     try:
+        command, arguments = choose_command(
+            {name: help_text for name, (_, help_text) in COMMANDS.items()},
+            argv,
+            prog="python -m sdbench",
+            description="Tools around benchmark.py.",
+            epilog=EPILOG,
+        )
+        # What `render` prints is a manifest, to be used as it is.
+        output = contextlib.nullcontext() if command == "render" else protected_output()
         with output:
-            return getattr(importlib.import_module(module), function)(rest)
+            return pkgutil.resolve_name(COMMANDS[command][0])(arguments)
     except (ConfigError, RunError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
-        report_refusal(error)
-        return 2 if isinstance(error, ConfigError) else 1
+        report_cause(type(error).__name__, str(error))
+        return error.exit_code
     except OSError as error:  # a full disk, a folder that may not be read
         print(f"error: {redact(str(error))}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""What do Kubeflow's job kinds look like, by the models of its own Python packages?
+"""Schemas of Kubeflow's job kinds, from the models of its own Python packages.
 
 The schemas are structural ones, as a CustomResourceDefinition takes them: a PyTorchJob from
 kubeflow-training, a TrainJob and its runtime from kubeflow-trainer-api, which also has the parts of

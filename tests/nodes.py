@@ -1,6 +1,6 @@
-"""How does this machine become several, with a network between them?
+"""Network namespaces that pass for nodes, with an address each and a bridge between them.
 
-Network namespaces with an address each, joined by a bridge. Only root makes them.
+Only root makes them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import importlib
+import pkgutil
 from collections.abc import Iterator
 from unittest.mock import ANY
 
@@ -20,9 +21,8 @@ def refusal_of(command: str, *argv: object) -> ConfigError:
         command: A key of `COMMANDS`.
         argv: Its arguments, as text or as values whose text they are.
     """
-    module, function = COMMANDS[command][0].split(":")
     with pytest.raises(ConfigError) as caught:
-        getattr(importlib.import_module(module), function)([str(argument) for argument in argv])
+        pkgutil.resolve_name(COMMANDS[command][0])([str(argument) for argument in argv])
     return caught.value
 
 
@@ -36,3 +36,13 @@ def refused(flag: str = PLACE_FLAGS, *, value: object = ANY, allowed: object = A
         yield caught
     error = caught.value
     assert (error.flag, error.value, error.allowed) == (flag, value, allowed)
+
+
+def printed_refusal(text: str) -> ConfigError:
+    """The refusal in the last line of what a program has printed on stderr."""
+    line = text.splitlines()[-1]
+    assert line.startswith("error: "), text
+    rest, _, flag = line.removeprefix("error: ").removesuffix(".").rpartition("; change it with ")
+    rest, _, allowed = rest.rpartition("; allowed: ")
+    what, _, value = rest.rpartition(": got ")
+    return ConfigError(what, value=ast.literal_eval(value), allowed=allowed, flag=flag)

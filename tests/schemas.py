@@ -1,4 +1,4 @@
-"""Does a record match the schema of its kind?"""
+"""Checks a record by the schema of its kind."""
 
 from __future__ import annotations
 

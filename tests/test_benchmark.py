@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,11 +13,15 @@ import jsonschema
 import pytest
 
 import benchmark
+from sdbench.measure.timer import StepTimer
+from sdbench.measure.watch import StepWatch
+from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.record.store import SCHEMA_FILE, load_record
+from tests.refusals import PLACE_FLAGS, printed_refusal
 
-TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0")
+TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
 # As many steps as the tests count: no profile, and no second window for one that has not settled.
-EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2", "--no_measure_peak")
+EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
 
 
@@ -84,7 +89,7 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
 
 def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
     argv = (*TINY, "--batch_size", "1", "--warmup_batches", "0", "--max_warmup_batches", "0")
-    window = ("--measure_batches", "10", "--profile_batches", "0", "--no_measure_peak")
+    window = ("--measure_batches", "10", "--profile_batches", "0")
     # 20 independent steps are worth half of the precision that nothing reaches.
     bounded = ("--target_precision", "0.001%", "--max_measure_batches", "25")
     record, _ = run(tmp_path, *argv, *window, *bounded)
@@ -112,35 +117,27 @@ def test_micro_batches_do_not_change_how_many_images_are_seen(tmp_path):
     assert any("holds 2 of 3 images" in note for note in record["notes"])
 
 
-def test_eager_and_sdpa_attention_give_the_same_losses(tmp_path):
-    precise = (*TINY, *SHORT, "--precision", "fp32", "--encoder_dtype", "fp32")
-    sdpa, eager = (
-        losses(tmp_path, run(tmp_path, *precise, "--attention", attention)[0])
-        for attention in ("sdpa", "eager")
-    )
-    assert sdpa == pytest.approx(eager, rel=1e-4)
-
-
-@pytest.mark.parametrize("preset", ["seed", "fast"])
-def test_presets_run_with_ema_and_record_their_recipe(tmp_path, preset):
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        (
+            "seed",
+            {
+                "precision": "fp32",  # Composer's default on a CPU
+                "encoder_dtype": "fp32",
+                "optimizer": "adamw",
+                "ema_impl": "composer",
+            },
+        ),
+        # Its number formats depend on the CPU.
+        ("fast", {"optimizer": "adamw_fused", "ema_impl": "foreach"}),
+    ],
+)
+def test_presets_run_with_ema_and_record_their_recipe(tmp_path, preset, recipe):
     record, exit_code = run(tmp_path, *TINY, *SHORT, "--preset", preset, "--use_ema")
     assert exit_code == 0
-    config = record["config"]
-    recipe = (config["precision"], config["encoder_dtype"], config["optimizer"], config["ema_impl"])
-    assert (
-        recipe
-        == {
-            "seed": ("fp32", "fp32", "adamw", "composer"),
-            "fast": (config["precision"], config["encoder_dtype"], "adamw_fused", "foreach"),
-        }[preset]
-    )
+    assert {name: record["config"][name] for name in recipe} == recipe
     assert record["summary"]["images_per_second_interval"] is None
-
-
-@pytest.mark.parametrize("model_name", ["sd1-base", "sd2-768-v"])
-def test_every_architecture_resolves(tmp_path, capsys, model_name):
-    assert benchmark.main(["--model_name", model_name, "--print_config", "--no_check_memory"]) == 0
-    assert "image_size: 256  # chosen: no GPU" in capsys.readouterr().out
 
 
 def test_printed_config_is_a_config_file(tmp_path, capsys):
@@ -177,15 +174,13 @@ def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, pictu
     assert record["workload"]["num_images"] == 3 * 2
     (data_set / "shard.00000.mds").unlink()
     assert run(tmp_path, *argv) == (None, 2)
-    assert "A shard that index.json names is missing" in capsys.readouterr().err
+    assert printed_refusal(capsys.readouterr().err).flag == PLACE_FLAGS
 
 
 def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys):
-    record, exit_code = run(tmp_path, *TINY, "--image_size", "100")
-    assert (record, exit_code) == (None, 2)
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "got 100; allowed: multiples of 64" in error
+    assert run(tmp_path, *TINY, "--image_size", "100") == (None, 2)
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--image_size", 100)
 
 
 def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
@@ -195,7 +190,7 @@ def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
     assert record["status"] == "invalid"
     assert "rank 0: the loss is nan at step" in record["reason"]
     assert record["summary"] is None
-    assert "invalid: rank 0: the loss is nan" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"invalid: {record['reason']}\n")
 
 
 def test_out_of_memory_is_told_as_such(tmp_path, monkeypatch):
@@ -230,6 +225,43 @@ def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     record, _ = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", "torch")
     assert list(logged.items()) == list(enumerate(losses(tmp_path, record)))
     assert summary["loss_last"] == logged[2]
+
+
+@pytest.mark.parametrize("engine", ["composer", "torch"])
+def test_a_run_that_ends_badly_keeps_the_steps_before(tmp_path, monkeypatch, engine):
+    from sdbench.tasks import pretrain
+
+    wandb = pytest.importorskip("wandb")
+    calls, logged = itertools.count(1), {}
+
+    def log(values, step):
+        (path,) = (tmp_path / "runs").glob("*/record.json")
+        logged[step] = (values["loss/train/total"], load_record(path)["status"])
+
+    def loss(output):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return StableDiffusion.loss(*output)
+
+    monkeypatch.setattr(wandb, "init", lambda **_: SimpleNamespace(log=log))
+    monkeypatch.setattr(pretrain, "_loss", loss)
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", engine)
+    assert (record["status"], exit_code) == ("interrupted", 130)
+    kept = losses(tmp_path, record)
+    assert len(kept) == 2
+    assert [logged[step][0] for step in range(2)] == kept
+    assert logged[1][1] == "interrupted"  # reading a loss may hang: the record is written by then
+
+
+def test_steps_that_cannot_be_read_leave_the_end_as_it_is(tmp_path, monkeypatch, capsys):
+    def interrupt(watch, *, loss):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepWatch, "step_ends", interrupt)
+    monkeypatch.setattr(StepTimer, "steps", lambda timer: 1 / 0)
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch")
+    assert (record["status"], exit_code) == ("interrupted", 130)
+    assert "warning: the steps could not be written" in capsys.readouterr().err
 
 
 def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
@@ -279,7 +311,8 @@ def test_a_failed_run_is_not_published(tmp_path, capsys):
     record, _ = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
     folder = tmp_path / "runs" / record["run_id"]
     assert main(["publish", str(folder), "--results", str(tmp_path)]) == 2
-    assert "only a run that ended well is published" in capsys.readouterr().err
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("RUN", "invalid")
     assert not Path(tmp_path, "runs", "runs").exists()
 
 

@@ -22,7 +22,7 @@ from sdbench.measure.phases import PHASES, PhaseClock
 from sdbench.record.store import SCHEMA_FILE, load_record
 
 # A different sleep in each phase, so that a mix-up shows. Communication has its test on two ranks,
-# in tests/launch/test_processes.py.
+# in tests/test_two_ranks.py.
 SLEEPS_S = {
     "data_wait": 1,
     "host_to_device": 2,
@@ -49,6 +49,7 @@ PLACES = {
 
 def run(tmp_path, *argv):
     options = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--use_ema")
+    options += ("--no_measure_peak",)
     steps = ("--warmup_batches", "0", "--measure_batches", "1", "--profile_batches", "1")
     assert benchmark.main([*options, *steps, *argv, "--results_dir", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/record.json")

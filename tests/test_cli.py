@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdbench.cli import main
+from tests.refusals import PLACE_FLAGS, printed_refusal
 
 
 def test_help_names_every_command(capsys):
@@ -16,18 +17,32 @@ def test_help_names_every_command(capsys):
         assert command in output
 
 
-def test_an_unknown_command_exits_with_2(capsys):
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [
+        (["convrt"], "convert"),
+        (["render", "esk"], "eks"),
+        (["scaling", "costs"], "cost"),
+        (["report", "--result", "r"], "--results"),
+        (["repeat", "2", "--timeout", "3", "--", "python"], "--timeout_s"),
+        (["scaling", "plan", "--max_day", "3", "--recipe", "mosaicml"], "--max_days"),
+    ],
+)
+def test_an_unknown_name_exits_with_2_and_the_nearest(capsys, argv, nearest):
+    assert main(argv) == 2
+    assert f"the nearest is {nearest};" in capsys.readouterr().err
+
+
+def test_no_command_exits_with_2():
     with pytest.raises(SystemExit) as caught:
-        main(["convrt"])
+        main([])
     assert caught.value.code == 2
-    assert "convrt" in capsys.readouterr().err
 
 
-def test_bad_input_of_a_command_exits_with_2(capsys, tmp_path):
-    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_publishing_what_is_no_run_exits_with_2(capsys, tmp_path):
-    assert main(["publish", str(tmp_path)]) == 2
-    assert "change it with RUN" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "flag"), [(["convert", "none", "out"], PLACE_FLAGS), (["publish", "none"], "RUN")]
+)
+def test_bad_input_of_a_command_exits_with_2(capsys, argv, flag):
+    assert main(argv) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (flag, "none")

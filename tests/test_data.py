@@ -13,6 +13,7 @@ from sdbench.base.errors import RunError
 from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_csv
 from sdbench.report.terminal import format_number
+from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
 
 SMALL = ("--use_synth_data", "--image_size", "64", "--batch_size", "4")
@@ -104,36 +105,38 @@ def test_it_says_when_it_chose_synthetic_data(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "flag", "value"),
     [
+        (["--batch_size", "0"], "--batch_size", "0"),
+        (["--crop", "left"], "--crop", "left"),
+        (["--remote", "no/such"], PLACE_FLAGS, "no/such"),
         (
-            ["--batch_size", "0"],
-            "--batch_size has a value of the wrong kind: got '0'; allowed: a whole number of at "
-            "least 1; change it with --batch_size",
+            ["--use_synth_data", "--remote", "no/such"],
+            f"--use_synth_data, --data_format, {PLACE_FLAGS}",
+            "no/such",
         ),
-        (["--crop", "left"], "got 'left'; allowed: center | random; change it with --crop"),
-        (["--remote", "no/such"], "No such data folder: got 'no/such'"),
-        (["--use_synth_data", "--remote", "no/such"], "one of both"),
         (
             ["--use_synth_data", "--num_workers", "2", "--num_warmup_batches", "3"],
-            "which would pass for measured work: got 3; allowed: at least 4",
+            "--num_warmup_batches, --num_workers or --prefetch_factor",
+            3,
         ),
         (
-            ["--use_synth_data", "--emulate_step_seconds", "1", "--target_images_per_second", "1"],
-            "allowed: one of both flags in a run",
+            ["--use_synth_data", "--emulate_step_seconds", "1", "--target_images_per_second", "2"],
+            "--emulate_step_seconds or --target_images_per_second",
+            1.0,
         ),
     ],
 )
-def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, message):
-    record, exit_code = run(tmp_path, *argv)
-    assert (record, exit_code) == (None, 2)
-    assert message in capsys.readouterr().err
+def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys, argv, flag, value):
+    assert run(tmp_path, *argv) == (None, 2)
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (flag, value)
 
 
 def test_a_results_folder_that_cannot_be_written_is_bad_input(tmp_path, capsys):
     (tmp_path / "runs").write_text("a file")
     assert run(tmp_path, *SMALL) == (None, 2)
-    assert "the results folder cannot be written (File exists)" in capsys.readouterr().err
+    assert printed_refusal(capsys.readouterr().err).flag == "--results_dir"
 
 
 def test_a_server_that_is_dead_before_the_run_is_no_bad_input(tmp_path, capsys, monkeypatch):
@@ -185,5 +188,4 @@ def test_the_data_sets_are_importable_by_name():
 
     assert StreamingLAIONDataset.__name__ == "StreamingLAIONDataset"
     assert len(SyntheticImageCaptionDataset.__name__) > 0
-    with pytest.raises(AttributeError, match="NoSuchDataset"):
-        _ = script.NoSuchDataset
+    assert not hasattr(script, "NoSuchDataset")

@@ -19,8 +19,10 @@ import pytest
 
 import benchmark
 import data
+from sdbench import cli
 from sdbench.record.store import load_record
 from sdbench.run.outcome import explain
+from tests.forked import exit_codes, forked_ranks, log_of
 from tests.schemas import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,10 +37,10 @@ FEW_STEPS = (
     *("--profile_batches", "0", "--no_measure_peak"),
 )
 SMALL_DATA = ("--use_synth_data", "--image_size", "64", "--batch_size", "4", "--num_workers", "0")
-BENCHMARK = ("benchmark.py", *TINY, *FEW_STEPS)
-DATA = ("data.py", *SMALL_DATA, "--num_batches", "3")
-ENDLESS = ("data.py", *SMALL_DATA, "--num_batches", "100000", "--emulate_step_seconds", "0.1")
-
+BENCHMARK = (*TINY, *FEW_STEPS)
+DATA = (*SMALL_DATA, "--num_batches", "3")
+ENDLESS = (*SMALL_DATA, "--num_batches", "100000", "--emulate_step_seconds", "0.1")
+A_SECOND = (*ENDLESS, "--max_seconds", "1")
 
 STARTED: list[subprocess.Popen] = []
 
@@ -56,22 +58,17 @@ def heed_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:
+def start(*command: str, results: Path) -> subprocess.Popen:
     process = subprocess.Popen(
         [*command, "--results_dir", str(results)],
         cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
-        **{"preexec_fn": heed_hangups} | popen,
+        preexec_fn=heed_hangups,
     )
     STARTED.append(process)
     return process
-
-
-def start_python(command: tuple[str, ...], results: Path, **popen) -> subprocess.Popen:
-    return start((sys.executable, *command), results, **popen)
 
 
 def wait_for_record(results: Path) -> None:
@@ -89,19 +86,10 @@ def only_record(results: Path) -> dict:
     return record
 
 
-@pytest.mark.parametrize(
-    ("command", "output"),
-    [
-        (BENCHMARK, "2>&1 | head -1"),
-        (BENCHMARK, ">/dev/full 2>/dev/full"),
-        (DATA, "2>&1 | head -1"),
-        (DATA, "<&- >&- 2>&-"),
-        (DATA, "2>&-"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, command, output):
-    program = shlex.join([sys.executable, *command, "--results_dir", str(tmp_path / "runs")])
+@pytest.mark.parametrize("output", ["2>&1 | head -1", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
+def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
+    flags = [*DATA, "--results_dir", str(tmp_path / "runs")]
+    program = shlex.join([sys.executable, "data.py", *flags])
     shell = f"{program} {output}\necho ${{PIPESTATUS[0]}} >{tmp_path}/exit_code"
     printed = subprocess.run(
         ["bash", "-c", shell], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -116,7 +104,7 @@ def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, command, 
 
 
 def test_a_closed_terminal_is_an_interruption_that_says_so(tmp_path):
-    process = start_python(ENDLESS, tmp_path)
+    process = start(sys.executable, "data.py", *ENDLESS, results=tmp_path)
     wait_for_record(tmp_path)
     process.send_signal(signal.SIGHUP)
     assert process.wait(END_WITHIN_S) == 1
@@ -125,7 +113,7 @@ def test_a_closed_terminal_is_an_interruption_that_says_so(tmp_path):
 
 
 def test_nohup_keeps_a_run_going(tmp_path):
-    process = start(("nohup", sys.executable, *ENDLESS, "--max_seconds", "1"), tmp_path)
+    process = start("nohup", sys.executable, "data.py", *A_SECOND, results=tmp_path)
     wait_for_record(tmp_path)
     process.send_signal(signal.SIGHUP)
     assert process.wait(END_WITHIN_S) == 0
@@ -135,7 +123,7 @@ def test_nohup_keeps_a_run_going(tmp_path):
 def test_a_terminal_closed_over_a_launcher_interrupts_its_ranks(tmp_path):
     composer = str(Path(sys.executable).with_name("composer"))
     long = ("--measure_batches", "1000000", "--num_threads", "1")
-    process = start((composer, "-n", "2", "benchmark.py", *TINY, *long), tmp_path)
+    process = start(composer, "-n", "2", "benchmark.py", *TINY, *long, results=tmp_path)
     wait_for_record(tmp_path)
     ranks = psutil.Process(process.pid).children()
     os.killpg(process.pid, signal.SIGHUP)
@@ -167,48 +155,47 @@ def fill(disk: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-PRECOMPUTE = (
-    *("-m", "sdbench", "precompute", "--model_name", "tiny", "--use_synth_data"),
-    *("--max_samples", "8"),
-)
+PRECOMPUTE = ("precompute", "--model_name", "tiny", "--use_synth_data", "--max_samples", "8")
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "told"),
+    ("main", "flags", "status", "told"),
     [
-        (BENCHMARK, "ok", "images/s"),
-        ((*ENDLESS, "--max_seconds", "1"), "ok", "images/s"),
-        (PRECOMPUTE, "failed", "No space is left for "),
+        (benchmark.main, BENCHMARK, "ok", "images/s"),
+        (data.main, A_SECOND, "ok", "images/s"),
+        (cli.main, PRECOMPUTE, "failed", "No space is left for "),
     ],
-    ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else None,
+    ids=["benchmark", "data", "precompute"],
 )
-def test_a_disk_that_fills_costs_no_figures(small_disk, command, status, told):
+def test_a_disk_that_fills_costs_no_figures(small_disk, tmp_path, main, flags, status, told):
     results = small_disk / "runs"
+    argv = [*flags, "--results_dir", str(results)]
     if status == "failed":
-        command = (*command, "--out", str(small_disk / "latents"))
-    process = start_python(command, results)
-    wait_for_record(results)
-    process.send_signal(signal.SIGSTOP)  # it has not ended when the disk is full
-    fill(small_disk)
-    process.send_signal(signal.SIGCONT)
-    printed, _ = process.communicate(timeout=END_WITHIN_S)
+        argv += ["--out", str(small_disk / "latents")]
+    with forked_ranks(lambda: main(argv), tmp_path, num_ranks=1) as (process,):
+        wait_for_record(results)
+        os.kill(process.pid, signal.SIGSTOP)  # it has not ended when the disk is full
+        fill(small_disk)
+        os.kill(process.pid, signal.SIGCONT)
+        codes = exit_codes([process], timeout_s=END_WITHIN_S)
     record = only_record(results)
-    assert (record["status"], process.returncode) == (status, 0 if status == "ok" else 1)
+    assert (record["status"], codes) == (status, [0 if status == "ok" else 1])
     assert (record["summary"] is None) == (status == "failed")
+    printed = log_of(tmp_path, 0).read_text()
     assert told in (record["reason"] or printed)
     assert "Traceback" not in printed
 
 
 def test_a_disk_that_is_full_at_the_start_is_bad_input(small_disk, capsys):
     fill(small_disk)
-    assert data.main([*DATA[1:], "--results_dir", str(small_disk)]) == 2
+    assert data.main([*DATA, "--results_dir", str(small_disk)]) == 2
     assert "--results_dir" in capsys.readouterr().err
     assert not list(small_disk.glob("*/record.json"))
 
 
 def test_a_table_that_cannot_be_written_is_told_and_costs_no_run(tmp_path, capsys):
     (tmp_path / "runs.csv").mkdir()
-    assert benchmark.main([*BENCHMARK[1:], "--results_dir", str(tmp_path)]) == 0
+    assert benchmark.main([*BENCHMARK, "--results_dir", str(tmp_path)]) == 0
     assert only_record(tmp_path)["status"] == "ok"
     assert "warning: runs.csv could not be written" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What the record learns of NCCL's network. NCCL itself needs GPUs on two machines."""
+"""The network that NCCL used, read from its log. NCCL itself needs GPUs on two machines."""
 
 from __future__ import annotations
 

@@ -41,6 +41,18 @@ def test_a_slow_first_step_is_forgotten(clock, capsys):
     assert shown.rate == pytest.approx(0.2)
 
 
+def test_what_was_left_out_is_no_part_of_the_pace_but_of_the_time_left(clock, capsys):
+    shown = Progress(40, unit="step")
+    for _ in range(20):
+        clock[0] += 1.0
+        shown.count(1)
+    clock[0] += 40.0
+    shown.leave_out(40.0)
+    shown.show(lambda: "fine")
+    # 20 steps of 1 s, and 2 s of something else for each.
+    assert capsys.readouterr().out == "step 20/40: fine, 1 s/step, about 60 s left\n"
+
+
 def test_each_result_is_a_line(clock, capsys):
     with Progress(2, unit="run") as shown:
         clock[0] = 3.0

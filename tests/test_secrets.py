@@ -28,6 +28,7 @@ SECRET = "SuperSecret123"
 RUN = (
     *("--model_name", "tiny", "--image_size", "64", "--batch_size", "2", "--num_workers", "0"),
     *("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0"),
+    "--no_measure_peak",
 )
 FEED = ("--image_size", "64", "--batch_size", "2", "--num_workers", "0", "--num_batches", "2")
 # Where a password may stand in the place of data, and what is left of the place.

@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, progress, secrets, stop signals, caches, escapes."""
+"""Used by all rooms: errors, files, progress, secrets, stop signals, caches, escapes."""

@@ -1,4 +1,4 @@
-"""This user's private cache folder."""
+"""`private_folder`: the user's private cache folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from sdbench.base.errors import ConfigError
 
 
 def private_folder(name: str = ".") -> Path:
-    """A folder that only this user can read and write, made where there is none.
+    """A folder in ``$XDG_CACHE_HOME/sdbench`` or ``~/.cache/sdbench``; made if there is none.
 
-    It is a folder of ``$XDG_CACHE_HOME/sdbench``, or else of ``~/.cache/sdbench``, and may be
-    removed at any time when nothing runs.
+    Only this user can read and write it. It may be deleted whenever no run is in progress.
 
     Args:
-        name: Of the folder; without one, that of all the others.
+        name: Of the folder; by default the folder of all of them.
 
     Raises:
-        ConfigError: It cannot be made, or somebody else has made it or could exchange it.
+        ConfigError: It cannot be made, is another user's, or can be replaced by another user.
     """
     root = _cache_home() / "sdbench"
     for folder in (root, root / name):

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
 
 class ConfigError(ValueError):
-    """The user asked for something that cannot be run. The program exits with code 2."""
+    """The user asked for something that cannot be run."""
+
+    exit_code = EXIT_BAD_INPUT
 
     def __init__(self, what: str, *, value: object, allowed: str, flag: str) -> None:
         """Compose the message from its four facts, which stay readable as attributes.
@@ -28,7 +32,7 @@ class ConfigError(ValueError):
         self.flag = flag
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        """Let the error travel between ranks: pickle cannot call keyword-only arguments itself."""
+        """Let pickle, which sends errors between ranks, pass the keyword-only arguments."""
         facts = {"value": self.value, "allowed": self.allowed, "flag": self.flag}
         return functools.partial(type(self), **facts), (self.what,)
 
@@ -38,11 +42,13 @@ class MemoryEstimateError(ConfigError):
 
 
 class RunError(RuntimeError):
-    """A run that began well and cannot end well. The program exits with code 1.
+    """A run that began well and cannot end well.
 
     Attributes:
         status: The status that goes into the run's record, ``failed``, ``invalid`` or ``timeout``.
     """
+
+    exit_code = EXIT_FAILED
 
     def __init__(self, reason: str, *, status: str = "failed") -> None:
         super().__init__(reason)

@@ -1,7 +1,7 @@
-"""Escapes texts of records and tables for each kind of output.
+"""Escapes texts of records and tables, with one function per kind of output.
 
-A device name, a path or a reason may hold anything: line breaks, the marks of markdown, what a
-spreadsheet takes for a formula. One function per kind of output; HTML is escaped by its template.
+A device name, a path or a reason may hold line breaks, markdown, or what a spreadsheet takes for a
+formula. HTML is escaped by its template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HTML_MARKS = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def for_markdown(value: Any) -> str:
-    """A value as the text of a markdown table's cell: one line, without any mark-up of its own."""
+    """A value as a cell of a markdown table: one line of plain text."""
     return for_terminal(value).translate(str.maketrans({**MARKDOWN_MARKS, **HTML_MARKS}))
 
 
@@ -38,11 +38,11 @@ def for_csv(value: Any) -> Any:
 
 
 def for_terminal(value: Any) -> str:
-    """A value as one line of printable text: a control character cannot move the cursor."""
+    """A value as one line of printable text, without control characters."""
     text = " ".join(str(value).split())
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def for_plot(value: Any) -> str:
-    """A value as a label: matplotlib would read text between two dollar signs as a formula."""
+    """A value as a label of matplotlib, which takes text between dollar signs for a formula."""
     return for_terminal(value).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Files that a reader, or a crash, sees as they were before or whole, never in part."""
+"""Atomic writing: a file is either as before or complete, for readers and after a crash."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sdbench.base.secrets import redact_environment, redact_values
 
 
 def replace_file(path: Path, text: str, *, reserve: Path | None = None) -> None:
-    """Write a text file in one piece.
+    """Write a text file atomically.
 
-    Secrets of the environment are left out of it. What else may be one is for the caller to leave
-    out, who knows where a value ends, and which URL is a link of a page.
+    Secrets of the environment are replaced by their names. Other secrets are the caller's to remove
+    (`redact`), who knows where a value ends and which URL is a link.
 
     Args:
         path: Of the file.
-        text: Its content.
-        reserve: A file whose space is taken where the disk has no other.
+        text: The content.
+        reserve: A file that is overwritten and renamed if the disk is full.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -34,7 +34,7 @@ def replace_file(path: Path, text: str, *, reserve: Path | None = None) -> None:
         temporary.unlink(missing_ok=True)
         if reserve is None or not reserve.exists():
             raise
-        # Written over and renamed: nobody else can take the space in between.
+        # Overwritten, not deleted first: another process could take the freed space.
         _replace(path, text, reserve, mode="r+")
 
 
@@ -45,15 +45,15 @@ def _replace(path: Path, text: str, temporary: Path, *, mode: str) -> None:
             file.truncate()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:  # one of a write does not say of which file
+    except OSError as error:  # an error of `write` has no file name
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:
-    """Write a value as JSON, as `replace_file` does, and without secrets.
+    """Write a value as JSON, atomically and without secrets.
 
     Returns:
-        What was written.
+        The value as written.
 
     Raises:
         ValueError: A number is not finite.
@@ -67,9 +67,10 @@ def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Where to write a file that only this user can read and that becomes `path` when it is whole.
+    """Yield a temporary path; the file written there replaces `path` when the block ends.
 
-    No other process can foresee the name, and a link at `path` is replaced, not followed.
+    Only this user can read the file. Its temporary name cannot be guessed, and a link at `path` is
+    replaced, not followed.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
         new = Path(folder, path.name)

@@ -1,7 +1,7 @@
-"""Keeps main memory that a freed tensor leaves behind, for the next one.
+"""Keeps freed main memory in the process for reuse.
 
-By default glibc hands large blocks back to the kernel, which has to fill every page with zeros when
-the next step asks for them again. A step of SD2 on a CPU allocates several GiB anew each time.
+By default glibc returns large blocks to the kernel, which zeroes every page when they are allocated
+again. Each step of SD2 on a CPU allocates several GiB.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ M_MMAP_MAX, NO_MMAP = -4, 0
 
 
 def can_keep_freed_memory() -> bool:
-    """Whether this C library is glibc, whose allocator can be told to keep memory."""
+    """Whether the C library is glibc, whose allocator has this setting."""
     return hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees and use it again; to be called before weights are built.
+    """Keep freed memory in this process; to be called before weights are allocated.
 
-    No block is mapped by itself any more, so that none is unmapped when it is freed; the heap grows
-    in large pieces and is never cut back.
+    All blocks are allocated on the heap, which grows in large steps and never shrinks; none is
+    mapped, and so unmapped, by itself.
     """
     mallopt = ctypes.CDLL(None).mallopt
     settings = ((M_MMAP_MAX, NO_MMAP), (M_TRIM_THRESHOLD, NEVER_TRIM), (M_TOP_PAD, TOP_PAD_BYTES))

@@ -1,4 +1,4 @@
-"""Standard streams that keep secrets to themselves and never end a program."""
+"""Standard streams without secrets, whose errors never end a program."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sdbench.base.secrets import redact
 
 @contextlib.contextmanager
 def protected_output() -> Iterator[None]:
-    """Protect stdout and stderr while the block, or the function, runs.
+    """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are left out of what is printed, and what cannot be printed is dropped: a pipe whose
-    reader has gone, a full disk, or a stream that was closed before the start (``>&-``).
+    Secrets are removed from the output. Output that cannot be written is dropped: to a pipe without
+    a reader, a full disk, or a stream that was closed before the start (``>&-``).
     """
     _open_standard_descriptors()
     with open(os.devnull, "w") as null:
@@ -26,15 +26,15 @@ def protected_output() -> Iterator[None]:
             try:
                 yield
             finally:
-                # What is left in a buffer would fail, and change the exit code, when Python ends.
+                # An error of flushing at Python's exit would change the exit code.
                 stdout.flush()
                 stderr.flush()
 
 
 def _open_standard_descriptors() -> None:
-    """Open those of stdin, stdout and stderr that are closed, on nothing.
+    """Open /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Otherwise files of the run get their numbers, and what C libraries print.
+    Otherwise files of the run get these descriptors, and the output of C libraries.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -42,7 +42,7 @@ def _open_standard_descriptors() -> None:
 
 
 class _ProtectedStream:
-    """A text stream whose errors end here; all else is its own."""
+    """A text stream that raises no errors; other attributes are the stream's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class _ProtectedStream:
 
     @contextlib.contextmanager
     def _loss_ignored(self) -> Iterator[None]:
-        """Where the stream cannot be written, it leads to nothing from now on."""
+        """If the stream cannot be written, redirect it to /dev/null."""
         try:
             yield
         except OSError:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, elsewhere plain lines with pace and time left."""
+"""Shows progress: a bar on a terminal, elsewhere lines with pace and time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 LINE_PERIOD_S = 10.0
 NOTE_PERIOD_S = 1.0
-# The pace is that of so many advances: a first one that is slow is forgotten soon.
+# The pace is that of the last advances, so that a slow first one soon does not count.
 NUM_RECENT = 10
 
 Item = TypeVar("Item")
@@ -25,14 +25,14 @@ def show_progress(
     num_done: int = 0,
     count: Callable[[Item], int] = lambda item: 1,
 ) -> Iterator[Item]:
-    """Pass items on as they are finished, and show how many there have been.
+    """Yield items as they are finished, and show how many there have been.
 
     Args:
         items: Finished pieces of work.
-        total: As for `Progress`.
-        unit: As for `Progress`.
-        num_done: As for `Progress`.
-        count: How many units an item stands for.
+        total: As of `Progress`.
+        unit: As of `Progress`.
+        num_done: As of `Progress`.
+        count: Number of units of an item.
     """
     with Progress(total, unit=unit, num_done=num_done) as progress:
         for item in items:
@@ -41,20 +41,21 @@ def show_progress(
 
 
 class Progress:
-    """Shows how much of a work is done; work that is done before a first line is due shows none."""
+    """Shows how much is done; short work, done before a first line is due, shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
         """Begin now.
 
         Args:
-            total: How many there will be; may be changed on the way.
-            unit: What one of them is called.
-            num_done: How many an earlier run has done.
-            enabled: False shows nothing.
+            total: Number of units in all; may be changed later.
+            unit: Name of a unit, e.g. ``step``.
+            num_done: Units that an earlier run has done.
+            enabled: Whether to show anything.
         """
         self.total = total
         self._unit = unit
-        self._num_done = num_done
+        self._num_before = self._num_done = num_done
+        self._left_out_s = 0.0
         self._enabled = enabled
         self._shown_s = time.perf_counter()
         self._recent = collections.deque([(self._shown_s, num_done)], maxlen=NUM_RECENT + 1)
@@ -77,33 +78,53 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """How many were done a second of late; 0.0 as long as none was."""
+        """Recent units per second; 0.0 before the first."""
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
     def advance(
         self, count: int = 1, *, note: Callable[[], str] | None = None, is_due: bool = False
     ) -> None:
-        """Count what has been done.
+        """Count finished units, and show them if a line is due.
 
         Args:
-            count: How many.
-            note: Called for what to add, if this advance is shown.
-            is_due: Show it at once.
+            count: Number of units.
+            note: Returns a text to add; called only if the advance is shown.
+            is_due: Show it now.
         """
-        now_s = self._count(count)
+        self.count(count)
         period_s = LINE_PERIOD_S if self._bar is None else NOTE_PERIOD_S
-        if self._enabled and (is_due or now_s - self._shown_s >= period_s):
-            self._shown_s = now_s
-            text = "" if note is None else note()
-            if self._bar is None:
-                self.say(self._line(text))
-            else:
-                self._bar.set_postfix_str(text, refresh=False)
+        if is_due or time.perf_counter() - self._shown_s >= period_s:
+            self.show(note)
+
+    def count(self, count: int) -> None:
+        """Count finished units without a line."""
+        self._num_done += count
+        self._recent.append((time.perf_counter(), self._num_done))
+        if self._bar is not None:
+            self._bar.total = self.total
+            self._bar.update(count)
+
+    def show(self, note: Callable[[], str] | None = None) -> None:
+        """Show now how much is done; `note` as of `advance`."""
+        if not self._enabled:
+            return
+        self._shown_s = time.perf_counter()
+        text = "" if note is None else note()
+        if self._bar is None:
+            self.say(self._line(text))
+        else:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def leave_out(self, seconds: float) -> None:
+        """The work has stood still for so long: no part of the pace, but of the time left."""
+        self._left_out_s += seconds
+        recent = ((time_s + seconds, num_done) for time_s, num_done in self._recent)
+        self._recent = collections.deque(recent, maxlen=NUM_RECENT + 1)
 
     def report(self, result: str) -> None:
-        """Count one more, and print what it came to."""
-        self._count(1)
+        """Count a unit and print its result."""
+        self.count(1)
         self.say(self._line(result))
 
     def say(self, text: str) -> None:
@@ -118,15 +139,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _count(self, count: int) -> float:
-        now_s = time.perf_counter()
-        self._num_done += count
-        self._recent.append((now_s, self._num_done))
-        if self._bar is not None:
-            self._bar.total = self.total
-            self._bar.update(count)
-        return now_s
-
     def _line(self, note: str) -> str:
         line = f"{self._unit} {self._num_done}/{self.total}{f': {note}' if note else ''}"
         if not self.rate:
@@ -134,6 +146,7 @@ class Progress:
         pace = f"{1 / self.rate:.3g} s/{self._unit}"
         if self.rate > 1:
             pace = f"{self.rate:.3g} {self._unit}s/s"
-        left_s = (self.total - self._num_done) / self.rate
+        left_out_s = self._left_out_s / (self._num_done - self._num_before)
+        left_s = (self.total - self._num_done) * (1 / self.rate + left_out_s)
         left = f"{left_s:.0f} s" if left_s < 600 else f"{left_s / 60:.0f} min"
         return f"{line}, {pace}, about {left} left"

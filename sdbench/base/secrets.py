@@ -1,11 +1,11 @@
-"""Keeps passwords and tokens out of what a run writes and prints.
+"""Removes passwords and tokens from what a run writes and prints.
 
-Three kinds are known: what the environment holds under a name that says secret; the parts of a URL
-that may be one (user info, query, fragment); and keys, headers and tokens of well-known shapes. Of
-a ``pipe:`` command only the program's name is kept, as any of its arguments may be one.
+Three kinds are recognised: values of environment variables whose name says secret; parts of a URL
+that may be secret (user info, query, fragment); and keys, headers and tokens of known forms. Of a
+``pipe:`` command only the program's name is kept, since any argument may be a secret.
 
-The real values stay in the configuration: only text on its way out goes through `redact`, and
-values on their way out through `redact_values`.
+The configuration keeps the real values: `redact` is for text that is printed or written, and
+`redact_values` for values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SECRET_NAME = re.compile(
 # Folders, not passwords.
 INNOCENT_NAMES = ("PWD", "OLDPWD")
 URL_PASSWORD = re.compile(r"^\w[\w+.-]*://[^/@:\s]*:([^/@\s]+)@")
-# A shorter value, such as `true` or `0`, is no secret, and would be found in innocent text.
+# Shorter values, such as `true` or `0`, are no secrets and occur in any text.
 MIN_SECRET_LENGTH = 8
 
-# What is replaced wherever it stands, in this order, and by what. A name says that it looks like a
-# secret. Packages that find secrets (detect-secrets, gitleaks) go by entropy as well, which takes a
-# commit or a digest for one, read source code line by line, and replace nothing.
+# Patterns in the order of replacement, each with its replacement. Those with a name are secrets by
+# their form. Packages that find secrets (detect-secrets, gitleaks) also go by entropy, which takes
+# a commit or a digest for one, read source code line by line, and replace nothing.
 SHAPES: tuple[tuple[str | None, re.Pattern[str], str], ...] = (
     (
         "user info of a URL",
@@ -77,8 +77,8 @@ SHAPES: tuple[tuple[str | None, re.Pattern[str], str], ...] = (
         "<secret>",
     ),
 )
-# In quotes, as repr, JSON, CSV and a shell write them, the end of a command is known. Any other may
-# go on to the end of its line. COMMAND stands for one in our own help texts.
+# A command in quotes, as repr, JSON, CSV and a shell write them, ends with the quote; another one
+# may go on to the end of its line. COMMAND stands for a command in our own help texts.
 COMMAND = re.compile(
     r"(?m)(?P<quote>[\"'])(?P<flag>--?[\w-]+=)?pipe:"
     r"(?P<quoted>(?:\\.|(?P=quote){2}|(?P=quote)(?:\"'\"|\\')'|(?!(?P=quote))[^\\\n])*)"
@@ -99,13 +99,13 @@ def redact(text: str) -> str:
     """The text without secrets.
 
     Args:
-        text: Anything: a line of a log, an error. A command in quotes ends with them, another one
-            with its line, so that a message that goes on behind one has to quote it (``!r``).
+        text: E.g. a line of a log or an error. A ``pipe:`` command without quotes is taken to end
+            with its line, so a message that continues after one has to quote it (``!r``).
 
     Returns:
-        URLs without user info, query and fragment, ``pipe:`` commands without arguments,
-        ``<secret>`` in place of what has the shape of one, and ``<NAME>`` in place of each secret
-        of the environment variable NAME.
+        The text with URLs without user info, query and fragment, ``pipe:`` commands without
+        arguments, ``<secret>`` in place of known forms of secrets, and ``<NAME>`` in place of the
+        secret in the environment variable NAME.
     """
     text = COMMAND.sub(_without_arguments, text)
     for _, pattern, replacement in SHAPES:
@@ -122,9 +122,9 @@ def redact_environment(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """A value as JSON has it, every text in it without secrets.
+    """A JSON value with every text in it redacted.
 
-    A text that is a ``pipe:`` command, or a flag and such a command, is one to its end.
+    A text that begins with ``pipe:``, or with a flag and ``pipe:``, is one command to its end.
     """
     if isinstance(value, Mapping):
         return {name: redact_values(item) for name, item in value.items()}
@@ -137,7 +137,7 @@ def redact_values(value: Any) -> Any:
 
 
 def find_secrets(text: str) -> list[str]:
-    """What in a text looks like a secret: names in `SHAPES`."""
+    """Names, as in `SHAPES`, of the secrets that a text seems to hold."""
     return [name for name, pattern, _ in SHAPES if name is not None and pattern.search(text)]
 
 
@@ -153,7 +153,7 @@ def _program(command: str) -> str:
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """Secrets with the variables that hold them; of one with several lines each line as well."""
+    """Name and value of secret environment variables, and each line of values of several lines."""
     for name, value in os.environ.items():
         found = []
         if is_secret_name(name):

@@ -1,11 +1,11 @@
-"""Removal of the shared memory that killed runs of MosaicML Streaming left behind.
+"""Removes shared memory that killed runs of MosaicML Streaming have left.
 
-Streaming keeps its state there, under names that begin with six digits. It refuses a cache folder
-that such a registration names, even when the run that registered it is dead. Its own
-`clean_stale_shared_memory` removes those of living runs as well; here a registration is stale only
-when no process on this machine has it mapped. Linux only: elsewhere shared memory is not visible as
-files, and nothing is removed. Processes of other containers that share /dev/shm cannot be seen:
-give each container its own. What a container with its own has mapped there is not in use here.
+Streaming registers its cache folders in shared memory, under names that begin with six digits, and
+refuses a registered folder even when the run that registered it is dead. Streaming's own
+`clean_stale_shared_memory` also removes registrations of living runs; here one is stale only if no
+process on this machine has it mapped. Linux only: elsewhere shared memory is not visible as files,
+and nothing is removed. Processes in other containers that share /dev/shm cannot be seen: each
+container needs its own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LOCK_NAMES = ("barrier_filelock", "cache_filelock")
 
 
 def remove_stale_shared_memory() -> int:
-    """Remove what killed runs of this user left behind.
+    """Remove stale shared memory of this user, and the lock files that belong to it.
 
     Returns:
-        How many pieces.
+        Number of pieces of shared memory.
     """
     stale = find_stale()
     for path in stale:
@@ -48,7 +48,7 @@ def remove_stale_shared_memory() -> int:
 
 
 def find_stale() -> list[Path]:
-    """What killed runs of this user left behind."""
+    """Stale shared memory of this user."""
     if not FOLDER.is_dir():
         return []
     pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")

@@ -1,7 +1,7 @@
-"""Turns signals to stop into exceptions, and within a training loop into a request to end it.
+"""Turns stop signals into exceptions, and within a training loop into a request to end it.
 
-SIGINT (Ctrl-C) raises KeyboardInterrupt; SIGTERM, and SIGHUP when the terminal is closed, raise
-Terminated: all in the main thread.
+In the main thread SIGINT (Ctrl-C) raises KeyboardInterrupt; SIGTERM, and SIGHUP when the terminal
+is closed, raise Terminated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from types import FrameType
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
-# A terminal or a scheduler signals launcher and ranks, and the launcher passes it on to the ranks:
-# what arrives this soon after the first signal is the same request.
+# A terminal or a scheduler signals both launcher and ranks, and the launcher passes the signal on:
+# signals within this time are the same request.
 SAME_REQUEST_S = 1.0
-# A step that has not ended by then is broken off: 20 s after SIGTERM a scheduler may send SIGKILL.
+# A step that has not ended by then is aborted: 20 s after SIGTERM a scheduler may send SIGKILL.
 PATIENCE_S = 10.0
 
 
@@ -50,12 +50,12 @@ class StopRequest:
         self._reminder: threading.Timer | None = None
 
     def note(self, number: int) -> None:
-        """Take a signal for the request, unless there is one already."""
+        """Take a signal as the request, unless there is one."""
         if self.number is None:
             self.number, self._since_s = signal.Signals(number), time.monotonic()
 
     def takes(self, number: int) -> bool:
-        """Note a signal down; False if it has to be obeyed at once."""
+        """Take a signal as the request; False if it has to raise at once."""
         if os.getpid() != self._process_id:
             return False  # a worker that was forked within the loop
         if self.number is None:
@@ -67,7 +67,7 @@ class StopRequest:
         return time.monotonic() - self._since_s < SAME_REQUEST_S
 
     def forget(self) -> None:
-        """Send no reminder: the loop has ended."""
+        """Cancel the reminder: the loop has ended."""
         if self._reminder is not None:
             self._reminder.cancel()
 
@@ -77,7 +77,7 @@ _request: StopRequest | None = None
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """While the block runs, a signal to stop is an exception in the main thread."""
+    """During the block a stop signal raises an exception in the main thread."""
     with keep_handlers():
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
@@ -89,12 +89,11 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_ask() -> Iterator[StopRequest]:
-    """While the block runs, a first signal to stop is noted down, and only a second one raises.
+    """During the block a first stop signal becomes a request, and only a second one raises.
 
-    Where the block has not ended itself in `PATIENCE_S`, the signal is sent again.
-
-    The block should end itself soon after. When it has, with an error or without, the exception of
-    the request is raised: the signal may have reached the processes that the block depends on.
+    The block has to look at the request and end. If it has not ended after `PATIENCE_S`, the signal
+    is sent again. When it has, the exception of the signal is raised, also in place of an error:
+    the signal may have ended processes that the block depends on.
     """
     global _request
     _request = request = StopRequest()
@@ -113,7 +112,7 @@ def stop_signals_ask() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Undo what the block does to the handlers of signals to stop; importing Composer sets some."""
+    """Restore the handlers of stop signals after the block; importing Composer sets some."""
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     try:
         yield
@@ -124,9 +123,9 @@ def keep_handlers() -> Iterator[None]:
 
 
 def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
-    """Ignore further signals: the first reason to end is the one that the record tells.
+    """Ignore further signals, since the record keeps the first reason of an end.
 
-    When a rank ends, its launcher stops the others, which by then know why themselves.
+    When a rank ends, its launcher signals the others, which may be ending for that reason.
     """
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
@@ -137,11 +136,11 @@ def _obey(number: int, frame: FrameType | None) -> None:
     if _request is not None and _request.takes(number):
         return
     if number == signal.SIGHUP and multiprocessing.parent_process() is not None:
-        return  # it reaches all processes of a terminal; a forked worker leaves it to its parent
+        return  # all processes of a terminal get it; for a forked worker its parent decides
     raise _stopped_by(number)
 
 
 def _stopped_by(number: int) -> BaseException:
-    """The exception of a signal, to be raised at once: further ones are ignored."""
+    """The exception of a signal; further signals are ignored."""
     ignore_terminations()
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)

@@ -1,16 +1,22 @@
 """Sources of samples: their checks, readers and loaders, by data format.
 
-One row of `SOURCES` per data format. Nothing here imports torch: the functions are named in the
-table and imported when they are called.
+One row of `SOURCES` per data format. Nothing here imports torch: the table names functions, which
+are imported when they are called.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    check_enough_samples,
+    check_not_augmented,
+    check_tokenizer_folder,
+)
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -20,38 +26,44 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where the functions of one data format are, as ``module:function``.
+    """The functions of one data format, each as ``module:function`` and taking a `SourceConfig`.
 
     Attributes:
-        check: Takes a `SourceConfig`; returns the number of samples, or None where it is not
-            known yet; raises `ConfigError`; imports no torch, builds nothing.
-        open: Takes a `SourceConfig`; returns the stored samples as `Samples`. None where nothing
-            is stored.
-        build: Takes a `SourceConfig`; returns a `CheckedLoader`. None for the loader of all
-            sources whose samples can be read in any order.
+        check: Returns the number of samples, or None where it is not known yet; raises
+            `ConfigError`; imports no torch, builds nothing.
+        open: Returns the stored samples as `Samples`. None where nothing is stored.
+        build: Returns a `CheckedLoader`. None for the loader of all sources whose samples can be
+            read in any order.
+        columns: Returns the names of the columns that all files have. None where files have no
+            columns, and so no latents.
     """
 
     check: str
-    open: str | None
-    build: str | None
+    open: str | None = None
+    build: str | None = None
+    columns: str | None = None
 
 
 _FORMATS = "sdbench.data.formats"
 SOURCES = {
     "synthetic": Source(
-        check=f"{_FORMATS}.checks:check_synthetic", open=None, build=f"{_FORMATS}.synthetic:build"
+        check=f"{_FORMATS}.checks:check_synthetic", build=f"{_FORMATS}.synthetic:build"
     ),
     "mds": Source(
         check=f"{_FORMATS}.mds_index:check",
         open=f"{_FORMATS}.mds_shards:open_samples",
         build=f"{_FORMATS}.mds:build",
+        columns=f"{_FORMATS}.mds_index:read_columns",
     ),
-    **{
-        name: Source(
-            check=f"{_FORMATS}.{name}:check", open=f"{_FORMATS}.{name}:open_samples", build=None
-        )
-        for name in ("webdataset", "parquet", "folder")
-    },
+    "webdataset": Source(
+        check=f"{_FORMATS}.webdataset:check", open=f"{_FORMATS}.webdataset:open_samples"
+    ),
+    "parquet": Source(
+        check=f"{_FORMATS}.parquet:check",
+        open=f"{_FORMATS}.parquet:open_samples",
+        columns=f"{_FORMATS}.parquet:read_columns",
+    ),
+    "folder": Source(check=f"{_FORMATS}.folder:check", open=f"{_FORMATS}.folder:open_samples"),
 }
 
 
@@ -99,8 +111,7 @@ def resolve_format(
             flag="--streams, --remote or --local",
         )
     place = remote or local or streams
-    wants_synthetic = use_synth_data or data_format == "synthetic"
-    if wants_synthetic and place:
+    if (use_synth_data or data_format == "synthetic") and place:
         raise ConfigError(
             "Synthetic data is made here, and a data folder was given too",
             value=place,
@@ -112,7 +123,7 @@ def resolve_format(
             f"Data of the format {data_format} needs a place",
             value=None,
             allowed="a folder or URL",
-            flag="--remote or --local",
+            flag=PLACE_FLAGS,
         )
     if streams and data_format not in ("auto", "mds"):
         raise ConfigError(
@@ -158,43 +169,66 @@ def detect_format(place: str) -> str:
 def check(config: SourceConfig) -> int | None:
     """Find the user's mistakes about data, cheaply, before any weights are built.
 
-    Reads indexes, footers, headers and sizes, never samples. The answer is the same on every rank
-    of a machine.
+    Reads indexes, footers, headers and sizes, and of samples at most a few. The answer is the same
+    on every rank of a machine.
 
     Returns:
         Samples of an epoch over all ranks, or None where only a download would tell.
 
     Raises:
-        ConfigError: A place is missing, empty or damaged, or has fewer samples than one batch.
+        ConfigError: A place is missing, empty or damaged, has fewer samples than one batch, or
+            cannot give what is asked of it.
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
-    holds_mds_latents = config.data_format == "mds" and config.wants_latents
-    if config.missing_latents != "error" and not holds_mds_latents:
+    source = SOURCES[config.data_format]
+    if config.missing_latents != "error" and not (
+        config.data_format == "mds" and config.wants_latents
+    ):
         raise ConfigError(
             "Samples without latents can be left out of MDS latents alone",
             value=config.missing_latents,
             allowed="error, or --data_format mds --latents precomputed",
             flag="--missing_latents",
         )
-    return _load(SOURCES[config.data_format].check)(config)
+    if source.open is not None:
+        if not config.wants_latents:
+            check_tokenizer_folder(config.tokenizer_folder)
+        elif source.columns is None:
+            raise ConfigError(
+                f"Data of the format {config.data_format} holds no latents",
+                value=config.latents,
+                allowed="online; python -m sdbench precompute makes latents of it",
+                flag="--latents",
+            )
+        else:
+            check_not_augmented(config)
+    num_samples = resolve_name(source.check)(config)
+    if num_samples is not None:
+        check_enough_samples(config, num_samples=num_samples)
+    return num_samples
+
+
+def read_columns(config: SourceConfig) -> set[str]:
+    """Names of the columns that all files of a data set have; empty where files have no columns.
+
+    Raises:
+        ConfigError: There is no data set, or its index is damaged.
+        RunError: A file is damaged, or cannot be copied.
+    """
+    name = SOURCES[config.data_format].columns
+    return set() if name is None else resolve_name(name)(config)
 
 
 def open_samples(config: SourceConfig) -> Samples:
     """Open the stored samples, to be read by number in their stored order.
 
     Raises:
-        ConfigError: As `check`, or nothing is stored (synthetic data).
+        ConfigError: As `check`.
     """
     check(config)
     name = SOURCES[config.data_format].open
-    if name is None:
-        raise ConfigError(
-            "Nothing is stored of this kind of data",
-            value=config.data_format,
-            allowed=", ".join(name for name, source in SOURCES.items() if source.open),
-            flag="--data_format",
-        )
-    return _load(name)(config)
+    assert name is not None, "synthetic data is not stored"
+    return resolve_name(name)(config)
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
@@ -205,8 +239,10 @@ def open_batches(config: SourceConfig) -> BatchReader:
     """
     if SOURCES[config.data_format].open is None:
         check(config)
-        return _load(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
-    return _load("sdbench.data.pipeline.batches:make_batches")(open_samples(config), config=config)
+        return resolve_name(f"{_FORMATS}.synthetic:SyntheticBatchReader")(config=config)
+    return resolve_name("sdbench.data.pipeline.batches:make_batches")(
+        open_samples(config), config=config
+    )
 
 
 def build(config: SourceConfig) -> CheckedLoader:
@@ -226,11 +262,6 @@ def build(config: SourceConfig) -> CheckedLoader:
     name = SOURCES[config.data_format].build
     if name is not None:
         check(config)
-        return _load(name)(config)
-    build_loader = _load("sdbench.data.pipeline.loader:build_from_samples")
+        return resolve_name(name)(config)
+    build_loader = resolve_name("sdbench.data.pipeline.loader:build_from_samples")
     return build_loader(open_batches(config), config=config)
-
-
-def _load(name: str):
-    module, function = name.split(":")
-    return getattr(import_module(module), function)

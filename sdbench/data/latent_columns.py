@@ -1,7 +1,4 @@
-"""Columns of latents and text embeddings in MDS and parquet: their names, and checks of values.
-
-Three generations of scripts have three names for the same columns.
-"""
+"""Columns of latents and text embeddings in MDS and parquet: names, encodings, checks of values."""
 
 from __future__ import annotations
 
@@ -10,9 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.samples import BadSampleError
+from sdbench.data.samples import BadSampleError, SampleType
+from sdbench.data.source import SourceConfig
 
-# Name of an array to the spellings of its column, ours first; <px> is the image size.
+# Part of a sample to the names of its column, ours first; <px> is the image size. The others are
+# those of published scripts.
 SPELLINGS = {
     "moments": ("latent_moments_<px>",),
     "latent": ("latents_<px>", "latents_<px>_bytes", "image_latents_<px>"),
@@ -20,8 +19,36 @@ SPELLINGS = {
 }
 
 
+def name_column(part: str, *, image_size: int | None = None) -> str:
+    """Our column name for a part of an encoded sample.
+
+    Args:
+        part: A key of `SPELLINGS`.
+        image_size: Side of the images in pixels; text embeddings have none.
+    """
+    return SPELLINGS[part][0].replace("<px>", str(image_size))
+
+
+def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, str]:
+    """Our columns for encoded samples of one resolution, with their MDS encodings.
+
+    Args:
+        sample_type: `SampleType.MOMENTS` or `SampleType.LATENTS`.
+        config: Image size and width of the text encoder.
+    """
+    return {
+        name_column(part, image_size=config.image_size): encode_type(shape)
+        for part, shape in sample_type.array_shapes(config).items()
+    }
+
+
+def encode_type(shape: tuple[int, ...]) -> str:
+    """The MDS encoding of float16 arrays of one shape."""
+    return f"ndarray:float16:{','.join(map(str, shape))}"
+
+
 def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str, str]:
-    """Find the columns of one resolution; VAE moments are preferred to samples of them.
+    """Find the columns of one resolution; VAE moments are preferred to latents drawn from them.
 
     Args:
         columns: Names of all columns.
@@ -35,29 +62,29 @@ def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str,
     """
     present = set(columns)
     found = {
-        name: spelling.replace("<px>", str(image_size))
-        for name, spellings in SPELLINGS.items()
+        part: spelling.replace("<px>", str(image_size))
+        for part, spellings in SPELLINGS.items()
         for spelling in reversed(spellings)
         if spelling.replace("<px>", str(image_size)) in present
     }
-    image = next((name for name in ("moments", "latent") if name in found), None)
-    if image is None or "text_embedding" not in found:
-        _raise_missing(present, image_size=image_size, lacks_text="text_embedding" not in found)
-    return {name: found[name] for name in (image, "text_embedding")}
+    for sample_type in (SampleType.MOMENTS, SampleType.LATENTS):
+        if found.keys() >= set(sample_type.value):
+            return {part: found[part] for part in sample_type.value}
+    raise _missing_columns(present, image_size=image_size, has_text="text_embedding" in found)
 
 
-def _raise_missing(present: set[str], *, image_size: int, lacks_text: bool) -> None:
+def _missing_columns(present: set[str], *, image_size: int, has_text: bool) -> ConfigError:
     sizes = find_image_sizes(present)
-    if sizes and not lacks_text:
-        raise ConfigError(
+    if sizes and has_text:
+        return ConfigError(
             "The data set has no latents of this resolution",
             value=image_size,
             allowed=", ".join(map(str, sizes)),
             flag="--image_size",
         )
     wanted = ("text_embedding",) if sizes else ("moments", "latent")
-    spellings = [spelling for name in wanted for spelling in SPELLINGS[name]]
-    raise ConfigError(
+    spellings = [spelling for part in wanted for spelling in SPELLINGS[part]]
+    return ConfigError(
         f"The data set holds no {'encoded captions' if sizes else 'latents'}",
         value=f"columns {', '.join(sorted(present))}",
         allowed=f"a column {' | '.join(spellings)}, or --latents online for images",
@@ -71,11 +98,11 @@ def find_image_sizes(columns: Iterable[str]) -> list[int]:
 
 
 def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
-    """The columns that hold latents, each with their resolution in pixels."""
+    """The columns that hold latents, each with its resolution in pixels."""
     sizes = {}
     for column in columns:
-        for name in ("moments", "latent"):
-            for spelling in SPELLINGS[name]:
+        for part in ("moments", "latent"):
+            for spelling in SPELLINGS[part]:
                 before, after = spelling.split("<px>")
                 size = column.removeprefix(before).removesuffix(after)
                 if size.isdecimal() and column == f"{before}{size}{after}":
@@ -87,12 +114,12 @@ def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None
     """Check the type and shape of a stored array.
 
     Args:
-        name: What it is and where, for the message.
+        name: The sample and the part of it, for the message.
         array: The array.
-        shape: What it must have.
+        shape: The shape that it must have.
 
     Raises:
-        BadSampleError: It has another shape, or no floating type.
+        BadSampleError: It has another shape, or is not of a floating point type.
     """
     if array.dtype.kind != "f":
         raise BadSampleError(f"{name}: values of type {array.dtype}, floating point is needed.")
@@ -103,11 +130,15 @@ def check_array(name: str, array: np.ndarray, *, shape: tuple[int, ...]) -> None
 def check_finite(name: str, array: np.ndarray) -> None:
     """Check that no value of a float16 array is NaN or infinite.
 
-    On the bits, in two passes that make no temporaries: 14 microseconds for the 111,616 values of a
-    sample at 512 px on a core of a Xeon, where np.isfinite takes several times as long.
+    It compares bit patterns in two passes without temporaries: 14 microseconds for the 111,616
+    values of a sample at 512 px on a core of a Xeon, where np.isfinite takes several times as long.
+
+    Args:
+        name: The sample and the part of it, for the message.
+        array: float16; values beyond 65504 have become infinite.
 
     Raises:
-        BadSampleError: One is; or it was beyond float16's 65504 before it was made float16.
+        BadSampleError: One is.
     """
     # All exponent bits set: 0x7c00 to 0x7fff with a positive sign, 0xfc00 to 0xffff with a negative
     # one. As int16 the negative ones are below 0, as uint16 they are the largest.

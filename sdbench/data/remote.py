@@ -1,8 +1,9 @@
 """Copies of files behind URLs, and of the output of commands, on this machine.
 
-Whole files, once: tars and parquet files are read by number, which needs all of them at hand. (MDS
-shards are copied one by one, as they are needed, by Streaming.) Not by fsspec's file cache, which
-asks no web server for the version of a file, never tries again, and locks out no other process.
+Tars and parquet files are read by number, which needs whole files, so each is copied once. (MDS
+shards are copied one by one, as they are needed, by Streaming.) A library does not replace this:
+fsspec's file cache asks no web server for the version of a file, never tries again, and locks out
+no other process; Streaming's downloaders know neither versions nor web servers, and load torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sdbench.base.progress import show_progress
 PIPE = "pipe:"
 S3 = "s3://"
 
-# Seconds that a server may be silent, and attempts of boto3 with growing pauses in between: a store
+# How long a server may be silent, and how often boto3 and urllib3 try, with growing pauses: a store
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
 SILENCE_TIMEOUT_S = 20.0
 NUM_ATTEMPTS = 5
@@ -36,7 +37,7 @@ NUM_PARALLEL_DOWNLOADS = 8
 
 
 def is_url(place: str) -> bool:
-    """Whether `place` is elsewhere: behind a URL, or what a command prints."""
+    """Whether a place is a URL or a command, not a path."""
     return "://" in place or place.startswith(PIPE)
 
 
@@ -56,17 +57,14 @@ def cache_folder(place: str, local: str | None) -> Path:
 
 
 def identify(place: str) -> str:
-    """The name of a place in files that are kept: its path, or a digest of a URL or a command.
-
-    Those may hold a password.
-    """
+    """A name of a place that may be stored: a path, or a digest of what may hold a password."""
     if is_url(place):
         return hashlib.sha256(place.encode()).hexdigest()
     return str(Path(place).resolve()) if Path(place).exists() else place
 
 
 def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
-    """Copy files, several at a time, with progress.
+    """Copy files in parallel, showing progress.
 
     Args:
         urls: What to copy.
@@ -86,10 +84,10 @@ def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
 def fetch(url: str, *, cache: Path) -> Path:
     """Copy a file, unless this version of it has been copied before.
 
-    The ranks of a machine wait for the one that copies. A copy has a temporary name until it is
-    whole, and its final name holds a digest of the URL and of the version that the store tells
-    (its ETag), so that another file, or another version, is never taken for it. What a command
-    prints has no version: it is asked again only when the copy has been deleted.
+    Of several processes one copies, and the others wait for it. A copy has a temporary name until
+    it is whole. Its final name holds a digest of the URL and of the version that the store tells
+    (its ETag), so that no other file or version is taken for it. The output of a command has no
+    version: the command runs again only if its copy has been deleted.
 
     Args:
         url: ``s3://``, ``http(s)://``, another scheme that Streaming knows, or ``pipe:`` and a
@@ -100,7 +98,7 @@ def fetch(url: str, *, cache: Path) -> Path:
         The copy.
 
     Raises:
-        RunError: The file cannot be had; the URL and the reason are named.
+        RunError: The file cannot be copied; the URL and the reason are named.
     """
     from filelock import FileLock
 
@@ -118,16 +116,16 @@ def fetch(url: str, *, cache: Path) -> Path:
     except RunError:
         raise
     except Exception as error:
-        # Each store raises its own types; all mean that the file cannot be had.
-        raise RunError(f"{url!r} cannot be read: {_explain(error)}") from error
+        # Each store raises its own types; all mean that the file cannot be copied.
+        raise RunError(f"{url!r} cannot be read: {explain(error)}") from error
 
 
 def list_urls(folder: str, *, suffix: str) -> list[str]:
     """The files of an S3 folder whose names end with `suffix`, sorted.
 
     Raises:
-        ConfigError: The store is another one, whose files have to be named.
-        RunError: The store cannot be asked.
+        ConfigError: It is a folder of another store, whose files have to be named.
+        RunError: The store does not answer, or denies access.
     """
     if not folder.startswith(S3):
         raise ConfigError(
@@ -141,7 +139,7 @@ def list_urls(folder: str, *, suffix: str) -> list[str]:
         pages = _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
     except Exception as error:
-        raise RunError(f"{folder} cannot be listed: {_explain(error)}") from error
+        raise RunError(f"{folder} cannot be listed: {explain(error)}") from error
     return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(suffix))
 
 
@@ -172,7 +170,11 @@ def _copy(url: str, path: Path) -> None:
 
 
 def _run(command: str, path: Path) -> None:
-    """Write what a command prints, as long as it prints something now and then."""
+    """Write the output of a command to a file.
+
+    Raises:
+        RunError: It ended with an error, or printed nothing for `PIPE_SILENCE_TIMEOUT_S`.
+    """
     with path.open("wb") as file, tempfile.TemporaryFile() as errors:
         # WebDataset's "pipe:" is a command line for the shell, given by the user.
         process = subprocess.Popen(command, shell=True, stdout=file, stderr=errors)
@@ -204,7 +206,11 @@ def _download(url: str, path: Path) -> None:
 
 
 def _get(url: str) -> Any:
-    """An answer whose content has not been read yet."""
+    """Open a web file; its content has not been read yet.
+
+    Raises:
+        RunError: The server answers that it cannot be had.
+    """
     import urllib3
 
     retries = urllib3.Retry(
@@ -233,7 +239,7 @@ def _split_s3(url: str) -> tuple[str, str]:
 
 
 def _s3_client() -> Any:
-    """A client of the store that S3_ENDPOINT_URL names, as Streaming reads it, or of Amazon's."""
+    """A client of the store at `S3_ENDPOINT_URL`, which Streaming reads too, or of Amazon's."""
     return _make_s3_client(os.environ.get("S3_ENDPOINT_URL"), os.getpid())
 
 
@@ -250,7 +256,8 @@ def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
     return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
 
 
-def _explain(error: Exception) -> str:
+def explain(error: Exception) -> str:
+    """A store's error in one line: its type, its message, and what to do about credentials."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return f"no S3 credentials are set, by AWS_ACCESS_KEY_ID, a profile or a role ({reason})"

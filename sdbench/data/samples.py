@@ -1,8 +1,8 @@
-"""Stored samples, whatever stores them: their types, and `Samples`, which reads them by number.
+"""The types of stored samples, and `Samples`, the interface by which they are read by number.
 
-Each data format has one class of `Samples`: samples in their stored order, by number, as they lie
-there. What is made of them (decoded, cropped, tokenized, batched) is the same for all formats and
-happens in sdbench/data/pipeline/batches.py.
+Each data format has one class of `Samples`, which gives them in their stored order and as they are
+stored. Decoding, cropping, tokenizing and batching are the same for all formats: see
+sdbench/data/pipeline/batches.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# Extensions of the image files that tars and folders are read for.
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # The VAE's moments are stored as one array and delivered as two.
 DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
 
 
 class SampleType(Enum):
-    """What the samples of a data set are; the value names the parts of a stored one."""
+    """What a sample of a data set is; the value names the parts that are stored."""
 
     IMAGES = ("image", "caption")
-    # Mean and log-variance of the VAE, of which each step draws a latent.
+    # Mean and log-variance of the VAE, from which each step draws a latent.
     MOMENTS = ("moments", "text_embedding")
     LATENTS = ("latent", "text_embedding")
 
@@ -101,9 +103,9 @@ class Samples(Protocol):
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
         num_dropped: Samples that are stored but left out because a flag says so.
-        sample_type: What `read` gives.
-        columns: What a column holds (``image``, ``caption``, or a name of `LatentSample.arrays`)
-            to its name; empty where the format has no columns.
+        sample_type: Type of the samples that `read` gives.
+        columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
+            the name of its column; empty where the format has no columns.
     """
 
     blocks: Sequence[int]
@@ -126,10 +128,7 @@ class Samples(Protocol):
 
 
 class BadSampleError(ValueError):
-    """One sample cannot be trained on; ``--on_bad_sample`` says what is done then.
-
-    The message is one sentence that begins with the sample's name.
-    """
+    """One sample cannot be used. The message is a sentence that begins with its name."""
 
 
 class MissingLatentError(BadSampleError):
@@ -137,10 +136,9 @@ class MissingLatentError(BadSampleError):
 
 
 def clean_caption(text: str) -> str | None:
-    """A caption without a byte-order mark and white space around it, or None when nothing is left.
+    """A caption without white space and byte-order mark, or None when nothing is left.
 
-    Some editors begin each text file with a mark, and copies of such texts keep it; to a tokenizer
-    it would be three tokens.
+    Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
     """
     return text.strip().removeprefix("\ufeff").strip() or None
 

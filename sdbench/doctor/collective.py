@@ -1,4 +1,4 @@
-"""What the ranks find out together: whether all are there, their clocks, a timed all-reduce."""
+"""Checks by all ranks together: whether all are there, their versions, a timed all-reduce."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bo
 from sdbench.doctor.gpus import nvlink_gb_per_s, read_gpus
 from sdbench.doctor.network import describe_nics, find_active_nics
 from sdbench.ranks.distributed import Ranks, connect
-from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
 # Linux gives to clients.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-# The shortest of several rounds says best what the other clocks showed in its middle.
-NUM_CLOCK_ROUNDS = 10
-# Logs of nodes whose clocks differ by more cannot be read side by side.
-LOG_SKEW_S = 1.0
-# How long credentials of MUNGE, by which Slurm's nodes know each other, are valid (munge.h,
-# MUNGE_DEFAULT_TTL). S3 refuses requests that are 15 minutes off.
-CREDENTIAL_SKEW_S = 300.0
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2}
 MAX_REPEATS = 5
-# Of the nominal speed. Below half of it something is in the way; below a tenth the gradients most
-# likely take another network than the one that was meant.
+# Shares of the nominal speed. Below half of it something is in the way; below a tenth the
+# gradients most likely take another network than the one that was meant.
 LOW_SHARE, HOPELESS_SHARE = 0.5, 0.1
 
 
@@ -110,34 +102,10 @@ class Meeting:
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def compare_clocks(self) -> tuple[str, str]:
-        """Level and text on how far the clocks of the nodes differ from that of the first one."""
-        if self.ranks.num_nodes == 1:
-            return SKIPPED, "a single node"
-        uncertainty_s, skews_s = min(self._read_clocks() for _ in range(NUM_CLOCK_ROUNDS))
-        rank = max(range(len(skews_s)), key=lambda rank: abs(skews_s[rank]))
-        sure_s = abs(skews_s[rank]) - uncertainty_s
-        level = ERROR if sure_s > CREDENTIAL_SKEW_S else WARNING if sure_s > LOG_SKEW_S else OK
-        return level, (
-            f"node {rank // self.ranks.local_world_size} is {skews_s[rank]:+.3f} s from node 0, "
-            f"to within {uncertainty_s:.3f} s; the others less"
-        )
-
-    def _read_clocks(self) -> tuple[float, list[float]]:
-        """How far each clock is ahead of that of this rank, and by how much that may be wrong."""
-        import torch
-
-        began_s = time.time()
-        torch.distributed.barrier()
-        # Every rank reads its clock after this one began, and before this one has ended.
-        clocks = [torch.zeros(1, dtype=torch.float64) for _ in range(self.ranks.world_size)]
-        torch.distributed.all_gather(clocks, torch.tensor([time.time()], dtype=torch.float64))
-        ended_s = time.time()
-        middle_s = (began_s + ended_s) / 2
-        return (ended_s - began_s) / 2, [clock.item() - middle_s for clock in clocks]
-
     def reduce(self, job: Job, *, device_type: str, num_values: int | None) -> tuple[str, str]:
-        """Level and text on a timed all-reduce; a rank that cannot take part is named.
+        """Time an all-reduce; return a finding's level and text.
+
+        A rank that cannot take part is named.
 
         Args:
             job: The job.
@@ -147,7 +115,7 @@ class Meeting:
         if self.ranks.world_size == 1 or num_values is None:
             return SKIPPED, "a single rank, or a model of unknown size"
 
-        def measure() -> tuple[float, str | None]:
+        def measure() -> float:
             return _time_all_reduce(job, device_type=device_type, num_values=num_values)
 
         try:
@@ -158,21 +126,18 @@ class Meeting:
         for rank, result in enumerate(times):
             if isinstance(result, str):
                 return ERROR, f"it has failed on rank {rank}: {result}"
-        seconds = max(seconds for seconds, _ in times)
-        return judge_all_reduce(job, seconds=seconds, network=times[0][1], num_values=num_values)
+        return judge_all_reduce(job, seconds=max(times), num_values=num_values)
 
 
-def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> tuple[float, str | None]:
+def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> float:
     """Add up as many numbers as the gradient has over all ranks.
 
     Returns:
         The median of up to five runs in seconds, after one that is not counted, all within a third
-        of the job's timeout if one is; and NCCL's name of the network between nodes, which the
-        first rank knows, None where NCCL does not tell.
+        of the job's timeout if one is.
     """
     import torch
 
-    nccl_log = NcclLog(job.ranks, device_type=device_type)
     # NCCL's timeout ends the process: the doctor's own has to come first.
     patience = datetime.timedelta(seconds=10 * job.timeout_s)
     device = "cpu"
@@ -196,19 +161,15 @@ def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> tuple[fl
     slowest = torch.tensor([run()], device=device)
     torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
     num_repeats = int(job.timeout_s / 3 / slowest.item())
-    seconds = [run() for _ in range(max(1, min(MAX_REPEATS, num_repeats)))]
-    return statistics.median(seconds), nccl_log.read_network()
+    return statistics.median(run() for _ in range(max(1, min(MAX_REPEATS, num_repeats))))
 
 
-def judge_all_reduce(
-    job: Job, *, seconds: float, network: str | None, num_values: int
-) -> tuple[str, str]:
-    """Level and text on an all-reduce beside the nominal speed of the link.
+def judge_all_reduce(job: Job, *, seconds: float, num_values: int) -> tuple[str, str]:
+    """Compare an all-reduce with the nominal speed of the link; return a finding's level and text.
 
     Args:
         job: The job.
         seconds: Its time on the slowest rank.
-        network: NCCL's name of the network between nodes, or None.
         num_values: How many numbers were added up.
     """
     num_ranks = job.ranks.world_size
@@ -216,16 +177,14 @@ def judge_all_reduce(
     # As nccl-tests counts it: what each link carries in a ring, whatever the number of ranks.
     bus_gb_per_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
     nominal_gb_per_s, link = find_nominal(job)
-    share = None if nominal_gb_per_s is None else bus_gb_per_s / nominal_gb_per_s
-    level = OK if share is None or share >= LOW_SHARE else WARNING
-    took_tcp = network == SOCKETS and len(find_active_nics()) > 0
-    if took_tcp or (share is not None and share < HOPELESS_SHARE):
-        level = ERROR
+    level, beside = OK, f"no nominal speed of {link}"
+    if nominal_gb_per_s is not None:
+        share = bus_gb_per_s / nominal_gb_per_s
+        level = OK if share >= LOW_SHARE else WARNING if share >= HOPELESS_SHARE else ERROR
+        beside = f"{share:.0%} of {link}"
     return level, (
         f"{num_bytes / 1e9:.3g} GB over {num_ranks} ranks on {job.ranks.num_nodes} nodes in "
-        f"{seconds:.3g} s{f' over {network}' if network else ''}: bus bandwidth "
-        f"{bus_gb_per_s:.3g} GB/s, "
-        + (f"no nominal speed of {link}" if share is None else f"{share:.0%} of {link}")
+        f"{seconds:.3g} s: bus bandwidth {bus_gb_per_s:.3g} GB/s, {beside}"
     )
 
 
@@ -244,11 +203,11 @@ def find_nominal(job: Job) -> tuple[float | None, str]:
 
 
 def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -> tuple[str, str]:
-    """Level and text on whether the nodes have the same versions and GPUs.
+    """Compare versions and GPUs of the nodes; return a finding's level and text.
 
     Args:
-        nodes: Name of each check to its finding, by node.
-        gpus: Those of each node, in words.
+        nodes: For each node, the findings by name of the check.
+        gpus: The GPUs of each node, as `describe_gpus` gives them.
     """
     facts = {name: {node[name].found for node in nodes} for name in ("software", "driver")}
     different = [name for name, values in (facts | {"GPUs": set(gpus)}).items() if len(values) > 1]

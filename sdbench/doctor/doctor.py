@@ -1,9 +1,9 @@
-"""The command `python -m sdbench doctor`: is each node of a job fit for it?"""
+"""The command `python -m sdbench doctor`, which checks each node of a job before it begins."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import os
 import shutil
 import socket
@@ -11,16 +11,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
 from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
 from sdbench.doctor.printout import Line, Report, merge, to_json, to_text
-from sdbench.settings.config import SECONDS, Kind, Request, parse_request, reader
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.kinds import POSITIVE_NUMBER, SECONDS, SWITCH, one_of
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting
 
 DESCRIPTION = """\
 Look at this machine, or at each node that takes part, before an expensive job begins. Each line is
-ok, skipped, a warning or an error, with what was found and what to do about it. Beside the flags
-below it takes those of the job, as benchmark.py has them.
+ok, skipped, a warning or an error, with what was found and what to do about it. Beside flags of its
+own it takes those of the job, as benchmark.py has them.
 """
 
 EPILOG = """\
@@ -29,13 +33,12 @@ examples:
   torchrun --nproc_per_node 8 -m sdbench doctor --remote s3://bucket/pairs --wandb_project mine
       with an all-reduce between the GPUs of this machine
   srun --ntasks-per-node=1 python -m sdbench doctor --strict
-      on each node of a Slurm job: clocks, and an all-reduce between the nodes
+      on each node of a Slurm job, with an all-reduce between the nodes
   python -m sdbench doctor --json > doctor.json
 
 exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 Ctrl-C; under
 torchrun any failure is 1
 """
-LINK_SPEED = Kind("a number of Gbit/s above 0", SECONDS.parse)
 # Of an output that is no terminal.
 PLAIN_WIDTH = 100
 # GPUs come before whatever opens a context on them.
@@ -46,14 +49,35 @@ CONNECT = (
 )
 TOGETHER = {
     "nodes alike": "start all nodes from one image and of one kind: the slowest sets the pace",
-    "clocks": "start the time service (chronyd, systemd-timesyncd) on each node",
     "all-reduce": "NCCL_DEBUG=INFO says which network NCCL takes and why; look at the lines about "
     "the network, at other jobs on it, and raise --timeout_s if it is only slow",
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorSettings(BenchmarkConfig):
+    """Settings of doctor: its own, and those of the job."""
+
+    strict: bool = setting(SWITCH, False, "let warnings count as errors in the exit code")
+    json: bool = setting(SWITCH, False, "print one JSON document, without host names")
+    timeout_s: float = setting(
+        SECONDS, 30.0, "seconds that a check may take, and that ranks wait for each other"
+    )
+    gradient_dtype: str = setting(
+        one_of(*collective.BYTES_OF_DTYPE),
+        "fp32",
+        "format of the numbers in the timed all-reduce",
+    )
+    link_gbps: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce with "
+        "(default: of NVLink, or the sum of the network cards of a node, where known)",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at everything, and say what was found.
+    """Run all checks and print the report.
 
     Args:
         argv: Arguments of the command; None takes those of the process.
@@ -64,10 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: A flag, or what a launcher says about the ranks, is wrong.
     """
-    flags, request = _parse(argv)
+    request = parse(
+        DoctorSettings,
+        argv,
+        prog="python -m sdbench doctor",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        takes_file=True,
+    )
+    flags = request.config
+    _check_data_flags(flags)
     job = Job(
         ranks=collective.find_ranks(),
-        request=request,
+        request=request.part(BenchmarkConfig),
         timeout_s=flags.timeout_s,
         gradient_dtype=flags.gradient_dtype,
         link_gbps=flags.link_gbps,
@@ -84,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
             exit_code = report.exit_code(strict=flags.strict)
     except KeyboardInterrupt:
-        exit_code = 130
+        exit_code = EXIT_INTERRUPTED
     if is_stuck() or job.ranks.world_size > 1:
         # What hangs would keep the interpreter from ending.
         sys.stdout.flush()
@@ -94,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(job: Job) -> Report | None:
-    """Look at this node, and with the other ranks at all of them.
+    """Check this node, and with the other ranks all of them.
 
     Returns:
         The report, on the first rank and on one that does not reach the others; else None.
@@ -111,7 +144,6 @@ def examine(job: Job) -> Report | None:
             "nodes alike": collective.compare_nodes(
                 [first["findings"] for first in firsts], [first["gpus"] for first in firsts]
             ),
-            "clocks": meeting.compare_clocks(),
             "all-reduce": meeting.reduce(
                 job,
                 device_type="cuda" if on_gpus else "cpu",
@@ -136,7 +168,7 @@ def examine(job: Job) -> Report | None:
 
 
 def _look(job: Job) -> dict[str, Any]:
-    """What this rank tells the others; the first one of a node makes its checks."""
+    """What this rank tells the others; the first rank of a node makes the checks of the node."""
     findings = {
         check.name: settle(check, job)
         for check in CHECKS
@@ -176,45 +208,12 @@ def _only_results_on_stdout() -> Iterator[None]:
         os.close(stdout)
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Request]:
-    """The doctor's own flags, and those of the job."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench doctor",
-        usage="%(prog)s [-h] [--strict] [--json] [--timeout_s X] ... [FLAGS OF benchmark.py]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="let warnings count as errors in the exit code"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document, without host names"
-    )
-    parser.add_argument(
-        "--timeout_s",
-        type=reader(SECONDS),
-        default=30.0,
-        metavar="X",
-        help="how long a check may take, and how long ranks wait for each other (default: 30)",
-    )
-    parser.add_argument(
-        "--gradient_dtype",
-        choices=tuple(collective.BYTES_OF_DTYPE),
-        default="fp32",
-        help="format of the numbers in the timed all-reduce (default: fp32)",
-    )
-    parser.add_argument(
-        "--link_gbps",
-        type=reader(LINK_SPEED),
-        metavar="X",
-        help="nominal speed of the link between the ranks in Gbit/s, to compare the all-reduce "
-        "with (default: of NVLink, or the sum of the network cards of a node, where known)",
-    )
-    flags, of_job = parser.parse_known_args(argv)
-    request = parse_request(of_job, description="", epilog="")
-    config = request.config
+def _check_data_flags(config: BenchmarkConfig) -> None:
+    """Refuse flags that name no one data source.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
     if config.data_format != "auto":  # else it is told from the place, which may not answer
         resolve_format(
             data_format=config.data_format,
@@ -223,4 +222,3 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Request]:
             local=config.local,
             streams=config.streams,
         )
-    return flags, request

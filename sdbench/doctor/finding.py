@@ -1,4 +1,4 @@
-"""Job, what a check looks at; Finding, what it comes to; `settle`, which runs it in its time."""
+"""The parts of the doctor: `Job`, what is checked; `Check`; `Finding`, the result of a check."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact
+from sdbench.base.units import BYTES_PER_GIB
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import Request
+from sdbench.settings.request import Request
 
 if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
@@ -21,23 +22,21 @@ T = TypeVar("T")
 # An error is what a job would fail of, or what would make its figures worthless.
 OK, SKIPPED, WARNING, ERROR = "ok", "skipped", "warning", "error"
 LEVELS = (SKIPPED, OK, WARNING, ERROR)  # from the least to the most severe
-BYTES_PER_GIB = 1024**3
 THREAD_NAME = "sdbench-doctor"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """The job, and what the checks have found out about it so far.
+    """The job, and what earlier checks have found out about it.
 
     Attributes:
         ranks: The place of this process.
-        request: The job's own flags.
+        request: The flags of the job.
         timeout_s: How long a check may take.
         gradient_dtype: ``fp32`` or ``bf16``, of the timed all-reduce.
         link_gbps: Nominal speed of the link between the ranks in Gbit/s, or None.
-        architecture: Set by the check of the model, with the two below.
+        architecture: Set by the check of the model, with the one below.
         num_trainable: Weights with a gradient.
-        num_parameters: All weights.
         plan: Set by the check of the plan.
     """
 
@@ -48,11 +47,10 @@ class Job:
     link_gbps: float | None
     architecture: Architecture | None = None
     num_trainable: int | None = None
-    num_parameters: int | None = None
     plan: Plan | None = None
 
 
-# What a check yields: levels, each with what was seen.
+# What a check yields: pairs of a level and a text.
 Seen = Iterator[tuple[str, str]]
 
 
@@ -60,10 +58,11 @@ class Check(NamedTuple):
     """One line of the report.
 
     Attributes:
-        name: What is looked at.
-        look: Does so on one node; what it raises is an error of the node.
+        name: Names the line.
+        look: Checks one node; what it raises is an error of the node.
         advice: What to do about a warning or an error.
-        is_for_all_nodes: Else the first node is looked at, which alone writes the record and logs.
+        is_for_all_nodes: False: only the first node is checked, which alone writes the record and
+            logs.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Check(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a check found: a level, what was seen, and what to do about it, which may be empty."""
+    """The result of a check: level, what was found, and advice, which may be empty."""
 
     level: str
     found: str
@@ -81,7 +80,7 @@ class Finding(NamedTuple):
 
 
 def join(seen: Iterable[tuple[str, str]], *, advice: str) -> Finding:
-    """All that a check has yielded, as one finding of the worst level."""
+    """Combine all that a check has yielded into one finding of the worst level."""
     worst_first = sorted(seen, key=lambda one: -LEVELS.index(one[0]))
     level = worst_first[0][0]
     found = "; ".join(text for _, text in worst_first)
@@ -89,7 +88,7 @@ def join(seen: Iterable[tuple[str, str]], *, advice: str) -> Finding:
 
 
 def settle(check: Check, job: Job) -> Finding:
-    """The finding of a check, or the error that it raised, without secrets of the environment."""
+    """Run a check within its time; an exception becomes a finding. Secrets are removed."""
     advice = check.advice
     try:
         seen = bounded(lambda: list(check.look(job)), timeout_s=job.timeout_s)
@@ -110,7 +109,7 @@ def describe(problem: Exception) -> str:
 
 
 def bounded(work: Callable[[], T], *, timeout_s: float) -> T:
-    """Do something in a thread, and give it up after a while; see `is_stuck`.
+    """Do work in a thread, and give it up after a while; see `is_stuck`.
 
     Raises:
         TimeoutError: It has not ended in time. Its thread goes on.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -11,17 +10,16 @@ from typing import Any
 
 from sdbench.doctor.finding import BYTES_PER_GIB, ERROR, OK, SKIPPED, WARNING, Check, Job, Seen
 from sdbench.measure.gpu_monitor import CLOCK_REASONS, NORMAL_REASON
+from sdbench.measure.nvml import ask, open_nvml
 
-# Of the running kernel, which a container sees even if it was not given the GPUs.
+# The version of the running kernel's driver, which a container sees even without its GPUs.
 KERNEL_DRIVER = Path("/sys/module/nvidia/version")
-# Others' share of a GPU's memory from which on a job that fills it does not fit.
+# Share of a GPU's memory that other processes may hold: a job that fills the GPU fits no more.
 MAX_SHARE_OF_OTHERS = 0.05
-# A context alone takes about half of this.
+# A CUDA context alone takes about half of this.
 MAX_IDLE_GIB = 1.0
 # How CUDA_VISIBLE_DEVICES says that there is none; the last one is Slurm's.
 NO_DEVICE = ("", "-1", "NoDevFiles")
-# nvml.h, NVML_GPU_FABRIC_STATE_*: what the fabric manager of NVSwitches has not finished.
-UNFINISHED_FABRIC = (1, 2)
 # nvml.h, NVML_NVLINK_VERSION_5_0 (Blackwell). Data sheets: 18 links of B200 carry 900 GB/s in one
 # direction, 18 of H100 450, 12 of A100 300, 6 of V100 150.
 NVLINK_5, NVLINK_5_GB_PER_S, NVLINK_GB_PER_S = 7, 50.0, 25.0
@@ -37,10 +35,10 @@ class Gpu:
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """The answer of ``nvmlDeviceGet<name>``, or None where NVML has none."""
-        return _ask(self._nvml, f"nvmlDeviceGet{name}", self._handle, *arguments)
+        return ask(self._nvml, f"nvmlDeviceGet{name}", self._handle, *arguments)
 
     def read_memory_gib(self) -> tuple[float, float]:
-        """What is taken of its memory, and all of it."""
+        """Used and total memory."""
         # The second version does not count what the driver keeps for itself.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         memory = self.ask("MemoryInfo", version) or self.ask("MemoryInfo")
@@ -51,45 +49,16 @@ class Gpu:
         links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
         return sum(bool(self.ask("NvLinkState", link)) for link in links)
 
-    def has_unfinished_fabric(self) -> bool:
-        """Whether its fabric manager has not set the NVSwitches up."""
-        if not hasattr(self._nvml, "c_nvmlGpuFabricInfo_t"):
-            return False
-        info = self._nvml.c_nvmlGpuFabricInfo_t()
-        has_answer = self.ask("GpuFabricInfo", ctypes.byref(info)) is not None
-        return has_answer and info.state in UNFINISHED_FABRIC
-
-
-def _open_nvml() -> Any | None:
-    """NVML, ready to be asked; None without its Python package, without a driver or a GPU."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return pynvml if pynvml.nvmlDeviceGetCount() else None
-    except pynvml.NVMLError:
-        return None
-
-
-def _ask(nvml: Any, name: str, *arguments: Any) -> Any:
-    """An answer of NVML, or None from a GPU, a driver or a version of pynvml without it."""
-    try:
-        return getattr(nvml, name)(*arguments)
-    except (nvml.NVMLError, AttributeError, TypeError):
-        return None
-
 
 def read_gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA, none behind one that is not there."""
-    nvml, gpus = _open_nvml(), []
+    nvml, gpus = open_nvml(), []
     if nvml is None:
         return []
-    every = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+    every = ",".join(map(str, range(ask(nvml, "nvmlDeviceGetCount") or 0)))
     for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(","):
         by, key = ("Index", int(name)) if name.strip().isdecimal() else ("UUID", name.strip())
-        handle = _ask(nvml, f"nvmlDeviceGetHandleBy{by}", key)
+        handle = ask(nvml, f"nvmlDeviceGetHandleBy{by}", key)
         if handle is None:
             break
         gpus.append(Gpu(nvml, handle))
@@ -114,7 +83,7 @@ def nvlink_gb_per_s() -> float | None:
 
 def check_driver(job: Job) -> Seen:
     """Whether torch and the driver go together."""
-    nvml = _open_nvml()
+    nvml = open_nvml()
     if nvml is None and KERNEL_DRIVER.exists():
         version = KERNEL_DRIVER.read_text().strip()
         yield ERROR, f"the kernel has driver {version}, and no GPU can be asked from here"
@@ -136,17 +105,16 @@ def check_driver(job: Job) -> Seen:
 
 
 def check_gpus(job: Job) -> Seen:
-    """Whether all GPUs are there, and nobody else is on them."""
+    """Whether all GPUs are there, and no other process is on them."""
     gpus = read_gpus()
     yield OK if gpus else SKIPPED, describe_gpus(gpus)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if chosen is not None:
-        names = [name for name in chosen.split(",") if name.strip() not in NO_DEVICE]
-        source, num_given = f"CUDA_VISIBLE_DEVICES={chosen}", len(names)
+        source = f"CUDA_VISIBLE_DEVICES={chosen}"
+        num_given = sum(name.strip() not in NO_DEVICE for name in chosen.split(","))
     else:
-        source = f"SLURM_GPUS_ON_NODE={given}"
-        num_given = int(given) if given.isdecimal() else 0
+        given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+        source, num_given = f"SLURM_GPUS_ON_NODE={given}", int(given) if given.isdecimal() else 0
     if num_given > len(gpus):
         yield ERROR, f"{source} gives the job {num_given} GPUs, and {len(gpus)} can be seen"
     # A single one is what a launcher shows to each rank that it binds to a GPU of its own.
@@ -166,7 +134,7 @@ def check_gpus(job: Job) -> Seen:
 
 
 def check_gpu_health(job: Job) -> Seen:
-    """Whether the GPUs are whole, at their full clocks, and not split."""
+    """Whether the GPUs have no memory errors, run at full clocks, and are not split."""
     gpus = read_gpus()
     yield OK if gpus else SKIPPED, "ECC errors, clocks, MIG, persistence" if gpus else "no GPU"
     for gpu in gpus:
@@ -184,7 +152,7 @@ def check_gpu_health(job: Job) -> Seen:
 
 
 def check_nvlink(job: Job) -> Seen:
-    """Whether the GPUs of this node are linked alike."""
+    """Whether all GPUs of this node have the same number of NVLink connections."""
     gpus = read_gpus()
     if len(gpus) < 2:
         yield SKIPPED, "fewer than two GPUs"
@@ -195,9 +163,6 @@ def check_nvlink(job: Job) -> Seen:
     fewer = [str(index) for index, number in links.items() if number < most]
     if fewer:
         yield ERROR, f"fewer NVLink connections on GPU {', '.join(fewer)}"
-    for gpu in gpus:
-        if gpu.has_unfinished_fabric():
-            yield ERROR, f"the NVSwitch fabric of GPU {gpu.index} is not set up"
 
 
 CHECKS = (

@@ -1,11 +1,11 @@
-"""Checks of a node beside its GPUs and network: software, plan, memory, processors, disks, data."""
+"""Checks of a node beside its GPUs and network: software, plan, processors, disks, data."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -30,18 +30,10 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import PACKAGES, git_state, package_versions
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
-# Version 2; in a container its own group is at the top.
-CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
 NCCL_BYTES = 1 * BYTES_PER_GIB
-# What Docker gives a container unless it is told otherwise (docker run, --shm-size).
-CONTAINER_DEFAULT_BYTES = 64 * 1024**2
 # Enough for records, logs and traces; copies of a data set take what it takes.
 LOW_FREE_BYTES = 1 * BYTES_PER_GIB
-# A margin for what a rank opens by itself (libraries, logs, pipes), not a measurement.
-OWN_OPEN_FILES = 256
-# Image and token ids travel from a loader process to its rank as one file descriptor each.
-TENSORS_PER_BATCH = 2
 
 
 def check_software(job: Job) -> Seen:
@@ -82,11 +74,9 @@ def check_model(job: Job) -> Seen:
     )
     rows = count_parameters(architecture)
     job.architecture = architecture
-    job.num_parameters = sum(row.total for row in rows)
     job.num_trainable = sum(row.trainable for row in rows)
-    found = (
-        f"{architecture.name}, {job.num_trainable:,} of {job.num_parameters:,} parameters trained"
-    )
+    num_parameters = sum(row.total for row in rows)
+    found = f"{architecture.name}, {job.num_trainable:,} of {num_parameters:,} parameters trained"
     yield OK, found
     if note is not None:
         yield WARNING, note
@@ -128,45 +118,16 @@ def check_plan(job: Job) -> Seen:
     yield OK, found
 
 
-def check_host_memory(job: Job) -> Seen:
-    """Whether the weights of all ranks of this node find room in main memory."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    limit = CGROUP_MEMORY_LIMIT.read_text().strip() if CGROUP_MEMORY_LIMIT.is_file() else "max"
-    allowed_bytes = min(int(limit) if limit.isdecimal() else memory.total, memory.total)
-    yield OK, f"{show_gib(memory.available)} of {show_gib(memory.total)} free"
-    if allowed_bytes < memory.total:
-        yield OK, f"{show_gib(allowed_bytes)} allowed to this container"
-    weights_bytes = 4 * (job.num_parameters or 0) * count_ranks_per_node(job)
-    if min(memory.available, allowed_bytes) < weights_bytes:
-        yield ERROR, f"the weights alone take {show_gib(weights_bytes)}"
-
-
 def check_processes(job: Job) -> Seen:
-    """Whether ranks and loaders have processors to run on, and may open their files."""
+    """Whether ranks and loaders have processors to run on."""
     import psutil
 
     num_cores = len(psutil.Process().cpu_affinity()) or psutil.cpu_count()
-    num_ranks, given = count_ranks_per_node(job), os.environ.get("OMP_NUM_THREADS", "")
-    share = max(1, num_cores // num_ranks)
+    num_ranks = count_ranks_per_node(job)
     yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
-    # torchrun sets 1 where nobody has set anything, and benchmark.py then takes no notice of it.
-    if given.isdecimal() and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        leaves_cores = int(given) < share and not read_gpus()
-        level = WARNING if int(given) > share or leaves_cores else OK
-        yield level, f"OMP_NUM_THREADS={given}, the share of a rank is {share}"
-    if job.plan is None:
-        return
-    config = job.plan.config
-    num_loaders = config.num_workers * num_ranks
-    yield WARNING if num_loaders > num_cores else OK, f"{num_loaders} loader processes"
-    num_tensors = TENSORS_PER_BATCH * config.num_workers * (config.prefetch_factor + 1)
-    # gloo connects each rank with every other one.
-    num_files = OWN_OPEN_FILES + job.plan.ranks.world_size + num_tensors
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_low = limit != resource.RLIM_INFINITY and limit < num_files
-    yield WARNING if is_low else OK, f"{num_files} open files of a rank, of {limit} allowed"
+    if job.plan is not None:
+        num_loaders = job.plan.config.num_workers * num_ranks
+        yield WARNING if num_loaders > num_cores else OK, f"{num_loaders} loader processes"
 
 
 def check_shared_memory(job: Job) -> Seen:
@@ -182,10 +143,9 @@ def check_shared_memory(job: Job) -> Seen:
         num_batches = config.num_workers * (config.prefetch_factor + 1) * ranks.local_world_size
         num_images = num_batches * config.batch_size // ranks.world_size
         needed_bytes = 3 * config.image_size**2 * num_images
-    is_tight = usage.free < needed_bytes + (NCCL_BYTES if len(read_gpus()) > 1 else 0)
     if usage.free < needed_bytes:
         yield ERROR, f"batches of the loaders take {show_gib(needed_bytes)}"
-    elif is_tight or usage.total <= CONTAINER_DEFAULT_BYTES:
+    elif usage.free < needed_bytes + NCCL_BYTES and len(read_gpus()) > 1:
         yield WARNING, "loaders and NCCL may need more"
     if stale := find_stale():
         yield WARNING, f"{len(stale)} files of runs that were killed, e.g. {stale[0].name}"
@@ -194,8 +154,8 @@ def check_shared_memory(job: Job) -> Seen:
 def check_disk(job: Job) -> Seen:
     """Whether records, caches and temporary files can be written."""
     config = job.request.config
-    folders = {"TMPDIR": Path(os.environ.get("TMPDIR") or tempfile.gettempdir())}
-    folders["XDG_CACHE_HOME"] = private_folder()
+    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    folders = {"TMPDIR": temporary, "XDG_CACHE_HOME": private_folder()}
     if job.ranks.rank == 0:  # which writes the record
         folders["--results_dir"] = Path(config.results_dir)
     if config.remote and config.local:
@@ -214,22 +174,29 @@ def check_disk(job: Job) -> Seen:
 
 
 def check_data(job: Job) -> Seen:
-    """Whether the first sample of the data can be read and decoded."""
+    """Whether the first sample of each place of the data can be read and decoded."""
     from sdbench.data import detect_format
+    from sdbench.data.formats.mds_index import parse_streams
+
+    config = job.request.config
+    if config.streams is not None:
+        for place, _ in parse_streams(config.streams):
+            yield OK, _read_first_sample(job, place, data_format="mds")
+    elif place := config.remote or config.local:
+        is_told = config.data_format != "auto"
+        data_format = config.data_format if is_told else detect_format(place)
+        yield OK, _read_first_sample(job, place, data_format=data_format)
+    else:
+        yield SKIPPED, "no --remote, --local or --streams"
+
+
+def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
+    """Read and decode the first sample of the data at a place; return a line that says so."""
     from sdbench.data.prepare.rows import describe_source, open_rows
     from sdbench.data.prepare.verify import tell_kind
     from sdbench.data.remote import is_url
     from sdbench.data.samples import MissingLatentError
 
-    config = job.request.config
-    place = config.remote or config.local
-    if config.streams is not None:
-        yield WARNING, "--streams is not looked at: python -m sdbench verify-data reads each place"
-        return
-    if place is None:
-        yield SKIPPED, "neither --remote nor --local"
-        return
-    data_format = detect_format(place) if config.data_format == "auto" else config.data_format
     first = _find_first_part(place, data_format)
     options = {}
     if job.architecture is not None:
@@ -242,28 +209,18 @@ def check_data(job: Job) -> Seen:
         with contextlib.suppress(MissingLatentError):  # one resolution of several may be missing
             rows.read(0)
         seconds = time.perf_counter() - started_s
-        num_bytes = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
-    found = (
-        f"{data_format}: the first of {len(rows)} samples of {first} is whole, after "
-        f"{num_bytes / 1e6:.1f} MB copied in {seconds:.2f} s"
-    )
-    yield OK, found
+    return f"{data_format}: read the first of {len(rows)} samples of {first} in {seconds:.2f} s"
 
 
 def _find_first_part(place: str, data_format: str) -> str:
-    """The data, and of many tars or remote parquet files the first one alone."""
-    from sdbench.data.remote import is_url, list_urls
+    """The first tar, or the first remote parquet file, of a place; else the place itself."""
+    from sdbench.data.formats.files import find_files
+    from sdbench.data.remote import is_url
 
     if data_format == "webdataset":
-        from sdbench.data.formats.webdataset import find_tars
-
-        return find_tars(place)[0]
+        return find_files(place, suffix=".tar")[0]
     if data_format == "parquet" and is_url(place):
-        from braceexpand import braceexpand
-
-        place = next(iter(braceexpand(place)))
-        if not place.endswith(".parquet"):
-            return [*list_urls(place, suffix=".parquet"), place][0]
+        return find_files(place, suffix=".parquet")[0]
     return place
 
 
@@ -273,46 +230,26 @@ def check_wandb(job: Job) -> Seen:
     if job.request.config.wandb_project is None or mode != "online":
         yield SKIPPED, f"no --wandb_project, or WANDB_MODE={mode}: nothing is sent to W&B"
         return
-    import requests
     from wandb.apis import InternalApi
 
-    wandb = InternalApi()
+    wandb = InternalApi(retry_timedelta=datetime.timedelta(0))  # else it asks again for days
     if wandb.api_key is None:
         yield WARNING, f"no key for {wandb.api_url}: runs stay on disk, to be sent later"
-        return
-    try:
-        answer = requests.post(
-            f"{wandb.api_url}/graphql",
-            json={"query": "query Viewer { viewer { id } }"},
-            auth=("api", wandb.api_key),
-            timeout=job.timeout_s,
-            allow_redirects=False,  # the key is for this server alone
-        )
-        viewer = answer.json()["data"]["viewer"] if answer.status_code == 200 else None
-    except (OSError, ValueError, LookupError, TypeError) as problem:
-        yield ERROR, f"{wandb.api_url} does not answer as W&B does ({type(problem).__name__})"
-        return
-    level = ERROR if viewer is None else OK
-    verdict = "does not accept" if viewer is None else "knows"
-    yield level, f"{wandb.api_url} {verdict} the key (HTTP status {answer.status_code})"
+    elif wandb.viewer():
+        yield OK, f"{wandb.api_url} knows the key"
+    else:
+        yield ERROR, f"{wandb.api_url} does not know the key"
 
 
-FEWER = "fewer ranks on a node, or fewer --num_workers"
 CHECKS = (
     Check("software", check_software, "pip install -r requirements.txt"),
     Check("model", check_model, "--model_name FOLDER takes whole weights from a disk"),
     Check("plan", check_plan, "benchmark.py would refuse or fail as well"),
     Check(
-        "host memory",
-        check_host_memory,
-        "end other processes, raise the limit (docker run --memory, the pod's limit, sbatch --mem)"
-        f", or start {FEWER}",
-    ),
-    Check(
         "processes",
         check_processes,
-        "give each task its cores (srun --cpus-per-task, docker run --cpuset-cpus), unset "
-        f"OMP_NUM_THREADS, raise ulimit -n (docker run --ulimit nofile=65536), or start {FEWER}",
+        "give each task its cores (srun --cpus-per-task, docker run --cpuset-cpus), or start fewer "
+        "ranks on a node, or fewer --num_workers",
     ),
     Check(
         "shared memory",

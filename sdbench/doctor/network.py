@@ -1,4 +1,4 @@
-"""Checks of the network between nodes: its cards, and whether NCCL will use them."""
+"""Checks of the network cards between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EFA = "EFA"
 
 
 class Nic(NamedTuple):
-    """One port of a network card that can write into another machine's memory.
+    """One port of a network card with remote direct memory access.
 
     Attributes:
         name: Of the device, e.g. ``mlx5_0``.
@@ -39,19 +39,13 @@ def read_nics() -> list[Nic]:
     for port in sorted(SYS_INFINIBAND.glob("*/ports/*")):
         device = port.parents[1]
         driver = (device / "device/driver").resolve().name
-        layer, state, rate = (_read(port / name) for name in ("link_layer", "state", "rate"))
+        files = (port / name for name in ("link_layer", "state", "rate"))
+        layer, state, rate = (file.read_text().strip() if file.exists() else "" for file in files)
         kind = EFA if driver == "efa" else {"Ethernet": "RoCE"}.get(layer, layer or driver)
         gbps = re.match(r"[\d.]+", rate)  # 100 Gb/sec (4X EDR)
         state = state.partition(": ")[2]  # 4: ACTIVE
         nics.append(Nic(device.name, kind, state, float(gbps[0]) if gbps else 0.0))
     return nics
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def find_active_nics() -> list[Nic]:
@@ -66,7 +60,7 @@ def describe_nics(nics: list[Nic]) -> str:
 
 
 def check_cards(job: Job) -> Seen:
-    """Whether EFA or InfiniBand is there, up, and handed to this container."""
+    """Whether EFA or InfiniBand is there, up, and usable from this container."""
     nics = read_nics()
     if not nics:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED
@@ -84,52 +78,18 @@ def check_cards(job: Job) -> Seen:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY:
         yield WARNING, f"locked memory is limited to {limit // 1024} KiB"
+    if any(nic.kind == EFA for nic in nics):
+        plugin = os.environ.get("NCCL_NET_PLUGIN", "libnccl-net.so")
+        # The files that NCCL tries for each name (src/plugin/plugin_open.cc).
+        files = (file for name in plugin.split(",") for file in (name, f"libnccl-net-{name}.so"))
+        if not any(map(_can_load, files)):
+            level = ERROR if job.ranks.num_nodes > 1 else WARNING
+            yield level, f"NCCL will use TCP: its plugin for EFA, {plugin}, cannot be loaded"
 
 
-def check_nccl(job: Job) -> Seen:
-    """Whether NCCL's settings and libraries let it use the fastest network of this node."""
-    import psutil
-
-    nics = find_active_nics()
-    yield OK, describe_nics(nics) if nics else "TCP"
-    interfaces = psutil.net_if_addrs()
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        given = os.environ.get(variable, "^")
-        # NCCL takes prefixes; ^ excludes some, = asks for exact names.
-        names = tuple(given.removeprefix("=").split(","))
-        if given[:1] != "^" and not any(real.startswith(names) for real in interfaces):
-            yield ERROR, f"{variable}={given}, and this node has {', '.join(interfaces)}"
-    reason = _why_tcp(nics)
-    if reason is not None:
-        yield ERROR if job.ranks.num_nodes > 1 else WARNING, f"NCCL will use TCP: {reason}"
-
-
-def _why_tcp(nics: list[Nic]) -> str | None:
-    """What keeps NCCL from EFA or InfiniBand; None if nothing does."""
-    if not nics:
-        return None
-    is_efa = any(nic.kind == EFA for nic in nics)
-    plugin = os.environ.get("NCCL_NET_PLUGIN", "libnccl-net.so")
-    # The files that NCCL tries for a name of a plugin (src/plugin/plugin_open.cc).
-    files = (file for name in plugin.split(",") for file in (name, f"libnccl-net-{name}.so"))
-    has_plugin = plugin != "none" and any(map(_can_load, files))
-    provider = os.environ.get("FI_PROVIDER", "efa")
-    if os.environ.get("NCCL_NET", "").lower() == "socket":
-        return "NCCL_NET=Socket"
-    if is_efa and not has_plugin:
-        return f"NCCL's plugin {plugin} cannot be loaded"
-    if is_efa and "efa" not in provider.split(","):
-        return f"FI_PROVIDER={provider}"
-    if not has_plugin and os.environ.get("NCCL_IB_DISABLE", "0") != "0":
-        return "NCCL_IB_DISABLE is set"
-    if not has_plugin and not _can_load("libibverbs.so.1"):
-        return "libibverbs.so.1 cannot be loaded"
-    return None
-
-
-def _can_load(name: str) -> bool:
+def _can_load(library: str) -> bool:
     try:
-        ctypes.CDLL(name)
+        ctypes.CDLL(library)
     except OSError:
         return False
     return True
@@ -141,13 +101,7 @@ CHECKS = (
         check_cards,
         "on a cloud, start nodes with EFA enabled; hand the devices to the container (docker run "
         "--device /dev/infiniband --ulimit memlock=-1, a limit vpc.amazonaws.com/efa or rdma/... "
-        "in the pod, LimitMEMLOCK=infinity for slurmd); look at the cable of a port that is down",
-    ),
-    Check(
-        "NCCL network",
-        check_nccl,
-        "unset the variable that is named; for EFA install aws-ofi-nccl and libfabric (AWS's EFA "
-        "installer has both) where the loader finds them (LD_LIBRARY_PATH, /etc/ld.so.conf.d), "
-        "for InfiniBand libibverbs1",
+        "in the pod, LimitMEMLOCK=infinity for slurmd); look at the cable of a port that is down; "
+        "for EFA install aws-ofi-nccl where the loader finds it (LD_LIBRARY_PATH)",
     ),
 )

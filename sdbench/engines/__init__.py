@@ -1,12 +1,19 @@
-"""The engines: programs that run a training loop.
+"""The engines, each of which runs a training loop.
 
-An engine gets a job and a watch, places the model, builds optimizer and moving average, trains at
-most `job.num_steps` steps and returns what it measured on its rank.
+The `fit` of an engine places the model of a job on the device, makes optimizer and moving average,
+and trains until `watch.is_over`, for at most `job.num_steps` steps:
+
+    fit(job: TrainJob, config, watch: StepWatch, hooks: TrainingHooks | None) -> Measurements
+
+The hooks of a run of train.py restore and save its state; a measurement has none. An engine reads
+the micro-batch, precision, seed and speed-ups of the resolved config, and tells the watch of every
+step and of each phase within it. It returns the measurements of its rank, and raises `RunError` if
+the loss is not finite or the loop ends before its last step.
 """
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +27,5 @@ ENGINES: dict[str, str] = {
 
 def load_engine(name: str) -> Callable[..., Any]:
     """The `fit` function of an engine, imported only now."""
-    module, function = ENGINES[name].split(":")
     with keep_handlers():
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(ENGINES[name])

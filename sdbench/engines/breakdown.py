@@ -1,4 +1,4 @@
-"""Tells the backward pass from the wait for the other ranks behind it."""
+"""Separates the backward pass from the communication of gradients that follows it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from sdbench.measure.phases import PhaseClock
 
 
 class LastGradient:
-    """Notices when a rank has computed its last gradient: the rest of the pass is communication.
+    """Switches the phase when the last gradient of a backward pass has been computed.
 
-    While it computes, torch's DDP averages the gradients that are there already; only what goes on
-    behind the last of them, waiting for slower ranks included, makes the step longer. FSDP's
-    gradients are there when they are shared out, so that on a CPU, where that blocks, it counts as
-    backward pass.
+    DDP averages finished gradients while the others are computed. Only the communication after the
+    last gradient, which includes waiting for slower ranks, makes the step longer. FSDP's gradients
+    are finished when they have been reduced; on a CPU that blocks and counts as backward pass.
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], clock: PhaseClock) -> None:
-        """Prepare; nothing is hooked until a profiled backward pass.
+        """Prepare; hooks are set in profiled backward passes only.
 
         Args:
-            weights: Parameters that get a gradient, each once in a backward pass.
-            clock: Is switched behind the last of them.
+            weights: Parameters that get one gradient each in a backward pass.
+            clock: Is switched to `GRADIENT_COMMUNICATION` after the last gradient.
         """
         self._parameters = list(weights)
         self._clock = clock
@@ -33,7 +32,7 @@ class LastGradient:
         self._num_missing = 0
 
     def backward_begins(self) -> None:
-        """Charge what follows to the backward pass and count the gradients to come."""
+        """Switch to the phase `BACKWARD` and begin to count gradients."""
         self._clock.switch(phases.BACKWARD)
         if self._clock.is_running and torch.distributed.is_initialized():
             self._num_missing = len(self._parameters)
@@ -43,7 +42,7 @@ class LastGradient:
             ]
 
     def backward_ends(self) -> None:
-        """Take the hooks away again: the measured steps do without them."""
+        """Remove the hooks, which measured steps do without, and switch to the phase `OTHER`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""Trains a job with MosaicML Composer."""
+"""The engine `composer`: MosaicML Composer's trainer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memo
 from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainJob
+from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     held_weights,
@@ -25,6 +26,7 @@ from sdbench.engines.sharding import (
     set_gradient_sync,
     shard_weights,
 )
+from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
@@ -32,67 +34,63 @@ from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
 
 
-def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
-    """Train until the watch says that all is measured, at most `job.num_steps` steps.
-
-    Args:
-        job: What the workload built.
-        config: The resolved config; read are the micro-batch, precision, seed and speed-ups.
-        watch: Told of every step and of the phases of it.
-
-    Returns:
-        The measurements of this rank.
-
-    Raises:
-        RunError: If the loss is not finite, or the loop ended before its last step.
-    """
+def fit(
+    job: TrainJob, config: Any, watch: StepWatch, hooks: TrainingHooks | None = None
+) -> Measurements:
+    """Train by Composer's trainer; see `sdbench.engines`."""
     device = get_device(None)
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in WEIGHT_SHARDING:
         shard_weights(job, sharding=config.sharding)
-    optimizer = job.make_optimizer(model)
-    # The phase begins in WatchCallback.
+    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 
     loader, callbacks = _loader_and_callbacks(job, config, watch, device)
-    algorithms = []
+    algorithms, ema = [], None
     if job.ema is not None and job.ema.implementation == "composer":
         algorithms.append(_composer_ema(job.ema, watch.phases))
     elif job.ema is not None:
-        weights = held_weights(job, optimizer, sharding=config.sharding)
-        callbacks.append(EmaCallback(ForeachEma(weights, job.ema), watch.phases))
-    # Behind the average: it ends the step.
-    callbacks.append(WatchCallback(watch, job))
+        ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
+        callbacks.append(EmaCallback(ema, watch.phases))
+    state = TrainState(
+        job, optimizer, ema=ema, batches=loader, scaler=None, sharding=config.sharding
+    )
+    if hooks is not None:
+        hooks.begins(state)
+        optimizer.register_step_pre_hook(lambda *_: hooks.update_begins())
+    # The last callback, since it ends the step.
+    callbacks.append(WatchCallback(watch, job, state, hooks))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
             model=model,
             train_dataloader=loader,
             optimizers=optimizer,
-            # Torch's own scheduler counts its steps; Composer's would see the batch before this.
-            schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule),
+            # A scheduler of torch counts its own steps; Composer's would be one batch behind.
+            schedulers=make_schedule(optimizer, job, state),
             step_schedulers_every_batch=True,
-            max_duration=f"{job.num_steps}ba",
+            max_duration=f"{job.num_steps - state.num_steps}ba",
             algorithms=algorithms,
             callbacks=callbacks,
             device=device,
-            # Composer's precision brings the gradient scaler that fp16 needs: torch's, which waits
-            # for the device in every step to learn of gradients that are not finite. The autocast
-            # itself is in the model, because Composer knows none on a CPU.
+            # For fp16 Composer adds torch's gradient scaler, which waits for the device in every
+            # step to learn of gradients that are not finite. The autocast itself is in the model,
+            # because Composer has none for a CPU.
             precision="amp_fp16" if config.precision == "amp_fp16" else "fp32",
             device_train_microbatch_size=config.device_train_microbatch_size,
             ddp_sync_strategy={"every": "multi_auto_sync", "last": "single_auto_sync"}[
                 config.grad_sync
             ],
-            # Trainer(seed=None) would draw a new seed from the clock. Composer adds the rank, so
-            # that two ranks draw different noise.
+            # Trainer(seed=None) would take a seed from the clock. Composer adds the rank, so that
+            # each rank draws its own noise.
             seed=config.seed,
             progress_bar=False,
         )
     with watch.loop():
         trainer.fit()
-    # Only after a good end: it waits for all ranks, which a rank that failed would do for ever.
+    # Not after an error: it waits for all ranks, and one that failed would never come.
     trainer.close()
     return measurements_of(
         watch,
@@ -104,7 +102,7 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
 def _loader_and_callbacks(
     job: TrainJob, config: Any, watch: StepWatch, device: Device
 ) -> tuple[Any, list[Callback]]:
-    """What Composer takes its batches from, and what is to be done with them, in this order."""
+    """Composer's data loader, and the callbacks of a batch in their order."""
     loader: Any = job.loader
     callbacks: list[Callback] = [DataWaitCallback(watch)]
     if config.copy_stream == "side":
@@ -126,7 +124,7 @@ def _composer_ema(spec: EmaSpec, clock: PhaseClock) -> EMA:
 
 
 class ComposerDiffusion(ComposerModel):
-    """The job's model and loss behind the interface that Composer trains."""
+    """The job's model and loss as a model of Composer."""
 
     def __init__(self, job: TrainJob) -> None:
         super().__init__()
@@ -138,19 +136,25 @@ class ComposerDiffusion(ComposerModel):
         return self.model(batch)
 
     def loss(self, outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The scalar to minimise."""
+        """The scalar loss."""
         return self._loss(outputs)
 
 
 class WatchCallback(Callback):
-    """Passes Composer's events on to the watch, and ends the loop when the watch says so."""
+    """Passes Composer's events on to the watch, and ends the loop with `watch.is_over`."""
 
-    def __init__(self, watch: StepWatch, job: TrainJob) -> None:
+    def __init__(
+        self, watch: StepWatch, job: TrainJob, state: TrainState, hooks: TrainingHooks | None
+    ) -> None:
         self._watch = watch
+        self._job = job
+        self._state = state
+        self._hooks = hooks
         self._last_gradient = LastGradient(job.trained_weights().values(), watch.phases)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """The loop is about to begin."""
+        """The loop is about to begin, and nothing draws random numbers any more."""
+        self._state.restore_random_state()
         self._watch.loop_begins()
 
     def before_backward(self, state: State, logger: Logger) -> None:
@@ -158,22 +162,27 @@ class WatchCallback(Callback):
         self._last_gradient.backward_begins()
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        """They are there, and in the last micro-batch they are averaged over all ranks."""
+        """The gradients are there; in the last micro-batch they are averaged over all ranks."""
         self._last_gradient.backward_ends()
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """All gradients of the batch are there, and the optimizer is next."""
         self._watch.phases.switch(phases.OPTIMIZER)
+        if self._job.max_gradient_norm is not None:
+            clip_gradients(self._job)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; the loss is the mean over all ranks."""
+        self._state.num_steps += 1
         self._watch.step_ends(loss=state.total_loss_dict["loss/train/total"])
+        if self._hooks is not None:
+            self._hooks.step_ended(self._state)
         if self._watch.is_over:
             state.stop_training()
 
 
 class DataWaitCallback(Callback):
-    """Tells the watch when Composer waits for the loader."""
+    """Tells the watch when Composer waits for the data loader."""
 
     def __init__(self, watch: StepWatch) -> None:
         self._watch = watch
@@ -188,18 +197,18 @@ class DataWaitCallback(Callback):
 
 
 class FetchAheadCallback(Callback):
-    """Has the next batch copied to the device while it computes."""
+    """Copies the next batch to the device while the device computes."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """All but the optimizer's work has been handed to the device."""
+        """All work but the optimizer's has been handed to the device."""
         self._batches.fetch_ahead()
 
 
 class PrepareCallback(Callback):
-    """Has the whole batch of a step prepared on the device, before Composer cuts it."""
+    """Prepares the whole batch of a step on the device, before Composer splits it."""
 
     def __init__(self, job: TrainJob, device: Device) -> None:
         self._prepare = job.prepare
@@ -234,13 +243,13 @@ class GradientSyncCallback(Callback):
 
 
 class EmaCallback(Callback):
-    """Keeps a moving average that is not Composer's."""
+    """Updates the suite's own moving average."""
 
     def __init__(self, ema: ForeachEma, clock: PhaseClock) -> None:
         self._ema = ema
         self._clock = clock
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Take in the weights after this optimizer step."""
+        """The optimizer step is done."""
         with self._clock.phase(phases.EMA):
             self._ema.update()

@@ -1,4 +1,4 @@
-"""Composer's internals that the engine changes, each with its reason; for Composer 0.32."""
+"""Internals of Composer 0.32 that the engine changes, each with its reason."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ KNOWN_VERSION = "0.32."
 
 
 class TrainerThatDoesNotWait(Trainer):
-    """Composer's trainer without its seven reads of the device in every step.
+    """Composer's trainer without its seven reads from the device in every step.
 
-    They are the loss, twice, the number of images, twice, the number of tokens, the time of the
-    step, and whether the data of any rank have ended. Each keeps the host from handing over work in
-    advance. The ranks' batches are all of one size and number, and the times are not used.
+    It reads the loss twice, the number of images twice, the number of tokens, the time of the step,
+    and whether a rank has no more data. With each read the host waits for the device. None is
+    needed: all ranks have equally many batches of one size, and the times are not used.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Make the trainer as Composer does.
+        """Make the trainer.
 
         Args:
             **options: Of `composer.Trainer`.
 
         Raises:
-            RunError: This Composer is not known.
+            RunError: The installed Composer is another release.
         """
         if not composer.__version__.startswith(KNOWN_VERSION):
             raise RunError(
@@ -46,7 +46,7 @@ class TrainerThatDoesNotWait(Trainer):
         super().__init__(**options)
 
     def _use_closures(self) -> bool:
-        """Without closures: of each Composer reads the loss for the optimizer to return."""
+        """No closures, since Composer reads the loss of each for the optimizer to return."""
         return False
 
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
@@ -63,7 +63,7 @@ class TrainerThatDoesNotWait(Trainer):
     def _train_batch(self, use_grad_scaling: bool) -> None:
         """Train on a batch and leave its mean loss over all ranks on the device.
 
-        Composer takes a None for a step without a loss, of which there is nothing to read.
+        Composer reads nothing when this returns None, as in a step without a loss.
         """
         losses = super()._train_batch(use_grad_scaling)
         dist.all_reduce(losses["loss/train/total"])
@@ -77,7 +77,7 @@ class TrainerThatDoesNotWait(Trainer):
         total_loss_dict: dict[str, torch.Tensor],
         ddp_sync: bool = True,
     ) -> torch.Tensor:
-        """Compute the gradients of a batch as Composer does, but count its images on the host."""
+        """Compute the gradients of a batch as Composer does, but count images on the host."""
         assert ddp_sync, "Composer asks for it with closures only"
         state = self.state
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
@@ -110,15 +110,14 @@ class TrainerThatDoesNotWait(Trainer):
 
 @contextlib.contextmanager
 def trainer_is_made(*, make_ddp: Any) -> Iterator[None]:
-    """To be entered while the trainer is made, which wraps its model and looks at the machine.
+    """A context for the constructor of the trainer, which wraps the model in DDP.
 
     Args:
-        make_ddp: Wraps the model in DDP: Composer hands on no options for it.
+        make_ddp: Wraps the model in place of Composer, which passes no options on to DDP.
     """
     with (
         mock.patch.object(dist_strategy, "DistributedDataParallel", make_ddp),
-        # py-cpuinfo starts a process that counts the cycles of a second, for a name of the CPU that
-        # is never shown.
+        # py-cpuinfo counts the CPU's cycles for a second, for a name that is never shown.
         mock.patch.object(cpuinfo, "get_cpu_info", dict),
     ):
         yield

@@ -1,10 +1,10 @@
 """Replays a whole training step as one CUDA graph.
 
-After torch's documentation of whole-network capture (notes/cuda, "CUDA Graphs"): some steps on a
-side stream, then a capture of forward, backward, optimizer and the setting back of gradients, over
-all micro-batches, with inputs and loss at fixed addresses. Copies to the device, the schedule and
-the moving average, whose turn is not every step, stay outside: the host hands them over while the
-device is still busy with the graph.
+As in torch's documentation of whole-network capture (notes/cuda, "CUDA Graphs"): a few steps run on
+a side stream, then forward and backward passes of all micro-batches, the optimizer step and the
+reset of the gradients are captured, with inputs and loss at fixed addresses. Copies to the device,
+the schedule and the moving average, which is not updated in every step, are not in the graph: the
+host hands them over while the device replays.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from torch import Tensor
 
 from sdbench.engines.device_batches import Batch
 from sdbench.measure.phases import PhaseClock
-
-# The first step sets up what cannot be captured: the optimizer's state, the choice of kernels, what
-# is compiled; the second shows that nothing is left. The third is still warm-up by default.
-NUM_STEPS_BEFORE_CAPTURE = 2
+from sdbench.settings.compiling import NUM_GRAPH_STEPS
 
 
 def let_rates_change(optimizer: torch.optim.Optimizer, *, device: torch.device) -> None:
-    """Keep the learning rate on the device: as a number it would be fixed in the graph.
+    """Keep the learning rates in tensors on the device: a Python number is fixed in the graph.
 
     Args:
-        optimizer: Capturable; no schedule has it yet.
+        optimizer: Capturable; a schedule is made for it later.
         device: The GPU.
     """
     for group in optimizer.param_groups:
@@ -34,19 +31,19 @@ def let_rates_change(optimizer: torch.optim.Optimizer, *, device: torch.device) 
 
 
 class GraphedStep:
-    """A training step that is run a few times, captured once and then replayed.
+    """A training step that is run a few times, then captured and from then on replayed.
 
-    Every call trains one step on its batch, also those before the capture.
+    Every call trains on its batch, also before the capture.
     """
 
     def __init__(self, run_step: Callable[[Batch], Tensor], *, clock: PhaseClock) -> None:
-        """Prepare; the first calls run the step as it is.
+        """Prepare; the first calls run the step without a graph.
 
         Args:
-            run_step: Trains on a batch on the device without asking the device for a decision,
-                leaves no gradients behind and returns the loss.
-            clock: While it runs, and after that, steps are run as they are: it cannot look inside
-                a graph, and the memory of a graph and that of a step beside it may not both fit.
+            run_step: Trains on a batch on the device without reading from the device, resets the
+                gradients and returns the loss.
+            clock: Once it runs the graph is given up: phases within a graph cannot be timed, and
+                memory may not suffice for a graph and for a step without one.
         """
         self._run_step = run_step
         self._clock = clock
@@ -58,10 +55,10 @@ class GraphedStep:
         self._loss = torch.empty(0)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Train on a batch, each of the same shapes.
+        """Train on a batch; all batches have the same shapes.
 
         Returns:
-            Its loss; the next call overwrites it.
+            The batch's loss; the next call overwrites it.
         """
         self._num_calls += 1
         if self._clock.is_running:
@@ -69,7 +66,7 @@ class GraphedStep:
             self._graph = None
         if self._is_given_up:
             return self._run_step(batch)
-        if self._num_calls <= NUM_STEPS_BEFORE_CAPTURE:
+        if self._num_calls < NUM_GRAPH_STEPS:
             return self._run_beside(batch)
         if self._graph is None:
             self._capture(batch)
@@ -90,6 +87,6 @@ class GraphedStep:
     def _capture(self, batch: Batch) -> None:
         self._inputs = {name: torch.empty_like(data) for name, data in batch.items()}
         self._graph = torch.cuda.CUDAGraph()
-        # Noted down, not computed yet. Other threads may go on: one of the loader pins memory.
+        # Recorded, not computed yet. Other threads may use CUDA: the loader's pins memory.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._loss = self._run_step(self._inputs)

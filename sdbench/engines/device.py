@@ -1,27 +1,28 @@
-"""The device of this rank, and the peak of its memory."""
+"""The device of this rank and its peak memory."""
 
 from __future__ import annotations
 
 import torch
 
-from sdbench.measure.hardware import BYTES_PER_GIB, peak_resident_memory_gib
+from sdbench.base.units import BYTES_PER_GIB
+from sdbench.measure.hardware import peak_resident_memory_gib
 
 
 def find_device() -> torch.device:
-    """The GPU that this process was given when it joined the others, or the CPU."""
+    """This process's current GPU, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def reset_peak_memory() -> None:
-    """Start the peak of a GPU anew; that of a process on a CPU covers its whole life."""
+    """Reset the peak of a GPU. That of a CPU process cannot be reset: it is since its start."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory_gib() -> float:
-    """Peak memory in GiB: reserved by torch on a GPU, where it decides whether a run fits."""
+    """Peak memory in GiB: what torch has reserved on a GPU, or resident memory on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
     return peak_resident_memory_gib()

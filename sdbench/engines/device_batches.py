@@ -1,4 +1,4 @@
-"""The batches of a loader, on the device."""
+"""Copies the batches of a loader to the device."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Batch = dict[str, Tensor]
 
 
 class Loader(Protocol):
-    """Gives the batches of an epoch each time that it is iterated over, and knows where it is."""
+    """Yields the batches of one epoch per iteration, and knows its position."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin an epoch, or go on in the one that was resumed."""
+        """Begin an epoch, or continue the resumed one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the batch that was given last."""
+        """The position after the last batch that was yielded."""
 
 
 class Batches:
-    """The batches of this rank on its device, one epoch after the other, without an end."""
+    """The batches of this rank on its device, epoch after epoch, without end."""
 
     def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
-        """Prepare; the loader is asked for nothing yet.
+        """Prepare; nothing is loaded yet.
 
         Args:
-            loader: Gives an epoch each time that it is iterated over.
-            device: Gets the batches.
-            watch: Is told of the waiting.
+            loader: Batches in main memory.
+            device: Where the batches go.
+            watch: Is told of the waits for the loader and of the copies.
         """
         self._loader = loader
-        # Also beyond an epoch that was resumed at its end, and has no batches.
+        # Goes on also after an epoch without batches: one that was resumed at its end.
         self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self._device = device
         self._watch = watch
@@ -52,10 +52,10 @@ class Batches:
             return self._copy(batch)
 
     def fetch_ahead(self) -> None:
-        """The work of a step has been handed to the device: time to see to the next batch."""
+        """Load the next batch; called when a step has been handed to the device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position behind the batch that was handed out last."""
+        """The loader's position after the last batch that was returned."""
         return self._loader.state_dict()
 
     def _load(self) -> Batch:
@@ -69,15 +69,15 @@ class Batches:
 
 
 class BatchesAhead(Batches):
-    """The same, but a batch travels to the GPU on a stream of its own during the step before it."""
+    """Batches that are copied to the GPU on a side stream, during the step before."""
 
     def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
         """Prepare as `Batches` does.
 
         Args:
-            loader: Its batches lie in pinned memory: from other memory a copy makes the host wait.
+            loader: Batches in pinned memory; the host would wait for copies from other memory.
             device: A GPU.
-            watch: Also tells whether a next step is certain.
+            watch: Also tells which step is the last.
         """
         super().__init__(loader, device=device, watch=watch)
         self._stream = torch.cuda.Stream(device)
@@ -85,7 +85,7 @@ class BatchesAhead(Batches):
         self._state: dict[str, Any] = {}
 
     def __next__(self) -> Batch:
-        """The next batch, which the work on the current stream will wait for."""
+        """The next batch; the current stream waits until it is there."""
         if self._ahead is None:
             self._fetch()
         batch, self._ahead = self._ahead, None
@@ -94,20 +94,20 @@ class BatchesAhead(Batches):
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for data in batch.values():
-                # Or its memory could be given to the next copy before this stream has read it.
+                # Else the next copy could get this memory before the current stream has read it.
                 data.record_stream(current)
         return batch
 
     def fetch_ahead(self) -> None:
-        """Begin with the copy of the next batch, if there is certain to be a next step.
+        """Begin to copy the next batch, except in the last step.
 
-        A batch that nobody trains on would be counted as delivered all the same.
+        A batch that is not trained on would be counted as delivered all the same.
         """
         if not self._watch.is_last_step:
             self._fetch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position without the batch that is under way."""
+        """The loader's position before the batch that is being copied ahead."""
         return super().state_dict() if self._ahead is None else self._state
 
     def _fetch(self) -> None:
@@ -120,13 +120,6 @@ class BatchesAhead(Batches):
 def make_batches(
     loader: Loader, *, device: torch.device, watch: StepWatch, copy_stream: str
 ) -> Batches:
-    """Batches that travel on the stream of the computation, or beside it.
-
-    Args:
-        loader: Gives an epoch each time that it is iterated over.
-        device: Gets the batches.
-        watch: Is told of the waiting.
-        copy_stream: ``compute`` or ``side``.
-    """
+    """Make `Batches`, or with ``copy_stream="side"`` `BatchesAhead`; arguments as theirs."""
     kind = BatchesAhead if copy_stream == "side" else Batches
     return kind(loader, device=device, watch=watch)

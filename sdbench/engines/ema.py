@@ -1,4 +1,4 @@
-"""The moving average of the trained weights."""
+"""`ForeachEma`: an exponential moving average of the trained weights."""
 
 from __future__ import annotations
 
@@ -13,78 +13,83 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from sdbench.engines.job import EmaSpec
 from sdbench.ranks.distributed import Ranks, broadcast
 
-# Weights that are not fp32 are converted first: so many at a time, that in place of a second copy
-# of all 3.46 GB of SD2's U-Net (686 weights) there is one of about 160 MB.
+# Weights in other types are converted to fp32 in groups of this many: for SD2's U-Net (686 weights)
+# that takes about 160 MB at a time, where all at once take 3.46 GB.
 NUM_WEIGHTS_AT_ONCE = 32
 
 
 class ForeachEma:
-    """Keeps a moving average in fp32 with torch's foreach kernels.
+    """A moving average in fp32, updated by torch's foreach kernels.
 
-    Composer's own EMA walks over every parameter in Python and makes temporaries; a foreach lerp
-    reads both sets of weights and writes one: 3 x 3.46 GB for the U-Net of SD2.
+    Composer's EMA loops over the parameters in Python and makes temporaries; a foreach lerp reads
+    weights and averages and writes averages: 3 x 3.46 GB for the U-Net of SD2.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], spec: EmaSpec) -> None:
-        """Make room for the average.
+        """Allocate the averages.
 
         Args:
-            weights: What this rank averages, by name, as it was placed or shared out. Of a weight
-                that FSDP has cut up each rank averages its own piece.
+            weights: The weights that this rank averages, by name, placed or sharded. Of a weight
+                that FSDP has sharded each rank averages its own shard.
             spec: Decay and interval.
         """
         self._weights = dict(weights)
         self._interval_batches = spec.interval_batches
-        self._update = get_ema_multi_avg_fn(spec.decay)
+        self._spec = spec
         self._averages = [
             torch.empty_like(_local(weight), dtype=torch.float32)
             for weight in self._weights.values()
         ]
-        self._num_steps = 0
+        self.num_steps = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an optimizer step, if it is the turn of this step.
+        """Update the average after an optimizer step, at the end of each interval.
 
-        The first step is copied and after that each k-th, where k is the interval, is mixed in, as
-        in Composer: after n steps the average is, with m = n // k and d the decay of an interval,
-        d^m w_1 + (1 - d) (d^(m-1) w_k + d^(m-2) w_2k + ... + w_mk).
+        As in Composer, the average begins as the weights after the first step, and with an interval
+        of k the weights after each k-th step are mixed in: after n steps, with m = n // k and the
+        decay d, it is d^m w_1 + (1 - d) (d^(m-1) w_k + d^(m-2) w_2k + ... + w_mk).
         """
-        self._num_steps += 1
-        # FSDP exchanges the local pieces when the first step begins, so they are asked for anew.
+        self.num_steps += 1
+        # FSDP replaces the local shards when the first step begins, so they are looked up anew.
         weights = [_local(weight) for weight in self._weights.values()]
-        if self._num_steps == 1:
+        if self.num_steps == 1:
             for average, weight in zip(self._averages, weights, strict=True):
                 average.copy_(weight)
-        if self._num_steps % self._interval_batches == 0:
+        if self.num_steps % self._interval_batches == 0:
+            decay = self._spec.decay
+            if self._spec.warms_up:
+                num_updates = self.num_steps // self._interval_batches
+                decay = min(decay, (1 + num_updates) / (10 + num_updates))
+            update = get_ema_multi_avg_fn(decay)
             for first in range(0, len(weights), NUM_WEIGHTS_AT_ONCE):
                 group = slice(first, first + NUM_WEIGHTS_AT_ONCE)
                 fp32 = [weight.float() for weight in weights[group]]
-                self._update(self._averages[group], fp32, self._num_steps)
+                update(self._averages[group], fp32, self.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank holds: the number of steps, and the averages by name.
+        """The number of steps, and this rank's averages by name.
 
-        They share memory with this object. A piece of a weight that FSDP has cut up is a DTensor,
-        so that torch.distributed.checkpoint can load it on another number of ranks.
+        The tensors share memory with this object. The average of a sharded weight is a DTensor, so
+        that torch.distributed.checkpoint can load it on another number of ranks.
         """
         named = zip(self._weights.items(), self._averages, strict=True)
         return {
-            "num_steps": torch.tensor(self._num_steps),
+            "num_steps": torch.tensor(self.num_steps),
             "averages": {name: _placed(average, like=weight) for (name, weight), average in named},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken of the same weights, placed in the same way."""
-        self._num_steps = int(state["num_steps"])
+        """Restore what `state_dict` returned for weights with the same names and sharding."""
+        self.num_steps = int(state["num_steps"])
         for name, average in zip(self._weights, self._averages, strict=True):
             average.copy_(_local(state["averages"][name]))
 
     def gather(self) -> dict[str, Tensor]:
-        """The whole average by name, on the CPU of the first rank; every rank has to call it.
+        """Gather the whole averages on the CPU of the first rank; every rank has to call it.
 
         Returns:
-            On the other ranks nothing.
+            The averages by name; empty on the other ranks.
         """
         ranks = Ranks.from_environment()
         own: dict[str, Tensor] = {}
@@ -108,13 +113,13 @@ class ForeachEma:
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight, without its history."""
+    """This rank's shard of a weight, or the whole weight, detached."""
     weight = weight.detach()
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _placed(average: Tensor, *, like: Tensor) -> Tensor:
-    """The average of a piece as a part of the whole, if the weight is one that has been cut up."""
+    """The average as a DTensor sharded as the weight is, if the weight is sharded."""
     if not isinstance(like, DTensor):
         return average
     return DTensor.from_local(

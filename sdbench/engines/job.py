@@ -1,7 +1,7 @@
-"""What does a workload hand to an engine?
+"""`TrainJob`: what a task hands to an engine.
 
-The workload describes; the engine builds optimizer and moving average after it has placed or
-sharded the parameters.
+The task describes the optimizer and the moving average; they are made after the engine has placed
+or sharded the weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,37 @@ class EmaSpec:
     """An exponential moving average of weights, updated after every so many optimizer steps.
 
     Attributes:
-        implementation: ``composer`` (its algorithm, over every trainable parameter and all buffers)
-            or ``foreach`` (torch's foreach kernels over the trained sub-module, in fp32).
-        half_life_batches: Steps after which a weight's influence has halved.
+        implementation: ``composer`` (Composer's algorithm, over every trainable parameter and all
+            buffers) or ``foreach`` (torch's foreach kernels over the trained weights, in fp32).
+        half_life_batches: Steps after which the influence of a weight has halved.
         interval_batches: Steps from one update to the next.
+        warms_up: The decay of the n-th update is at most (1 + n) / (10 + n), as in open-diffusion.
     """
 
     implementation: str
     half_life_batches: int
     interval_batches: int = 1
+    warms_up: bool = False
 
     @property
     def decay(self) -> float:
-        """What an update keeps of the average: 0.5 ** (interval / half-life)."""
+        """Factor of the old average in an update: 0.5 ** (interval / half-life)."""
         return 0.5 ** (self.interval_batches / self.half_life_batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModule:
+    """A sub-module whose weights are trained, and the settings of its parameter group.
+
+    Attributes:
+        module: Of the job's model.
+        lr: Learning rate before the schedule's multiplier.
+        weight_decay: As AdamW defines it: each step subtracts rate x decay x weight.
+    """
+
+    module: torch.nn.Module
+    lr: float
+    weight_decay: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,30 +57,33 @@ class TrainJob:
     """A training job.
 
     Attributes:
-        model: Maps a batch to what `loss` takes.
-        trained: The sub-modules of `model` whose weights are trained, by name. These are averaged,
-            sharded and saved.
+        model: Maps a batch to the input of `loss`.
+        trained: What is trained of `model`, by the name of the sub-module. These weights are
+            averaged, sharded and saved.
         loss: Maps the model's output to a scalar.
         loader: Batches of this rank.
-        make_optimizer: Builds the optimizer for the model as the engine has placed it, with a
-            parameter group for each rate or decay that the job wants.
-        schedule: `schedule(step)` is the multiplier of the learning rate; steps count from 0.
-        ema: Which moving average of the trained weights to keep, or None.
+        make_optimizer: Makes the optimizer from torch's parameter groups, see
+            `optimizers.parameter_groups`.
+        schedule: `schedule(step)` is the multiplier of all learning rates; steps count from 0.
+        ema: The moving average of the trained weights to keep, or None.
         images_per_step: Global batch.
-        num_steps: Optimizer steps that the run may take at most; the watch may end it earlier.
-        flops_per_image: Model FLOPs of one image, multiply-add counted as two.
+        num_steps: Most optimizer steps that the run may take; the watch may end it earlier.
+        flops_per_image: Model FLOPs of one image; a multiply-add counts as two.
         num_parameters: Weights of all sub-models.
-        num_trainable_parameters: Those that are trained.
-        prepare: Applied to the whole batch of a step on its device, without gradients, before the
-            batch is cut into micro-batches; None leaves the batch as it is.
-        sharded_blocks: Classes of modules in `trained` that FSDP gathers and frees one by one.
+        num_trainable_parameters: Trained weights.
+        prepare: Applied to the whole batch of a step on the device, without gradients, before it is
+            split into micro-batches; None leaves the batch as it is.
+        sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.
+        max_gradient_norm: Largest norm of a step's gradients, over all trained weights and
+            micro-batches; larger ones are scaled down. None leaves them.
+        keeps_frozen: The frozen weights are saved as well, since nothing else gives them again.
     """
 
     model: torch.nn.Module
-    trained: Mapping[str, torch.nn.Module]
+    trained: Mapping[str, TrainedModule]
     loss: Callable[[Any], torch.Tensor]
     loader: Iterable[Any]
-    make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     schedule: Callable[[int], float]
     ema: EmaSpec | None
     images_per_step: int
@@ -73,12 +93,24 @@ class TrainJob:
     num_trainable_parameters: int
     prepare: Callable[[Any], Any] | None = None
     sharded_blocks: tuple[type[torch.nn.Module], ...] = ()
+    max_gradient_norm: float | None = None
+    keeps_frozen: bool = False
 
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that get gradients, named ``<module>.<parameter>``."""
         return {
             f"{module_name}.{name}": weight
-            for module_name, module in self.trained.items()
-            for name, weight in module.named_parameters()
+            for module_name, trained in self.trained.items()
+            for name, weight in trained.module.named_parameters()
             if weight.requires_grad
+        }
+
+    def kept_weights(self) -> dict[str, torch.nn.Parameter]:
+        """The frozen weights to save, named as the trained ones."""
+        if not self.keeps_frozen:
+            return {}
+        return {
+            name: weight
+            for name, weight in self.model.named_parameters()
+            if not weight.requires_grad
         }

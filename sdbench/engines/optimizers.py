@@ -1,33 +1,66 @@
-"""The optimizers that the settings can ask for."""
+"""The optimizers that the settings offer: AdamW in torch's variants, and on fp32 copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sdbench.engines.torch_compat import AdamW
 
+if TYPE_CHECKING:
+    from sdbench.engines.job import TrainJob
+    from sdbench.engines.state import TrainState
 
-def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimizer:
+
+def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
+    """The weights of a job as torch's parameter groups, one for each trained module.
+
+    Args:
+        job: Its model has been placed or sharded.
+        which: ``trainable``; or ``all``, which adds the frozen weights to the first group. They get
+            no gradients, so that the optimizer leaves them alone.
+
+    Returns:
+        Groups with the keys ``params``, ``lr`` and ``weight_decay``.
+    """
+    groups = [
+        {
+            "params": [weight for weight in trained.module.parameters() if weight.requires_grad],
+            "lr": trained.lr,
+            "weight_decay": trained.weight_decay,
+        }
+        for trained in job.trained.values()
+    ]
+    if which == "all":
+        groups[0]["params"] += [w for w in job.model.parameters() if not w.requires_grad]
+    return groups
+
+
+def make_optimizer(
+    groups: list[dict[str, Any]],
+    *,
+    config: Any,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
     """Make the AdamW that the config asks for.
 
     Args:
-        model: As the engine has placed it, or shared it out.
+        groups: Parameter groups of torch.
         config: The resolved config.
+        betas: Decay of the means of the gradients and of their squares.
+        eps: Added to the divisor of an update.
 
     Returns:
-        It, with its state in the type of the tensors that it updates.
+        The optimizer. Its state has the type of the tensors that it updates.
     """
-    parameters = list(model.parameters())
-    if config.optimizer_params == "trainable":
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
     # fused=None leaves torch its default: a foreach loop on a GPU, a loop over tensors on a CPU.
     settings = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
+        "betas": betas,
+        "eps": eps,
         "fused": True if config.optimizer == "adamw_fused" else None,
         "capturable": config.cuda_graph,
     }
@@ -35,44 +68,64 @@ def make_optimizer(model: torch.nn.Module, *, config: Any) -> torch.optim.Optimi
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
-            parameters,
+            groups,
             optimizer_class=AdamW,
             parameters_as_bucket_view=False,
             **settings,
         )
     if config.master_weights == "fp32":
-        return AdamWOfMasterWeights(parameters, **settings)
-    return AdamW(parameters, **settings)
+        return AdamWOfMasterWeights(groups, **settings)
+    return AdamW(groups, **settings)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, job: TrainJob, state: TrainState
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The job's schedule, from the step that `state` has come to."""
+    first = state.num_steps
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: job.schedule(first + step))
+
+
+def clip_gradients(job: TrainJob) -> None:
+    """Scale the gradients of a step down to the job's norm, over all shards of them."""
+    assert job.max_gradient_norm is not None
+    torch.nn.utils.clip_grad_norm_(job.trained_weights().values(), job.max_gradient_norm)
 
 
 class AdamWOfMasterWeights(torch.optim.Optimizer):
     """AdamW on fp32 copies of half-precision weights.
 
-    A step of lr x update is mostly less than half the distance of two neighbouring bf16 numbers
-    (2^-8 of the weight) and would be lost in them; the copies collect it.
+    Neighbouring bf16 numbers differ by 2^-8 of their value, and most updates are less than half of
+    that: added to a bf16 weight they would be lost, and the copies add them up.
     """
 
-    def __init__(self, weights: Iterable[Tensor], **settings: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
         """Copy the weights.
 
         Args:
-            weights: Parameters of a model.
-            **settings: Of `torch.optim.AdamW`.
+            groups: Parameter groups of torch; frozen weights are left out.
+            **settings: Of `torch.optim.AdamW`, for all groups.
         """
-        self._weights = [weight for weight in weights if weight.requires_grad]
-        copies = [weight.detach().float() for weight in self._weights]
-        self._masters = [copy.requires_grad_() for copy in copies]
-        self._adamw = AdamW(self._masters, **settings)
+        self._weights: list[Tensor] = []
+        self._masters: list[Tensor] = []
+        copied = []
+        for group in groups:
+            weights = [weight for weight in group["params"] if weight.requires_grad]
+            masters = [weight.detach().float().requires_grad_() for weight in weights]
+            copied.append({**group, "params": masters})
+            self._weights += weights
+            self._masters += masters
+        self._adamw = AdamW(copied, **settings)
         super().__init__(self._masters, self._adamw.defaults)
         self._share()
 
     def _share(self) -> None:
-        """Have one set of groups and one state: what a schedule sets here, AdamW reads."""
+        """Use the groups and the state of AdamW, which then reads what a schedule sets here."""
         self.param_groups, self.state = self._adamw.param_groups, self._adamw.state
 
     @property
     def masters(self) -> dict[int, Tensor]:
-        """The copy of each weight, by the weight's id."""
+        """The fp32 copy of each weight, by the weight's id."""
         return {id(w): copy for w, copy in zip(self._weights, self._masters, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +134,7 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken of the same weights; sets the weights, too."""
+        """Restore the state and the copies, and set the weights from the copies."""
         self._adamw.load_state_dict(state_dict)
         self._share()
         torch._foreach_copy_(self._masters, state_dict["masters"])
@@ -102,7 +155,7 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the weights' gradients."""
+        """Reset the gradients of the weights."""
         for weight in self._weights:
             if set_to_none:
                 weight.grad = None

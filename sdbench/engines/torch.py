@@ -1,7 +1,7 @@
-"""Trains a job without a trainer.
+"""The engine `torch`: a plain training loop.
 
-The loop does what Composer's does, in the same order and with the same random draws, and nothing
-else: what Composer itself costs is the difference.
+It does the same work as Composer's loop, in the same order and with the same random draws: the
+difference of their times is the cost of Composer itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memo
 from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
+from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     held_weights,
@@ -25,6 +26,7 @@ from sdbench.engines.sharding import (
     set_gradient_sync,
     shard_weights,
 )
+from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
@@ -32,42 +34,45 @@ from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
 
 
-def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
-    """Train until the watch says that all is measured, at most `job.num_steps` steps.
-
-    Args:
-        job: What the workload built.
-        config: The resolved config; read are the micro-batch, precision, seed and speed-ups.
-        watch: Told of every step and of the phases of it.
-
-    Returns:
-        The measurements of this rank.
-
-    Raises:
-        RunError: If the loss is not finite, or the loop ended before its last step.
-    """
+def fit(
+    job: TrainJob, config: Any, watch: StepWatch, hooks: TrainingHooks | None = None
+) -> Measurements:
+    """Train by a loop of plain torch; see `sdbench.engines`."""
     ranks, device = Ranks.from_environment(), find_device()
     reset_peak_memory()
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
-    optimizer = job.make_optimizer(job.model)
-    run_step: Any = TrainingStep(model, job, optimizer, config=config, clock=watch.phases)
+    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    training_step = TrainingStep(model, job, optimizer, config=config, clock=watch.phases)
+    run_step: Any = training_step
     if config.cuda_graph:
         from sdbench.engines.cuda_graph import GraphedStep, let_rates_change
 
         let_rates_change(optimizer, device=device)
         run_step = GraphedStep(run_step, clock=watch.phases)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)
     ema = None
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
     batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
-    # As Composer seeds: two ranks draw different noise.
+    state = TrainState(
+        job,
+        optimizer,
+        ema=ema,
+        batches=batches,
+        scaler=training_step.scaler,
+        sharding=config.sharding,
+    )
+    if hooks is not None:
+        hooks.begins(state)
+        optimizer.register_step_pre_hook(lambda *_: hooks.update_begins())
+    schedule = make_schedule(optimizer, job, state)
+    # As Composer does, so that each rank draws its own noise.
     torch.manual_seed(config.seed + ranks.rank)
+    state.restore_random_state()
     with watch.loop():
         watch.loop_begins()
-        for _ in range(job.num_steps):
-            # No name holds on to the batch: its memory is free for the next one.
+        for _ in range(state.num_steps, job.num_steps):
+            # The batch has no name here, so that its memory is free for the next one.
             loss = run_step(_prepare(next(batches), job))
             schedule.step()
             if ema is not None:
@@ -77,7 +82,10 @@ def fit(job: TrainJob, config: Any, watch: StepWatch) -> Measurements:
                 torch.distributed.all_reduce(loss)
                 loss = loss.double() / ranks.world_size
             batches.fetch_ahead()
+            state.num_steps += 1
             watch.step_ends(loss=loss)
+            if hooks is not None:
+                hooks.step_ended(state)
             if watch.is_over:
                 break
     return measurements_of(
@@ -95,18 +103,18 @@ def _prepare(batch: Batch, job: TrainJob) -> Batch:
 
 
 def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
-    """The model as this rank calls it: itself, or what averages its gradients over all ranks."""
+    """Shard the model or wrap it in DDP; returns what the training step calls."""
     if ranks.world_size == 1:
         return job.model
     if config.sharding in WEIGHT_SHARDING:
         shard_weights(job, sharding=config.sharding)
         return job.model
-    # The buffers are constants, the same on every rank.
+    # Buffers are constants and equal on all ranks.
     return make_ddp(job.model, config=config, broadcast_buffers=False)
 
 
 class TrainingStep:
-    """What the device does for a batch: forward and backward passes, and the optimizer."""
+    """Forward and backward passes and the optimizer step for one batch."""
 
     def __init__(
         self,
@@ -117,14 +125,14 @@ class TrainingStep:
         config: Any,
         clock: PhaseClock,
     ) -> None:
-        """Join the pieces.
+        """Prepare; nothing is computed yet.
 
         Args:
             model: The job's model, or the DDP wrapper around it.
-            job: What the workload built.
-            optimizer: Of the job's model.
+            job: The training job.
+            optimizer: Updates the trained weights.
             config: The resolved config.
-            clock: Is switched from phase to phase.
+            clock: Is told of the phases of a step.
         """
         self._model = model
         self._job = job
@@ -133,15 +141,15 @@ class TrainingStep:
         self._clock = clock
         self._last_gradient = LastGradient(job.trained_weights().values(), clock)
         device = next(job.model.parameters()).device
-        # For fp16 it waits for the device in every step: torch decides on the host whether to leave
-        # out a step whose gradients are not finite.
-        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "amp_fp16")
+        # With fp16 each step waits for the device: torch decides on the host whether to skip a step
+        # whose gradients are not finite.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "amp_fp16")
 
     def __call__(self, batch: Batch) -> Tensor:
         """Train on a batch.
 
         Returns:
-            Its mean loss on this rank, on the device.
+            The batch's mean loss on this rank, on the device.
         """
         num_images = _count_images(batch)
         microbatches = _split(batch, self._config.device_train_microbatch_size)
@@ -152,20 +160,23 @@ class TrainingStep:
             with self._gradient_sync(is_last=number == len(microbatches)):
                 losses.append(self._accumulate(microbatch, share=share))
         with self._clock.phase(phases.OPTIMIZER):
-            self._scaler.step(self._optimizer)
-        self._scaler.update()
+            if self._job.max_gradient_norm is not None:
+                self.scaler.unscale_(self._optimizer)
+                clip_gradients(self._job)
+            self.scaler.step(self._optimizer)
+        self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         return sum(losses[1:], start=losses[0])
 
     def _accumulate(self, microbatch: Batch, *, share: float) -> Tensor:
         loss = self._job.loss(self._model(microbatch)) * share
         self._last_gradient.backward_begins()
-        self._scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()
         self._last_gradient.backward_ends()
         return loss.detach()
 
     def _gradient_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Average the gradients of this micro-batch over the ranks, or let them add up first."""
+        """The context of a micro-batch in which gradients are averaged over ranks, or are not."""
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
@@ -179,7 +190,7 @@ def _count_images(batch: Batch) -> int:
 
 
 def _split(batch: Batch, size: int) -> list[Batch]:
-    """Cut a batch into micro-batches; the last one may be smaller."""
+    """Split a batch into micro-batches; the last one may be smaller."""
     pieces: Iterator[tuple[Tensor, ...]] = zip(
         *(data.split(size) for data in batch.values()), strict=True
     )

@@ -24,19 +24,18 @@ INIT_GROUP = (
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, which leaves tensors that are channels_last where they are.
+    """torch's AdamW, without copies of tensors that are channels_last.
 
-    The fused kernel for CPUs copies whatever is not contiguous. To an update of each number by
-    itself the order of the axes means nothing.
-
-    Changed is the private method that lists the tensors of a group for the kernel.
+    The fused CPU kernel copies tensors that are not contiguous. The update is elementwise, so a
+    permuted view that is contiguous gives the same result. `_init_group`, a private method that
+    lists a group's tensors for the kernel, is overridden to give it such views.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """Make the optimizer as torch does.
 
         Raises:
-            RunError: torch's method is another one than that which is changed here.
+            RunError: `_init_group` of the installed torch has other parameters.
         """
         if (found := tuple(inspect.signature(super()._init_group).parameters)) != INIT_GROUP:
             raise RunError(
@@ -48,8 +47,8 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
         is_complex = super()._init_group(group, *tensors)
         weights = tensors[0]
-        # The gradients, both moments, and the largest second moments where they are kept; the last
-        # list holds the numbers of steps.
+        # Gradients, first and second moments, and the largest second moments where they are kept;
+        # the last list, the numbers of steps, is left out.
         alike = [of_one_kind for of_one_kind in tensors[:-1] if of_one_kind]
         for index in range(len(weights)):
             of_one_weight = [of_one_kind[index] for of_one_kind in alike]
@@ -60,7 +59,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether it is a whole tensor of a CPU with the channels last in memory."""
+    """Whether it is an unsharded CPU tensor with the channels last in memory."""
     if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last)

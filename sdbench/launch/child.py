@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import fcntl
@@ -17,16 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base import refusal
+from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
-from sdbench.settings.config import SECONDS, parse_value
+from sdbench.settings.kinds import PATH, SECONDS
+from sdbench.settings.setting import setting
 
 OUTPUT_NAME = "output.log"
-REFUSAL_NAME = "refusal.json"
+CAUSE_NAME = "cause.json"
 LOCK_NAME = ".measuring"
 GUARD = Path(__file__).with_name("guard.py")
 # A rank that is asked to end writes its record first.
@@ -34,11 +34,14 @@ GRACE_S = 20.0
 NUM_TAIL_LINES = 12
 MAX_TAIL_BYTES = 64 * 1024
 MAX_REASON_LENGTH = 300
-# What Composer 0.32.1 logs of the rank that ended first. It tells that nowhere else: its own exit
-# code is that of the first rank by number, which may be one that it has ended itself.
-CRASHED_RANK = re.compile(r"Rank (\d+) crashed with exit code (-?\d+)\b")
-# The last line of a Python traceback.
-RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChildFlags:
+    """Flags of every command that runs another one several times."""
+
+    folder: Path | None = setting(PATH, None, "for the runs (default: runs/<command>_<time>)")
+    timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Outcome:
         reason: Why, in a sentence; None for ok.
         exit_code: Of the command; one that a signal ended has 128 plus its number.
         duration_s: From its start to its end.
-        was_killed: It, or a rank of it, got SIGKILL, as from the out-of-memory killer.
-        refused_with: Class of the error that it was refused with; None if it was not refused.
+        cause: Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if a rank of it
+            ended without a word; None if nothing is known.
         run_folder: The folder of its record, or None if it left none.
         record: The record, or None.
     """
@@ -60,10 +63,14 @@ class Outcome:
     reason: str | None
     exit_code: int
     duration_s: float
-    was_killed: bool
-    refused_with: str | None
+    cause: str | None
     run_folder: Path | None
     record: dict[str, Any] | None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The record's summary; empty unless the status is ok."""
+        return self.record["summary"] if self.status == OK and self.record else {}
 
 
 def find_program(command: Sequence[str]) -> list[str]:
@@ -99,37 +106,6 @@ def find_program(command: Sequence[str]) -> list[str]:
             flag="COMMAND",
         )
     return [program, *command[1:]]
-
-
-def parse_flags_and_command(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, default_folder: str
-) -> tuple[argparse.Namespace, list[str]]:
-    """Read the flags before the first ``--`` and the command behind it.
-
-    Args:
-        parser: The program's own flags; gets --folder and --timeout_s.
-        argv: Arguments; None takes those of the process.
-        default_folder: The default of --folder, for the help text.
-
-    Returns:
-        The flags' values, with timeout_s in seconds, and the command as `find_program` returns it.
-
-    Raises:
-        ConfigError: The time-out is none, or the command cannot be run.
-    """
-    parser.add_argument("--folder", type=Path, help=f"for the runs (default: {default_folder})")
-    parser.add_argument("--timeout_s", metavar="S", help="end a run after so many seconds")
-    own, command = split_command(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
-    if arguments.timeout_s is not None:
-        arguments.timeout_s = parse_value("timeout_s", arguments.timeout_s, kind=SECONDS)
-    return arguments, find_program(command)
-
-
-def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before the first ``--`` and those behind it."""
-    position = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:position]), list(argv[position + 1 :])
 
 
 def new_folder(given: Path | None, *, prefix: str) -> Path:
@@ -204,7 +180,7 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, refusal.VARIABLE: str((folder / REFUSAL_NAME).absolute())},
+                env={**os.environ, VARIABLE: str((folder / CAUSE_NAME).absolute())},
                 pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
                 # Ctrl-C reaches this process only, which ends the command itself.
                 start_new_session=True,
@@ -233,9 +209,19 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
 
 def tail(folder: Path) -> str:
     """The last lines that the command printed, as plain text."""
-    content = (folder / OUTPUT_NAME).read_bytes()[-MAX_TAIL_BYTES:]
-    lines = content.decode(encoding="utf-8", errors="replace").rstrip().splitlines()
+    lines = _read_tail(folder).rstrip().splitlines()
     return "\n".join(for_terminal(redact(line)) for line in lines[-NUM_TAIL_LINES:])
+
+
+def _read_tail(folder: Path) -> str:
+    content = (folder / OUTPUT_NAME).read_bytes()[-MAX_TAIL_BYTES:]
+    return content.decode(encoding="utf-8", errors="replace")
+
+
+def _first_error(folder: Path) -> str | None:
+    """The error of the first traceback in the output; a launcher prints its own one later."""
+    found = re.search(r"^Traceback .*\n(?: .*\n)+(\S.*)", _read_tail(folder), flags=re.MULTILINE)
+    return for_terminal(redact(found[1])) if found else None
 
 
 def _explain(
@@ -250,11 +236,11 @@ def _explain(
         exceeded_s: The time-out, if the command was ended by it.
     """
     record, run_folder, complaint = _find_record(folder)
-    refused = refusal.read_refusal(folder / REFUSAL_NAME)
-    crashed = CRASHED_RANK.search((folder / OUTPUT_NAME).read_text(encoding="utf-8"))
-    who, cause = ("it", exit_code) if crashed is None else (f"rank {crashed[1]}", int(crashed[2]))
-    ended = f"{who} {_describe_exit(cause)}"
-    was_killed = _signal_of(cause) == signal.SIGKILL
+    reported = read_cause(folder / CAUSE_NAME) or {}
+    cause = reported.get("error")
+    if _signal_of(exit_code) == signal.SIGKILL:
+        cause = KILLED
+    ended = f"it {_describe_exit(exit_code)}"
     if exceeded_s is not None:
         status, reason = TIMEOUT, f"it did not end within {exceeded_s:g} s"
     elif record is not None and record["duration_s"] is not None:  # the record has an end
@@ -263,19 +249,17 @@ def _explain(
             # Nobody has stopped this run, so that one of its ranks must have ended otherwise.
             status, reason = FAILED, f"{ended}; the record says: {reason or 'ok'}"
     else:
-        lines = tail(folder).splitlines() or ["no output"]
-        raised = [line for line in lines if RAISED.match(line)]
-        said = refused["message"] if refused else [*lines, *raised][-1]
-        status, reason = FAILED, f"{ended}: {complaint or said}"
-    if was_killed and status == FAILED:
-        reason = f"{who} got SIGKILL, as from the out-of-memory killer: {reason}"
+        last_line = (tail(folder).splitlines() or ["no output"])[-1]
+        said = complaint or reported.get("message") or _first_error(folder) or last_line
+        status, reason = FAILED, f"{ended}: {said}"
+    if cause == KILLED and status == FAILED:
+        reason = f"killed, as by the out-of-memory killer: {reason}"
     return Outcome(
         status=status,
         reason=None if reason is None else reason[:MAX_REASON_LENGTH],
         exit_code=exit_code,
         duration_s=duration_s,
-        was_killed=was_killed,
-        refused_with=refused["error"] if refused else None,
+        cause=cause,
         run_folder=run_folder,
         record=record,
     )

@@ -5,20 +5,30 @@ The run is the unit of replication: only an interval over runs predicts the next
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child, tail
+from sdbench.launch.child import (
+    ChildFlags,
+    Outcome,
+    find_program,
+    new_folder,
+    run_child,
+    tail,
+)
 from sdbench.record.store import OK
 from sdbench.report.terminal import format_number, format_rate
+from sdbench.settings.kinds import POSITIVE
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
 
 EPILOG = """\
@@ -32,6 +42,13 @@ kept.
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepeatFlags(ChildFlags):
+    """Flags of repeat."""
+
+    times: int = setting(POSITIVE, REQUIRED, "how many runs", is_positional=True, spelling="N")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command several times.
 
@@ -41,16 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments, command = _parse(argv)
-    folder = new_folder(arguments.folder, prefix="repeat")
+    request = parse(
+        RepeatFlags,
+        argv,
+        prog="python -m sdbench repeat",
+        description="Run one measuring command N times, each in fresh processes.",
+        epilog=EPILOG,
+        rest="COMMAND ...",
+    )
+    flags, command = request.config, find_program(request.rest)
+    folder = new_folder(flags.folder, prefix="repeat")
     outcomes: list[Outcome] = []
     is_interrupted = False
     try:
-        with stop_signals_raise(), Progress(arguments.times, unit="run") as progress:
-            for number in range(1, arguments.times + 1):
-                outcome = run_child(
-                    command, folder=folder / str(number), timeout_s=arguments.timeout_s
-                )
+        with stop_signals_raise(), Progress(flags.times, unit="run") as progress:
+            for number in range(1, flags.times + 1):
+                outcome = run_child(command, folder=folder / str(number), timeout_s=flags.timeout_s)
                 outcomes.append(outcome)
                 progress.report(_describe(outcome))
                 if outcome.status != OK:
@@ -63,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(folder / "repeat.json", summary)
         print(f"\n{format_summary(summary)}\n\nruns: {folder}")
     if is_interrupted:
-        return 130
+        return EXIT_INTERRUPTED
     return 0 if all(outcome.status == OK for outcome in outcomes) else 1
 
 
@@ -74,8 +97,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         Each run with its rate; over those that ended well their median and spread and, from three
         runs, the interval between runs.
     """
-    summaries = [one.record["summary"] if one.status == OK else {} for one in outcomes]
-    rates = [summary["images_per_second"] for summary in summaries if summary]
+    rates = [one.summary["images_per_second"] for one in outcomes if one.summary]
     interval = between_runs_interval(rates)
     return {
         "runs": [
@@ -83,11 +105,11 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "run": None if outcome.run_folder is None else outcome.run_folder.name,
                 "status": outcome.status,
                 "reason": outcome.reason,
-                "images_per_second": summary.get("images_per_second"),
-                "flags": summary.get("flags", []),
+                "images_per_second": outcome.summary.get("images_per_second"),
+                "flags": outcome.summary.get("flags", []),
                 "duration_s": outcome.duration_s,
             }
-            for outcome, summary in zip(outcomes, summaries, strict=True)
+            for outcome in outcomes
         ],
         "num_ok": len(rates),
         "images_per_second_median": statistics.median(rates) if rates else None,
@@ -125,24 +147,6 @@ def format_summary(summary: dict[str, Any]) -> str:
     if flags:
         lines.append(f"caution: {', '.join(flags)} in at least one run")
     return "\n".join(lines)
-
-
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench repeat",
-        usage="%(prog)s [-h] [--folder FOLDER] [--timeout_s S] N -- COMMAND ...",
-        description="Run one measuring command N times, each in fresh processes.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("times", type=int, metavar="N", help="how many runs")
-    arguments, command = parse_flags_and_command(parser, argv, default_folder="runs/repeat_<time>")
-    if arguments.times < 1:
-        raise ConfigError(
-            "there is nothing to run", value=arguments.times, allowed="1 or more", flag="N"
-        )
-    return arguments, command
 
 
 def _describe(outcome: Outcome) -> str:

@@ -6,29 +6,33 @@ The fastest is measured once more in a fresh process, with the settings of the c
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, MemoryEstimateError, RunError
+from sdbench.base.cause import KILLED
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import Outcome, new_folder, parse_flags_and_command, run_child
+from sdbench.launch.child import ChildFlags, Outcome, find_program, new_folder, run_child
 from sdbench.record.store import FAILED, OK, OOM
 from sdbench.report.terminal import format_number
+from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.kinds import POSITIVE
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting
 
 FLAG = "--device_train_microbatch_size"
-MEMORY_REFUSAL = MemoryEstimateError.__name__
+# What a run without enough memory ends by, if it cannot say `oom` itself.
+MEMORY_CAUSES = (KILLED, MemoryEstimateError.__name__)
 # Flags that make a run longer: for the winner, not for probes.
 LONGER = ("--target_precision", "--max_measure_batches", "--max_duration")
-SHORT = ("--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0")
-SHORT += ("--no_measure_peak", "--no_profile_trace")
-DEFAULT_MAX = 256
-DEFAULT_MULTIPLE = 4
+# As many steps of warm-up as --cuda_graph needs.
+SHORT = ("--warmup_batches", str(NUM_GRAPH_STEPS), "--measure_batches", "3")
+SHORT += ("--profile_batches", "0", "--no_measure_peak", "--no_profile_trace")
 EPILOG = """\
 examples:
   python -m sdbench search -- composer benchmark.py --use_synth_data --use_ema
@@ -39,6 +43,14 @@ The micro-batch is doubled until one runs out of memory (or the estimate refuses
 the gap is halved. The global batch stays what the command makes of it: as given, 2048 by default on
 GPUs, and on a CPU one micro-batch per rank, which then grows with the micro-batch.
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchFlags(ChildFlags):
+    """Flags of search."""
+
+    max_micro_batch: int = setting(POSITIVE, 256, "try none above it")
+    multiple_of: int = setting(POSITIVE, 4, "between powers of two try multiples of it only")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +73,10 @@ class Probe:
     @property
     def is_too_large(self) -> bool:
         """Whether it failed, or was refused, for want of memory."""
-        if self.outcome.status == FAILED:
-            return self.outcome.was_killed or self.outcome.refused_with == MEMORY_REFUSAL
-        return self.outcome.status == OOM
+        outcome = self.outcome
+        return outcome.status == OOM or (
+            outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
+        )
 
 
 class Search:
@@ -140,7 +153,7 @@ class Search:
     @property
     def fastest(self) -> Probe:
         """The one with the highest rate in its few steps."""
-        return max(self.fitting, key=lambda p: p.outcome.record["summary"]["images_per_second"])
+        return max(self.fitting, key=lambda p: p.outcome.summary["images_per_second"])
 
     def flags_of(self, micro_batch: int) -> list[str]:
         """The flags of a run with a micro-batch."""
@@ -178,24 +191,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments, command = _parse(argv)
-    folder = new_folder(arguments.folder, prefix="search")
-    search = Search(command, folder=folder, timeout_s=arguments.timeout_s)
-    print(f"Probing micro-batches up to {arguments.max_micro_batch} in {folder}", flush=True)
+    flags, command = _parse(argv)
+    folder = new_folder(flags.folder, prefix="search")
+    search = Search(command, folder=folder, timeout_s=flags.timeout_s)
+    print(f"Probing micro-batches up to {flags.max_micro_batch} in {folder}", flush=True)
     final = None
     try:
         with stop_signals_raise():
-            search.find_largest(limit=arguments.max_micro_batch, multiple=arguments.multiple_of)
+            search.find_largest(limit=flags.max_micro_batch, multiple=flags.multiple_of)
             winner = search.fastest.micro_batch
             print(f"Measuring micro-batch {winner} again, with the command's own settings")
             final = run_child(
                 [*command, *search.flags_of(winner)],
                 folder=folder / "winner",
-                timeout_s=arguments.timeout_s,
+                timeout_s=flags.timeout_s,
             )
     except (KeyboardInterrupt, Terminated):
         print("interrupted: what was probed is in the folder", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     finally:
         if search.fitting:
             summary = summarize(search, final)
@@ -214,20 +227,20 @@ def summarize(search: Search, final: Outcome | None) -> dict[str, Any]:
         search: With at least one probe that fits.
         final: The winner, measured again; None if it has not come to that.
     """
-    has_figure = final is not None and final.status == OK
+    summary = {} if final is None else final.summary
     return {
         "largest_micro_batch": search.fitting[-1].micro_batch,
         "is_bounded_by_memory": len(search.fitting) < len(search.probes),
         "fastest_micro_batch": search.fastest.micro_batch,
-        "images_per_second": final.record["summary"]["images_per_second"] if has_figure else None,
-        "run": final.run_folder.name if has_figure else None,
+        "images_per_second": summary.get("images_per_second"),
+        "run": final.run_folder.name if summary else None,
         "probes": [
             {
                 "micro_batch": micro_batch,
                 "status": probe.outcome.status,
                 "reason": probe.outcome.reason,
                 **{
-                    name: probe.outcome.record["summary"][name] if probe.fits else None
+                    name: probe.outcome.summary.get(name)
                     for name in ("images_per_second", "peak_memory_gib")
                 },
             }
@@ -245,43 +258,20 @@ def describe(outcome: Outcome) -> str:
     return f"{format_number(summary['images_per_second'])} images/s, {memory} GiB"
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+def _parse(argv: Sequence[str] | None) -> tuple[SearchFlags, list[str]]:
+    request = parse(
+        SearchFlags,
+        argv,
         prog="python -m sdbench search",
-        usage="%(prog)s [-h] [flags] -- COMMAND ...",
         description="Find the largest and the fastest micro-batch of a command of benchmark.py.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        rest="COMMAND ...",
     )
-    parser.add_argument(
-        "--max_micro_batch",
-        type=int,
-        default=DEFAULT_MAX,
-        metavar="N",
-        help=f"try none above it (default: {DEFAULT_MAX})",
-    )
-    parser.add_argument(
-        "--multiple_of",
-        type=int,
-        default=DEFAULT_MULTIPLE,
-        metavar="N",
-        help=f"between powers of two try multiples of it only (default: {DEFAULT_MULTIPLE})",
-    )
-    arguments, command = parse_flags_and_command(parser, argv, default_folder="runs/search_<time>")
-    for name in ("max_micro_batch", "multiple_of"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(
-                f"--{name} is too small",
-                value=getattr(arguments, name),
-                allowed="1 or more",
-                flag=f"--{name}",
-            )
-    if any(argument.split("=")[0] == FLAG for argument in command):
+    if any(argument.split("=")[0] == FLAG for argument in request.rest):
         raise ConfigError(
             "the micro-batch is what is searched for",
             value=FLAG,
             allowed="a command without it",
             flag="COMMAND",
         )
-    return arguments, command
+    return request.config, find_program(request.rest)

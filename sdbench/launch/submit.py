@@ -6,7 +6,6 @@ and sets their records side by side.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -17,15 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
-from sdbench.launch.child import new_folder, split_command
+from sdbench.launch.child import new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
-from sdbench.report.tables import Cell, Column, Table, make_cell
+from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
 from sdbench.report.terminal import format_rates
-from sdbench.report.text_table import to_terminal
-from sdbench.settings.config import POSITIVE, parse_value
+from sdbench.settings.kinds import PATH, POSITIVE, TEXT, list_of, one_of
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting
 
 SCRIPT = Path(__file__).resolve().parents[2] / "multi-node" / "2.train.sbatch"
 JOBS_NAME = "jobs.json"
@@ -61,6 +61,21 @@ What follows -- goes to benchmark.py. After Ctrl-C the jobs go on in the cluster
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubmitFlags:
+    """Flags of submit."""
+
+    nodes: tuple[int, ...] = setting(list_of(POSITIVE), (), "numbers of nodes, e.g. 1,2,4")
+    repeats: int = setting(POSITIVE, 3, "jobs of each")
+    scaling: str = setting(
+        one_of("strong", "weak"),
+        "strong",
+        "weak: --batch_size is for the fewest nodes and grows with them",
+    )
+    sbatch_options: str | None = setting(TEXT, None, "more options for sbatch")
+    folder: Path | None = setting(PATH, None, "where it goes (default: runs/submit_<time>)")
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One submitted measurement.
@@ -85,12 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments, benchmark_argv = _parse(argv)
-    if arguments.folder is not None and (arguments.folder / JOBS_NAME).exists():
-        folder = arguments.folder
+    request = parse(
+        SubmitFlags,
+        argv,
+        prog="python -m sdbench submit",
+        description="Measure on several numbers of nodes of a Slurm cluster.",
+        epilog=EPILOG,
+        rest="ARGUMENTS of benchmark.py",
+    )
+    flags = request.config
+    if flags.folder is not None and (flags.folder / JOBS_NAME).exists():
+        folder = flags.folder
         jobs = _read_jobs(folder)
     else:
-        folder, jobs = _submit(arguments, benchmark_argv)
+        _check(flags, request.rest)
+        folder, jobs = _submit(flags, request.rest)
     try:
         _wait(jobs)
     except KeyboardInterrupt:
@@ -99,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "for them",
             file=sys.stderr,
         )
-        return 130
+        return EXIT_INTERRUPTED
     ended_well, failures = _collect(jobs)
     if ended_well:
         table = make_table(ended_well)
@@ -161,7 +185,7 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     return "Neither strong nor weak scaling: global batch and images per rank both differ"
 
 
-def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tuple[Path, list[Job]]:
+def _submit(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> tuple[Path, list[Job]]:
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "this machine is no part of a Slurm cluster",
@@ -169,11 +193,11 @@ def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tup
             allowed="a login or head node",
             flag="PATH",
         )
-    folder = new_folder(arguments.folder, prefix="submit").resolve()
+    folder = new_folder(flags.folder, prefix="submit").resolve()
     jobs: list[Job] = []
     # All sizes once, then all again: what changes in the cluster with time affects each of them.
-    for repeat in range(1, arguments.repeats + 1):
-        for num_nodes in arguments.nodes:
+    for repeat in range(1, flags.repeats + 1):
+        for num_nodes in flags.nodes:
             run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
             run_folder.mkdir()
             command = [
@@ -181,9 +205,9 @@ def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tup
                 "--parsable",
                 f"--nodes={num_nodes}",
                 f"--output={run_folder}/output.log",
-                *arguments.sbatch_options.split(),
+                *(flags.sbatch_options or "").split(),
                 str(SCRIPT),
-                *_scale_batch(benchmark_argv, arguments, num_nodes),
+                *_scale_batch(benchmark_argv, flags, num_nodes),
                 *("--results_dir", str(run_folder)),
             ]
             done = subprocess.run(
@@ -198,14 +222,12 @@ def _submit(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> tup
     return folder, jobs
 
 
-def _scale_batch(
-    benchmark_argv: Sequence[str], arguments: argparse.Namespace, num_nodes: int
-) -> list[str]:
+def _scale_batch(benchmark_argv: Sequence[str], flags: SubmitFlags, num_nodes: int) -> list[str]:
     """The arguments, with a global batch that grows with the nodes if the user asks for that."""
     argv = list(benchmark_argv)
-    if arguments.scaling == "weak":
+    if flags.scaling == "weak":
         position = argv.index("--batch_size") + 1
-        smallest = min(arguments.nodes)
+        smallest = min(flags.nodes)
         argv[position] = str(int(argv[position]) * num_nodes // smallest)
     return argv
 
@@ -269,41 +291,14 @@ def _read_jobs(folder: Path) -> list[Job]:
     return [Job(job["number"], job["num_nodes"], folder / job["folder"]) for job in content]
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench submit",
-        usage="%(prog)s [-h] --nodes N,... [--repeats N] [--scaling strong|weak] -- ARGUMENTS ...",
-        description="Measure on several numbers of nodes of a Slurm cluster.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nodes", metavar="N,...", help="numbers of nodes, e.g. 1,2,4")
-    parser.add_argument("--repeats", default="3", metavar="N", help="jobs of each (default: 3)")
-    parser.add_argument(
-        "--scaling",
-        choices=("strong", "weak"),
-        default="strong",
-        help="weak: --batch_size is for the fewest nodes and grows with them (default: strong)",
-    )
-    parser.add_argument(
-        "--sbatch_options", default="", metavar="TEXT", help="more options for sbatch"
-    )
-    parser.add_argument("--folder", type=Path, help="where it goes (default: runs/submit_<time>)")
-    own, benchmark_argv = split_command(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
-    goes_on = arguments.folder is not None and (arguments.folder / JOBS_NAME).exists()
-    if goes_on:
-        return arguments, benchmark_argv
-    arguments.nodes = [
-        parse_value("nodes", text, kind=POSITIVE) for text in (arguments.nodes or "").split(",")
-    ]
-    arguments.repeats = parse_value("repeats", arguments.repeats, kind=POSITIVE)
-    _check(arguments, benchmark_argv)
-    return arguments, benchmark_argv
-
-
-def _check(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> None:
+def _check(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> None:
+    if not flags.nodes:
+        raise ConfigError(
+            "nothing says on how many nodes to measure",
+            value="",
+            allowed="numbers of nodes, or --folder with the jobs of an earlier start",
+            flag="--nodes",
+        )
     if "--results_dir" in benchmark_argv:
         raise ConfigError(
             "each job gets a folder of its own",
@@ -311,7 +306,7 @@ def _check(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> None
             allowed="arguments without it",
             flag="--folder",
         )
-    if arguments.scaling != "weak":
+    if flags.scaling != "weak":
         return
     if "--batch_size" not in benchmark_argv[:-1]:
         raise ConfigError(
@@ -320,8 +315,8 @@ def _check(arguments: argparse.Namespace, benchmark_argv: Sequence[str]) -> None
             allowed="--batch_size N behind --",
             flag="--batch_size",
         )
-    smallest = min(arguments.nodes)
-    uneven = [num_nodes for num_nodes in arguments.nodes if num_nodes % smallest]
+    smallest = min(flags.nodes)
+    uneven = [num_nodes for num_nodes in flags.nodes if num_nodes % smallest]
     if uneven:
         raise ConfigError(
             "the global batch cannot grow in proportion",

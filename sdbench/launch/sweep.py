@@ -6,7 +6,7 @@ interrupted goes on where it was.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 import statistics
 import sys
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
@@ -25,12 +25,13 @@ from sdbench.launch.child import run_child, tail
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import OK, OOM, TIMEOUT
-from sdbench.report.tables import Table, make_cell, make_table
+from sdbench.record.store import FAILED, INVALID, OK, OOM, TIMEOUT
+from sdbench.report.tables import Table, make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_rate
-from sdbench.report.text_table import to_terminal
+from sdbench.settings.kinds import PATH, SWITCH, list_of, one_of
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
 
-RETRYABLE = ("failed", "oom", "timeout", "invalid")
 # Columns in a table of figures of the settings that have another name there.
 COLUMN_OF_SETTING = {
     "use_ema": "ema",
@@ -59,6 +60,27 @@ was invalid, and 130 after Ctrl-C.
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Flags of sweep."""
+
+    file: Path = setting(PATH, REQUIRED, "YAML file of the sweep", is_positional=True)
+    dry_run: bool = setting(SWITCH, False, "show the plan and stop")
+    folder: Path | None = setting(
+        PATH, None, "where the runs go (default: runs/sweep_<name of FILE>)"
+    )
+    retry: tuple[str, ...] = setting(
+        list_of(one_of(FAILED, OOM, TIMEOUT, INVALID)),
+        (),
+        "make runs that ended so again",
+    )
+    allow_mixed: bool = setting(
+        SWITCH,
+        False,
+        "go on with a sweep that was begun under another commit or other libraries",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Begin a sweep or go on with it.
 
@@ -68,25 +90,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parse(argv)
-    sweep = read_sweep_file(arguments.file)
-    folder = arguments.folder or Path("runs") / f"sweep_{arguments.file.stem}"
+    flags = parse(
+        SweepFlags,
+        argv,
+        prog="python -m sdbench sweep",
+        description="Measure a grid or a list of settings of benchmark.py, each in a process of "
+        "its own.",
+        epilog=EPILOG,
+    ).config
+    sweep = read_sweep_file(flags.file)
+    folder = flags.folder or Path("runs") / f"sweep_{flags.file.stem}"
     end_s = None if sweep.budget_s is None else time.monotonic() + sweep.budget_s
     runs = list_runs(sweep, folder=folder)
-    retry = _parse_retry(arguments.retry)
-    if arguments.dry_run:
-        print(_describe(sweep, runs, _pending(runs, retry), folder=folder))
+    if flags.dry_run:
+        print(_describe(sweep, runs, _pending(runs, flags.retry), folder=folder))
         return 0
     with only_sweep_in(folder):
-        check_environment(folder, allow_other=arguments.allow_mixed)
-        pending = _pending(runs, retry)
+        check_environment(folder, allow_other=flags.allow_mixed)
+        pending = _pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
         try:
             with stop_signals_raise():
                 _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
         except (KeyboardInterrupt, Terminated):
             print("interrupted: the same command goes on here", file=sys.stderr)
-            return 130
+            return EXIT_INTERRUPTED
         finally:
             replace_file(folder / "sweep.csv", format_csv(_make_rows(runs), columns=COLUMNS))
     print(f"\n{to_terminal(make_sweep_table(runs))}\n\ntable: {folder / 'sweep.csv'}")
@@ -117,47 +145,6 @@ def make_sweep_table(runs: Sequence[Run]) -> Table:
             }
         )
     return make_table(rows, left=names)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench sweep",
-        description="Measure a grid or a list of settings of benchmark.py, each in a process of "
-        "its own.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file of the sweep")
-    parser.add_argument("--dry_run", action="store_true", help="show the plan and stop")
-    parser.add_argument(
-        "--folder", type=Path, help="where the runs go (default: runs/sweep_<name of FILE>)"
-    )
-    parser.add_argument(
-        "--retry",
-        default="",
-        metavar="STATUS,...",
-        help=f"make runs that ended so again: {', '.join(RETRYABLE)}",
-    )
-    parser.add_argument(
-        "--allow_mixed",
-        action="store_true",
-        help="go on with a sweep that was begun under another commit or other libraries",
-    )
-    return parser.parse_args(argv)
-
-
-def _parse_retry(text: str) -> tuple[str, ...]:
-    statuses = tuple(status for status in text.split(",") if status)
-    for status in statuses:
-        if status not in RETRYABLE:
-            raise ConfigError(
-                "runs cannot be chosen by this status",
-                value=status,
-                allowed=", ".join(RETRYABLE),
-                flag="--retry",
-            )
-    return statuses
 
 
 def _pending(runs: Sequence[Run], retry: tuple[str, ...]) -> list[Run]:
@@ -212,8 +199,8 @@ def _measure(pending: Sequence[Run], *, timeout_s: float, end_s: float | None) -
             if outcome.status == TIMEOUT and left_s < timeout_s:
                 return  # its own time was not up: it has not ended, and is made another time
             run.end(outcome)
-            summary = (outcome.record or {}).get("summary")
-            result = f"{format_rate(summary)} images/s" if outcome.status == OK else outcome.reason
+            summary = outcome.summary
+            result = f"{format_rate(summary)} images/s" if summary else outcome.reason
             progress.report(
                 f"{for_terminal(run.cell.described)}: {outcome.status}, {for_terminal(result)} "
                 f"({time.perf_counter() - start_s:.0f} s)"

@@ -19,7 +19,9 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
 from sdbench.launch.child import find_program
-from sdbench.settings.config import FIELDS, POSITIVE, SECONDS, parse_value, raise_unknown
+from sdbench.settings.config import SETTINGS
+from sdbench.settings.kinds import POSITIVE, SECONDS
+from sdbench.settings.request import raise_unknown
 
 DEFAULT_LAUNCHER = "composer"
 DEFAULT_TIMEOUT_S = 3600.0
@@ -171,11 +173,11 @@ def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check(path: Path, name: str, value: Any) -> Any:
-    if name not in FIELDS:
-        raise_unknown(str(name), known=list(FIELDS), where=f"setting in {path}")
+    if name not in SETTINGS:
+        raise_unknown(str(name), known=list(SETTINGS), where=f"setting in {path}")
     if name == "results_dir":
         raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
-    return parse_value(name, value, kind=FIELDS[name].metadata["kind"])
+    return SETTINGS[name].parse(value)
 
 
 def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:

@@ -1,1 +1,1 @@
-"""Measures a run: its times, its memory, its machine."""
+"""Measures a run: times, memory, and the machine."""

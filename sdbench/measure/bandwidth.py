@@ -1,8 +1,8 @@
 """Measures the memory bandwidth of this device.
 
 As in STREAM (McCalpin, "Memory Bandwidth and Machine Balance", 1995): the faster of a copy and an
-add over arrays that no cache holds. Bytes are those that the kernel asks for; what a CPU reads
-before it writes a line is not counted.
+addition of arrays larger than any cache. Counted are the bytes that the kernel reads and writes,
+not the lines that a CPU reads before it writes to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure_bandwidth_gb_per_s(*, device_type: str) -> float:
     import torch
 
     num_bytes = ARRAY_BYTES[device_type]
-    # Written to, so that each has memory of its own: pages that nobody wrote are all one page.
+    # Filled, since pages that were never written all map to one page of zeros.
     left, right, result = (
         torch.full((num_bytes // 4,), 1.0, dtype=torch.float32, device=device_type)
         for _ in range(3)

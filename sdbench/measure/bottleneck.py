@@ -1,4 +1,4 @@
-"""Names the largest part of a step, and the flag that addresses it."""
+"""Names the largest phase of a step and a flag that may shorten it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sdbench.measure import phases
 
-# More than this of a step outside every phase means that the breakdown does not explain the step.
+# With a larger share outside all phases the breakdown does not explain the step.
 MAX_OTHER = 0.05
 
 NAMES = {
@@ -24,7 +24,8 @@ NAMES = {
 }
 PRECOMPUTED = "--latents precomputed trains on what `python -m sdbench precompute` has encoded once"
 LARGER_BATCH = "a larger --batch_size has fewer of them per image"
-# For each phase what may help, in order: the first that the run does not use already is named.
+# What may shorten each phase: setting, value (None: any other) and advice. The first that the run
+# does not use yet is named.
 ADVICE: dict[str, list[tuple[str, Any, str]]] = {
     phases.DATA_WAIT: [
         ("num_workers", None, "more --num_workers; `python data.py` tells what limits the source")
@@ -57,11 +58,11 @@ ADVICE: dict[str, list[tuple[str, Any, str]]] = {
 
 
 def name_bottleneck(breakdown: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The largest part of a step in a sentence, with the flag that addresses it.
+    """The largest phase of a step and a flag that may shorten it, in a sentence.
 
     Args:
-        breakdown: The record's breakdown.
-        config: The run's config by field names.
+        breakdown: The record's `breakdown`.
+        config: The record's `config`.
     """
     seconds = breakdown["seconds"]
     phase = max(seconds, key=seconds.__getitem__)
@@ -70,7 +71,7 @@ def name_bottleneck(breakdown: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def has_unexplained_time(breakdown: Mapping[str, Any]) -> bool:
-    """Whether more of the step lies outside all phases than a breakdown may leave open."""
+    """Whether more than `MAX_OTHER` of the step is outside all phases."""
     return breakdown["seconds"][phases.OTHER] > MAX_OTHER * breakdown["step_time_s"]
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast a loader feeds a trainer, and how long a trainer would wait for it."""
+"""Measures the rate of a data loader, and how long a trainer would wait for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BYTES_PER_MEGABYTE = 10**6
 
 
 class Stats(Protocol):
-    """What a loader has counted since it was built, or since `reset`.
+    """Counters of a loader since it was built or reset.
 
     Attributes:
-        num_images_delivered: Images handed out.
+        num_images_delivered: Images of the batches yielded.
         num_bad_samples: Samples that could not be used.
-        num_dropped_samples: Samples left out of the data set because a flag says so.
-        bytes_read: Bytes of the stored samples.
-        seconds: Phase of loading to the time it took, summed over all processes that load.
+        num_dropped_samples: Samples of the data set that a flag leaves out.
+        bytes_read: Size of the stored samples in bytes.
+        seconds: Time of each phase of loading, summed over all loading processes.
     """
 
     num_images_delivered: int
@@ -33,12 +33,12 @@ class Stats(Protocol):
     seconds: dict[str, float]
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Set the counters to 0."""
         ...
 
 
 class Loader(Protocol):
-    """Yields the batches of one epoch each time it is iterated, and counts them."""
+    """Yields the batches of one epoch per iteration, and counts them."""
 
     stats: Stats
 
@@ -49,12 +49,12 @@ class Loader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """The measured window of a loader and a trainer that does nothing, or sleeps.
+    """The measured window of a loader that feeds an emulated trainer.
 
     Attributes:
-        step_times_s: From each request for a batch to the next one.
-        waits_s: What of it the trainer waited for the batch.
-        stats: What the loader counted in the window.
+        step_times_s: From each request for a batch to the next request.
+        waits_s: From each request to its batch.
+        stats: Counters of the loader in the window.
     """
 
     step_times_s: tuple[float, ...]
@@ -76,16 +76,16 @@ def measure_feed(
     """Take batches as a trainer would, epoch after epoch.
 
     Args:
-        loader: What is measured.
-        num_warmup_batches: Batches before the window. Workers prepare batches in advance, so that
-            as many as they hold have to be taken before the rate is that of their work.
+        loader: The loader to measure.
+        num_warmup_batches: Batches before the window. At least as many as workers hold in advance
+            have to be taken before the rate is that of loading.
         num_batches: Batches in the window.
-        max_seconds: The window ends with the first batch after so much time.
-        step_s: Time that the trainer is busy with each batch, in the warm-up too, so that the
-            window begins with as many batches in store as that trainer would find.
-        observe: Is called after each batch.
-        clock: Time in seconds.
-        sleep: Lets time pass.
+        max_seconds: The window ends with the first batch after this time.
+        step_s: Time of an emulated step after each batch, also in the warm-up, so that the window
+            begins with as many prefetched batches as a trainer would find.
+        observe: Called after each batch.
+        clock: Host clock in seconds.
+        sleep: Waits for a number of seconds.
 
     Returns:
         The window.
@@ -95,7 +95,7 @@ def measure_feed(
     with contextlib.closing(_repeat(loader)) as batches:
 
         def step() -> float:
-            """Take a batch and work on it; returns when it was there."""
+            """Take a batch and emulate a step; returns the time at which the batch arrived."""
             next(batches)
             got_s = clock()
             if step_s:
@@ -133,11 +133,11 @@ def summarize_feed(
 
     Args:
         feed: The window.
-        num_workers: Processes that load; 0 when the trainer's own does.
-        num_cpu_cores: Cores that they had.
-        step_s: Time of the emulated step. If there is one, the rate is that of the trainer, and
-            nothing is said about what the loader could do.
-        target_images_per_second: The rate that is wanted, if any.
+        num_workers: Loading processes; 0 if the trainer's process loads.
+        num_cpu_cores: Cores that these may use.
+        step_s: Time of the emulated step, or 0. With one the rate is that of the trainer, and says
+            nothing about the loader's.
+        target_images_per_second: The rate that the user wants, if any.
 
     Returns:
         The record's `summary`.

@@ -1,7 +1,7 @@
-"""Clocks, power and neighbours of this rank's GPU during the measured window.
+"""Clocks, power and other users of this rank's GPU during the measured window.
 
-A thread reads NVML about once a second, so that the training loop never waits. What a GPU or its
-driver does not tell is None.
+A thread reads NVML once a second, so that the training loop never waits. Values that the GPU or its
+driver does not report are None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from sdbench.measure.nvml import ask, open_nvml
 
 PERIOD_S = 1.0
 
@@ -21,8 +23,8 @@ CLOCK_REASONS = {
     0x0000000000000040: "thermal slowdown by hardware",
     0x0000000000000080: "power brake",
 }
-# A GPU at its power cap is in its normal state under load. The other reasons say that this machine
-# is slower than its model should be.
+# Under load a GPU normally runs at its power cap. The other reasons mean that it is slower than
+# other GPUs of its model.
 NORMAL_REASON = "power cap"
 
 
@@ -33,14 +35,14 @@ class GpuReadings:
     Attributes:
         utilization_percent: Share of the time with a kernel running, mean.
         power_w: Board power, mean.
-        power_limit_w: Power that the board may take now.
-        default_power_limit_w: Power that it may take by its maker's setting.
-        energy_j: Energy that the board took over the window.
+        power_limit_w: Power limit of the board now.
+        default_power_limit_w: Power limit as the maker has set it.
+        energy_j: Energy of the board over the window.
         temperature_c: Highest.
         sm_clock_mhz: Mean.
         max_sm_clock_mhz: Highest clock of this model.
-        throttle_reasons: Each reason for a lower clock that was seen; empty if there was none.
-        num_other_processes: Largest number of other processes that computed on the GPU.
+        throttle_reasons: Reasons for a lower clock that were seen; empty if there was none.
+        num_other_processes: Largest number of other processes on the GPU.
     """
 
     utilization_percent: float | None = None
@@ -56,7 +58,7 @@ class GpuReadings:
 
     @property
     def is_throttled(self) -> bool:
-        """Whether something but its own full load kept the GPU slow."""
+        """Whether the power limit was lowered, or the clock for a reason other than the cap."""
         is_limited = (
             self.power_limit_w is not None
             and self.default_power_limit_w is not None
@@ -72,7 +74,7 @@ class GpuReadings:
 
 
 def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
-    """The GPUs of a run as one: means, the energy of all, the worst temperature and neighbours."""
+    """The readings of all GPUs of a run as one, None where a rank has none."""
     known = [rank for rank in ranks if rank is not None]
     if not known:
         return None
@@ -114,7 +116,7 @@ class GpuMonitor:
         self._start_energy_j: float | None = None
 
     def start(self) -> None:
-        """Begin to sample, or begin again: what was read before is forgotten."""
+        """Begin to sample; drops earlier samples."""
         if self._device is None:
             return
         self._samples = []
@@ -124,11 +126,11 @@ class GpuMonitor:
             self._thread.start()
 
     def read(self) -> GpuReadings | None:
-        """What was read since `start`, or None without NVML; sampling goes on."""
+        """The readings since `start`, or None without NVML; sampling goes on."""
         if self._device is None:
             return None
         energies_j = [self._device.energy_j(), self._start_energy_j]
-        # The present state is the only sample of a window shorter than a period.
+        # A window shorter than a period has no other sample than this one.
         samples = [*self._samples, self._device.sample()]
 
         def over(combine: Callable[[list[Any]], Any], name: str) -> Any:
@@ -178,8 +180,8 @@ class _Device:
             "throttle_reasons": None
             if reasons is None
             else [name for bit, name in CLOCK_REASONS.items() if reasons & bit],
-            # One of them is this one. A container that does not see the processes of its host is
-            # told of none at all, and then nothing is known of others either.
+            # One of them is this process. In a container NVML may list none at all, and then the
+            # number of others is unknown.
             "num_other_processes": len(processes) - 1 if processes else None,
         }
 
@@ -195,24 +197,14 @@ class _Device:
             "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM),
         }
 
-    def _ask(self, name: str, *args: Any) -> Any:
-        """An answer of NVML, or None from a GPU, a driver or a version of pynvml without it."""
-        try:
-            return getattr(self._nvml, name)(self._handle, *args)
-        except (self._nvml.NVMLError, AttributeError):
-            return None
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        return ask(self._nvml, name, self._handle, *arguments)
 
 
 def _open_device(uuid: str) -> _Device | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return _Device(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-    except pynvml.NVMLError:
-        return None
+    nvml = open_nvml()
+    handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+    return None if handle is None else _Device(nvml, handle)
 
 
 def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -9,14 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-BYTES_PER_GIB = 1024**3
-# mem_get_info opens a CUDA context on the GPU before it answers, about half a GiB on Hopper.
+from sdbench.base.units import BYTES_PER_GIB
+from sdbench.measure.nvml import ask, open_nvml
+
+# torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine as a benchmark sees it. Unknown is None. No host name: it names nobody's machine.
+    """Hardware of a machine. Unknown is None. The host name is left out, since records are public.
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.
@@ -24,8 +26,8 @@ class Machine:
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
         free_memory_gib: Device memory that no process uses.
-        held_memory_gib: Device memory that this process uses already.
-        num_cpu_cores: Cores this process may run on.
+        held_memory_gib: Device memory that this process uses.
+        num_cpu_cores: Cores that this process may run on.
         cpu_name: Name of the CPU.
         memory_gib: Memory of the machine.
         cpu_flags: Vector instruction sets that matter to training.
@@ -50,14 +52,14 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """A name of the hardware that is safe in file names, e.g. ``8x-nvidia-h100-80gb-hbm3``."""
+        """The hardware as part of a file name, e.g. ``8x-nvidia-h100-80gb-hbm3``."""
         count = (
             f"{self.num_cpu_cores}-core" if self.device_type == "cpu" else f"{self.num_devices}x"
         )
         return f"{count}-{re.sub(r'[^a-z0-9]+', '-', self.device_name.lower()).strip('-')}"
 
     def supported_precisions(self) -> tuple[str, ...]:
-        """Which values of --precision this device can do."""
+        """Values of --precision that this device supports."""
         if self.device_type == "cpu":
             return ("fp32", "amp_bf16", "bf16")
         # bf16 and tf32 came to NVIDIA GPUs with compute capability 8.0 (Ampere).
@@ -66,19 +68,19 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether bf16 matrix products run on instructions of their own, not through fp32."""
+        """Whether bf16 matrix products have their own instructions, and are not done in fp32."""
         if self.device_type == "cpu":
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Dense matrix peak of one device.
+        """Peak rate of dense matrix products on one device.
 
         Args:
             precision: A value of --precision.
 
         Returns:
-            TFLOP/s from peaks.json, or None for a device that has no row there.
+            TFLOP/s from peaks.json, or None for a device that is not listed there.
         """
         rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
         for row in rows:
@@ -88,7 +90,7 @@ class Machine:
 
 
 def inspect_machine(*, local_rank: int = 0) -> Machine:
-    """The machine that this process is on."""
+    """Inspect the machine that this process runs on."""
     import psutil
     import torch
 
@@ -143,7 +145,7 @@ def as_dict(machine: Machine) -> dict[str, Any]:
 
 
 def _read_cpu() -> tuple[str, tuple[str, ...]]:
-    """Name and the flags that matter, from /proc/cpuinfo; other systems give a name only."""
+    """Name of the CPU and flags that matter, from /proc/cpuinfo; elsewhere the name only."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine(), ()
@@ -156,12 +158,5 @@ def _read_cpu() -> tuple[str, tuple[str, ...]]:
 
 
 def _read_driver_version() -> str | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
-        return None
+    nvml = open_nvml()
+    return None if nvml is None else ask(nvml, "nvmlSystemGetDriverVersion")

@@ -1,4 +1,4 @@
-"""Losses of the steps, kept on the device until they are asked for."""
+"""`Losses`: the losses of the steps, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NUM_AT_FIRST = 1024
 
 
 class Losses:
-    """One number a step. Reading any of them waits for the device, adding one does not.
+    """One loss per step. Adding one does not wait for the device; reading waits.
 
     Attributes:
-        first_not_finite: Index of the first step, among those read, whose loss is not a finite
-            number; None if all are.
+        first_not_finite: Index of the first step whose loss is not finite, among those that have
+            been read; None if there is none.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Measures the rate of a large matrix product on this device.
 
-A vendor's peak is reached by no program. One large product of square matrices, in the type that the
-training computes in, is the practical ceiling of the same device with its clocks and libraries.
+No program reaches the vendor's peak. The rate of one large product of square matrices, in the type
+that training computes in, is the practical peak of this device with its clocks and libraries.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
     """Time a large matrix product.
 
     Args:
-        precision: A value of --precision; it decides the type of the matrices. Whether fp32 may
-            use TF32 is torch's global switch.
+        precision: A value of --precision; decides the type of the matrices. torch's global switch
+            decides whether fp32 may use TF32.
         device_type: ``cuda`` (the current one) or ``cpu``.
 
     Returns:
@@ -29,7 +29,7 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
         precision.removeprefix("amp_"), torch.float32
     )
     size = GPU_SIZE if device_type == "cuda" else CPU_SIZE
-    # A generator of its own leaves the random numbers of the run as they are.
+    # A separate generator, so that the run's random numbers do not change.
     generator = torch.Generator(device_type).manual_seed(0)
     left, right = (
         torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2)

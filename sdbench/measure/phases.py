@@ -1,8 +1,8 @@
 """Splits the time of a training step into phases.
 
-In a few steps behind the measured window a clock is switched from phase to phase. Each switch waits
-for the device, so that work is charged to the phase that asked for it. Waiting costs time: these
-steps do not count as measured. Time in no phase is `other`, so that the phases add up to the step.
+This is done in a few profiled steps after the measured window. Each switch to another phase waits
+for the device, so that work counts in the phase that started it; the waits make these steps slower,
+so they are not measured. Time outside all phases is `other`: the phases add up to the step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PHASES = (
 
 
 class PhaseClock:
-    """Charges the time of the profiled steps of one rank to phases; otherwise it does nothing."""
+    """Adds up the time of each phase in the profiled steps of one rank; else does nothing."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PhaseClock:
 
         Args:
             clock: Monotonic host clock in seconds.
-            synchronize: Waits until the compute stream has done what was handed to it.
+            synchronize: Waits for the compute stream.
         """
         self._clock = clock
         self._synchronize = synchronize
@@ -72,10 +72,10 @@ class PhaseClock:
         self.is_running = False
 
     def switch(self, phase: str) -> str:
-        """Charge what has passed to the phase so far, and what is to come to another.
+        """End the current phase and begin another.
 
         Returns:
-            The phase so far.
+            The phase that ended.
         """
         assert phase in self._seconds
         previous = self._phase
@@ -88,7 +88,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time of the block to a phase."""
+        """Switch to a phase for the block, and back."""
         previous = self.switch(name)
         try:
             yield
@@ -96,7 +96,7 @@ class PhaseClock:
             self.switch(previous)
 
     def wrap(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """A function whose time is charged to a phase."""
+        """The function, run in a phase."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             with self.phase(name):
@@ -106,19 +106,19 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time of each phase so far, over all profiled steps."""
+        """Time of each phase, summed over all profiled steps so far."""
         return dict(self._seconds)
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any] | None:
-    """The breakdown of the run: means over its ranks and profiled steps.
+    """The breakdown of a step: means over ranks and profiled steps.
 
     Args:
-        ranks: Seconds of each phase on each rank.
-        num_steps: Profiled steps.
+        ranks: Seconds of each phase on each rank, over all steps.
+        num_steps: Number of profiled steps.
 
     Returns:
-        The record's `breakdown`, or None if no step was profiled.
+        The record's `breakdown`, or None without profiled steps.
     """
     if num_steps == 0:
         return None

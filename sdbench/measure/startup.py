@@ -1,6 +1,6 @@
 """The time from the command to the first measured step, by phase.
 
-Every moment since the process began belongs to one phase, so that the phases add up to the whole.
+All time since the process began is in one of the phases, so they add up to the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from sdbench.measure.timer import WARMUP as WARMUP_STEP
 
-# Before the process that started this one, if that was a launcher of ranks.
+# From the start of the launcher, if there is one, to the start of this process.
 LAUNCHER = "launcher"
 INTERPRETER = "interpreter"
 IMPORTS = "imports"
@@ -25,12 +25,12 @@ FIRST_STEP = "first_step"
 WARMUP = "warmup"
 PHASES = (LAUNCHER, INTERPRETER, IMPORTS, PLAN, PEAK, BUILD, ENGINE, FIRST_STEP, WARMUP)
 
-# Programs whose processes start one process per rank, by file name or module.
+# Launchers of ranks, by file name or module.
 LAUNCHERS = frozenset({"composer", "torchrun", "composer.cli.launcher", "torch.distributed.run"})
 
 
 class StartupClock:
-    """Charges the time before the first measured step of one rank to phases."""
+    """Adds up the time of each phase before the first measured step of one rank."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class StartupClock:
         before_main_s: dict[str, float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin, as the first thing that the program does.
+        """Begin, as early as possible.
 
         Args:
-            before_main_s: Seconds that have passed by phase, e.g. `seconds_before_now()`.
+            before_main_s: Seconds of earlier phases, e.g. `seconds_before_now()`.
             clock: Monotonic host clock in seconds.
         """
         self._clock = clock
@@ -50,7 +50,7 @@ class StartupClock:
         self._step_times_s: list[float] = []
 
     def ends(self, phase: str) -> None:
-        """Charge what has passed since the last call to a phase, which may be charged again."""
+        """Add the time since the last call to a phase."""
         self._seconds[phase] += self._lap()
 
     def loop_begins(self) -> None:
@@ -60,7 +60,7 @@ class StartupClock:
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """A step has ended. Which steps are warm-up may be decided later."""
+        """A step has ended. Whether it was warm-up may be decided later."""
         if index == 0 and phase == WARMUP_STEP:
             loss()  # waits for the device, as the end of the warm-up does
         self._step_times_s.append(self._lap())
@@ -69,7 +69,7 @@ class StartupClock:
         """The record's `startup`.
 
         Args:
-            num_warmup_steps: Steps before the measured window; the phases end with the last one.
+            num_warmup_steps: Steps before the measured window, the last that belong to start-up.
         """
         first_s, rest_s = 0.0, 0.0
         if num_warmup_steps > 0:
@@ -89,7 +89,7 @@ class StartupClock:
 
 
 def seconds_before_now() -> dict[str, float]:
-    """Seconds from the start of this process, and of the launcher that started it, until now."""
+    """Seconds of the phases `LAUNCHER` and `INTERPRETER`, which end now."""
     import psutil
 
     process = psutil.Process()
@@ -105,13 +105,13 @@ def _age_s(process: Any) -> float:
 
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return time.time() - process.create_time()
-    # Linux counts the start of a process from the start of the machine, whose date it gives in
-    # whole seconds: taken off again, it costs no precision.
+    # psutil adds the boot time, which is rounded to seconds, to the exact start since boot; it is
+    # subtracted again.
     since_boot_s = process.create_time() - psutil.boot_time()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s
 
 
 def compile_seconds() -> float:
-    """Seconds that torch.compile has taken in this process, forward and backward passes."""
+    """Seconds that torch.compile has taken in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else dynamo.calculate_time_spent()["total_wall_time"]

@@ -1,7 +1,7 @@
 """Finds ranks that are slower than the others.
 
-Ranks that average their gradients end every step together, at the pace of the slowest: the time of
-a step tells nothing about a single rank. What a rank does before it waits for others is its own.
+Ranks that average gradients end every step together, at the pace of the slowest, so step times do
+not show which rank is slow. The time that a rank works before it waits for others does.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from sdbench.measure.phases import GRADIENT_COMMUNICATION
 
-# A fifth more than the median is past what two profiled steps vary by on one kind of device.
+# Two profiled steps on devices of one kind vary by less than a fifth.
 MIN_TIMES_MEDIAN = 1.2
 
 
 def own_step_time_s(breakdown: Mapping[str, Any]) -> float:
-    """Time of a profiled step without the waiting for gradients of other ranks.
+    """Time of a profiled step without the communication of gradients.
 
     Args:
-        breakdown: Of one rank, see `phases.merge_phases`. With weights that the ranks share,
-            waiting is part of the passes and cannot be told from work.
+        breakdown: Of one rank, see `phases.merge_phases`. With sharded weights, waiting is part of
+            forward and backward passes and is not left out.
     """
     return breakdown["step_time_s"] - breakdown["seconds"][GRADIENT_COMMUNICATION]
 
@@ -32,9 +32,9 @@ def find_stragglers(
     """Ranks that take a fifth longer than the median rank, the slowest first.
 
     Args:
-        own_step_times_s: Of each rank. Of an even number the lower of the two in the middle is the
-            median, so that of two ranks one can be slow.
-        ranks_per_node: Ranks with one number of a node.
+        own_step_times_s: Of each rank. With an even number of ranks the lower median is taken, so
+            that one of two ranks can be slow.
+        ranks_per_node: Number of ranks on each node.
     """
     median_s = statistics.median_low(own_step_times_s)
     found = [

@@ -1,4 +1,4 @@
-"""The figures of a run, from its step times and counters."""
+"""Computes the figures of a run from its step times and counters."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
 from sdbench.statistics.intervals import Interval, within_run_interval
 
-# Steps that vary by more than a tenth around their mean are not those of a quiet machine.
+# On an idle machine the standard deviation of the step times is below a tenth of their mean.
 MAX_VARIATION = 0.10
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """What an engine brings back from one rank.
+    """The measurements of a rank, or of a run after `merge_measurements`.
 
     Attributes:
         timings: Every step, and the measured window.
-        num_images: Images this rank's loader delivered over the whole run.
-        peak_memory_gib: Peak of the rank: allocated on the GPU, or resident on a CPU.
-        gpu: State of the GPU in the measured window; None without a GPU or NVML.
-        breakdown: Where the time of a profiled step went; None if none was profiled.
-        own_step_times_s: Time of each rank for its own work in such a step.
+        num_images: Images that the loader delivered in the whole run.
+        peak_memory_gib: Peak memory: reserved on a GPU, or resident on a CPU.
+        gpu: Readings in the measured window; None without a GPU or NVML.
+        breakdown: Times of the phases of a step; None without profiled steps.
+        own_step_times_s: Of each rank in profiled steps, see `stragglers.own_step_time_s`.
     """
 
     timings: Timings
@@ -45,12 +45,12 @@ class Measurements:
 
 
 def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
-    """The measurements of a rank, for an engine whose loop has ended.
+    """The measurements of a rank after its training loop.
 
     Args:
-        watch: Was told of every step.
-        num_images: Images this rank's loader delivered.
-        peak_memory_gib: Peak of the rank.
+        watch: Has watched every step.
+        num_images: As in `Measurements`.
+        peak_memory_gib: As in `Measurements`.
     """
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
@@ -59,7 +59,7 @@ def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float
 
 
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
-    """The run as a whole: slowest rank, all images, largest peak, mean breakdown."""
+    """Merge ranks: times of the slowest, sum of images, largest peak, mean breakdown."""
     breakdowns = [rank.breakdown for rank in ranks]
     return Measurements(
         timings=merge_ranks([rank.timings for rank in ranks]),
@@ -92,15 +92,14 @@ def summarize(
 
     Args:
         measurements: Merged over all ranks.
-        config: The run's config; read are the global batch, the precision that was asked for and
-            the settings that the advice depends on.
+        config: The run's settings by name.
         num_devices: Ranks that trained: GPUs, or CPU processes.
-        ranks_per_node: How many of them each machine has.
-        flops_per_image: Model FLOPs of one image, multiply-add counted as two.
-        peak_tflops: Dense peak of one device, None where unknown.
-        matmul_tflops: What a large matrix product reached on one device, None if not measured.
-        startup: Has followed the first rank from its start.
-        uses_sockets: NCCL talks over TCP between machines.
+        ranks_per_node: Number of ranks on each node.
+        flops_per_image: Model FLOPs of one image; a multiply-add counts as two.
+        peak_tflops: Peak of dense matrix products on one device, None if unknown.
+        matmul_tflops: Measured rate of a large matrix product on one device, None if not measured.
+        startup: The start-up phases of the first rank.
+        uses_sockets: Whether NCCL uses TCP sockets between nodes.
 
     Returns:
         The record's `summary`.
@@ -167,7 +166,7 @@ def summarize(
 
 
 def interval_for_record(interval: Interval | None) -> dict[str, Any] | None:
-    """An interval as JSON, which has no infinity: an end without a bound is None."""
+    """An interval as JSON, in which an infinite end is None."""
     if interval is None:
         return None
     high = interval.high if math.isfinite(interval.high) else None

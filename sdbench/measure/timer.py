@@ -1,7 +1,8 @@
-"""Times each step and the measured window.
+"""`StepTimer`: times each step and the measured window.
 
-The device is synchronised at the window's two edges only. In between, a GPU gets one event per
-step, read after the window has closed; a CPU is its own clock. Warm-up lies before the first edge.
+The host waits for the device at the two edges of the window only. In between, an event per step is
+recorded on a GPU and read after the window has closed; on a CPU the host clock is read. Warm-up is
+before the window.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.measure.losses import Losses
+from sdbench.record.store import INVALID
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +25,8 @@ MEASURED = "measured"
 PROFILED = "profiled"
 AFTER = "after"
 
-# What follows a full window: it closes, it turns out to be warm-up and another one begins, or it
-# goes on to a longer length.
+# What follows a full window: it closes, or becomes warm-up before a new window, or it is extended
+# to a number of steps.
 CLOSE = "close"
 WARM_UP = "warm up"
 
@@ -35,10 +37,10 @@ class Step:
 
     Attributes:
         index: Position in the run, from 0.
-        phase: warmup, measured, profiled (its time split up, which costs some) or after.
+        phase: warmup, measured, profiled (slower, as its time is split into phases) or after.
         step_time_s: From the end of the previous step to the end of this one, in seconds.
-        data_wait_s: Part of it that the host waited for the data loader, in seconds. A GPU may have
-            had work of the step before meanwhile.
+        data_wait_s: Time in it that the host waited for the data loader, in seconds. A GPU may
+            have been busy with earlier work meanwhile.
         loss: Mean loss over the global batch.
     """
 
@@ -63,7 +65,7 @@ class Timings:
 
 
 class HostMarks:
-    """Marks in time for a device that runs in step with the host."""
+    """Marks in time by the host clock, for a CPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.mark = clock
@@ -75,11 +77,11 @@ class HostMarks:
 
 
 class CudaMarks:
-    """Marks in time on the current CUDA stream: events, which cost no synchronisation to set."""
+    """Marks in time by events on the current CUDA stream, which need no synchronisation."""
 
     @staticmethod
     def mark() -> Any:
-        """Put an event into the stream."""
+        """Record an event."""
         import torch
 
         event = torch.cuda.Event(enable_timing=True)
@@ -93,12 +95,12 @@ class CudaMarks:
 
 
 class StepTimer:
-    """Times warm-up, a measured window and what follows.
+    """Times the steps of warm-up, measured window and what follows.
 
     Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
 
     Attributes:
-        losses: Of the steps so far; those before an edge of the window have been read.
+        losses: Of the steps so far; at each edge of the window they are read.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class StepTimer:
         num_warmup_steps: int,
         num_measured_steps: int,
         num_profiled_steps: int = 0,
-        look: Callable[[Sequence[float], int], str | int] = lambda step_times_s, warmup: CLOSE,
+        policy: Callable[[Sequence[float], int], str | int] = lambda step_times_s, warmup: CLOSE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare a timer.
@@ -115,10 +117,10 @@ class StepTimer:
         Args:
             num_warmup_steps: Steps before the window, 0 or more.
             num_measured_steps: Steps in the window, 1 or more.
-            num_profiled_steps: Steps behind it that are profiled.
-            look: Asked when the window is full, with its step times in seconds and the number of
-                warm-up steps before it: `CLOSE`, `WARM_UP`, or the length to go on to. The time
-                that it takes belongs to no step.
+            num_profiled_steps: Steps after it that are profiled.
+            policy: Called when the window is full, with its step times in seconds and the number of
+                warm-up steps. Returns `CLOSE`, `WARM_UP`, or a longer length of the window. Its
+                time is in no step.
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
@@ -127,7 +129,7 @@ class StepTimer:
         self._num_profiled_steps = num_profiled_steps
         self._window_start = num_warmup_steps
         self._window_end = num_warmup_steps + num_measured_steps
-        self._look = look
+        self._policy = policy
         self._window_opens: Callable[[], None] = lambda: None
         self._window_is_full: Callable[[], None] = lambda: None
         self._clock = clock
@@ -143,21 +145,23 @@ class StepTimer:
         self._is_closed = False
 
     def use_device(self, *, synchronize: Callable[[], None], marks: Any) -> None:
-        """Time a device that runs behind the host; to be called before `start`.
+        """Time a device that works asynchronously; to be called before `start`.
 
         Args:
-            synchronize: Waits until the device has finished all work handed to it.
-            marks: Takes marks in the device's own time, e.g. `CudaMarks()`.
+            synchronize: Waits until the device has finished all work.
+            marks: Takes marks in the device's time, e.g. `CudaMarks()`.
         """
         self._synchronize = synchronize
         self._marks = marks
 
     def on_window(self, *, opens: Callable[[], None], is_full: Callable[[], None]) -> None:
-        """Have something done at the window's edges, in no step's time; before `start`.
+        """Set callbacks at the edges of the window; to be called before `start`.
+
+        Their time is in no step.
 
         Args:
             opens: Called before the first mark of each window, with the device idle.
-            is_full: Called behind its last mark, and before it is looked at.
+            is_full: Called after the last mark of a full window.
         """
         self._window_opens = opens
         self._window_is_full = is_full
@@ -175,7 +179,7 @@ class StepTimer:
         self._wait_start_s = self._clock()
 
     def data_wait_ends(self) -> None:
-        """The loader has delivered, or said that its epoch is over; a step may wait twice."""
+        """A batch has arrived, or the epoch is over; a step may wait several times."""
         self._step_wait_s += self._clock() - self._wait_start_s
 
     def step_ends(self, *, loss: Tensor) -> None:
@@ -201,7 +205,7 @@ class StepTimer:
         if is_first_edge or self._window_start == self.num_steps:
             self._window_opens()
         if is_first_edge or is_last_edge:
-            # What was done between two marks at an edge belongs to no step.
+            # Time between the two marks at an edge is in no step.
             self._starts.append(self._marks.mark())
             self._edge_s = self._clock()
         else:
@@ -213,17 +217,12 @@ class StepTimer:
         return len(self.losses)
 
     @property
-    def window_start(self) -> int:
-        """Index of the first measured step, as far as is decided now."""
-        return self._window_start
-
-    @property
     def num_steps_needed(self) -> int:
-        """Steps of warm-up, window and profile as far as is decided now."""
+        """Number of warm-up, measured and profiled steps, as decided so far."""
         return self._window_end + self._num_profiled_steps
 
     def phase_of(self, index: int) -> str:
-        """Which phase the step with this index belongs to, as far as is decided now."""
+        """The phase of the step with this index, as decided so far."""
         if index < self._window_start:
             return WARMUP
         if index < self._window_end:
@@ -231,13 +230,10 @@ class StepTimer:
         return PROFILED if index < self.num_steps_needed else AFTER
 
     def timings(self) -> Timings:
-        """Read all marks.
-
-        Returns:
-            Every step and the window of this rank.
+        """The steps and the window of this rank; waits for the device.
 
         Raises:
-            RunError: If the loop ended before the window was full.
+            RunError: The loop ended before the window was full.
         """
         if self.num_steps < self.num_steps_needed or not self._is_closed:
             parts = (
@@ -247,10 +243,14 @@ class StepTimer:
                 parts += f", {self._num_profiled_steps} profiled"
             raise RunError(
                 f"the loop ended after {self.num_steps} of {self.num_steps_needed} steps ({parts})",
-                status="invalid",
+                status=INVALID,
             )
+        return Timings(self.steps(), window_s=self._window_s)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that have ended so far; waits for the device."""
         self._synchronize()
-        steps = tuple(
+        return tuple(
             Step(
                 index=index,
                 phase=self.phase_of(index),
@@ -258,15 +258,15 @@ class StepTimer:
                 data_wait_s=self._data_waits_s[index],
                 loss=loss,
             )
-            for index, loss in enumerate(self.losses.read())
+            # After an error in `step_ends` there may be one loss more than ended steps.
+            for index, loss in enumerate(self.losses.read()[: len(self._ends)])
         )
-        return Timings(steps, window_s=self._window_s)
 
     def _decide(self) -> None:
-        """Close the window that is full, take it for warm-up, or make it longer."""
+        """Close the full window, turn it into warm-up, or extend it."""
         window = range(self._window_start, self._window_end)
         step_times_s = [self._step_time_s(index) for index in window]
-        decision = self._look(step_times_s, self._window_start)
+        decision = self._policy(step_times_s, self._window_start)
         if decision == WARM_UP:
             self._window_start = self._window_end
             self._window_end += self._num_measured_steps
@@ -282,14 +282,14 @@ class StepTimer:
 
 
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
-    """The run as its slowest rank saw it: a global step is over when the last rank is done.
+    """The timings of the run: a global step ends when the last rank ends it.
 
     Args:
-        timings: One entry per rank, all with the same number of steps.
+        timings: Of each rank, all with the same number of steps.
 
     Returns:
-        The largest window, for each step its time as `slowest_steps` has it and the largest data
-        wait. Losses are those of the first rank: engines report the mean over all ranks on each.
+        The longest window; for each step the time by `slowest_steps` and the longest data wait.
+        Losses are the first rank's, since engines report the mean of all ranks on each rank.
     """
     assert len({len(rank.steps) for rank in timings}) == 1
     times_s: list[float] = []
@@ -311,9 +311,9 @@ def merge_ranks(timings: Sequence[Timings]) -> Timings:
 def slowest_steps(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Step times of a run from those of its ranks, which began together.
 
-    A global step is over when the last rank is done with it, so its end is the latest end of any
-    rank, and its time the distance of two such ends. They add up to the slowest rank's time; the
-    largest time of each step by itself would add up to more, where ranks are slow in turn.
+    A global step ends when the last rank ends it, and its time is the difference of two such ends.
+    The times add up to that of the slowest rank. Taking the longest time of each step instead would
+    add up to more, where ranks are slow in turn.
 
     Args:
         ranks: Step times of each rank in seconds.

@@ -1,4 +1,4 @@
-"""Times a piece of work on this device, once it runs steadily."""
+"""`median_time_s`: times a piece of work on this device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 MIN_REPEATS = 5
-# A GPU under load first runs at its boost clock and then at what its power cap allows.
+# Under load a GPU first runs at its boost clock, and then slower at its power cap.
 MIN_S = {"cuda": 1.0, "cpu": 0.0}
-# A GPU is given work faster than it does it; waiting after each piece would be timed too.
+# Several calls at a time, since waiting for a GPU after each call would be timed too.
 CALLS_PER_REPEAT = {"cuda": 20, "cpu": 1}
 
 
@@ -22,7 +22,7 @@ def median_time_s(
     """Time one call of the work.
 
     Args:
-        work: Is called again and again; once untimed, to load and choose kernels.
+        work: Called repeatedly; the first call, which loads and chooses kernels, is not timed.
         device_type: ``cuda`` (the current one) or ``cpu``.
         clock: Monotonic host clock in seconds.
 

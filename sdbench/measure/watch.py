@@ -1,8 +1,7 @@
-"""The watch over the steps of a rank, whichever engine runs the loop.
+"""`StepWatch`: what an engine tells of every step of a rank.
 
-An engine calls the methods at the right moments, charges its phases to `phases` and ends when
-`is_over` says so. It gets timing, progress, the GPU monitor, the breakdown of a step, the trace,
-the check of the loss and the end on a signal in return.
+The watch times the steps, tells the observers (progress, logs), runs the GPU monitor, splits
+profiled steps into phases, writes the trace, checks the loss and decides when the loop ends.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
+from sdbench.record.store import INVALID
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What ranks tell each other at the end of a step: 0, a signal, or this.
+# At the end of a step ranks agree on the largest of 0 (go on), the number of a signal, and this.
 LOSS_IS_NOT_FINITE = 1000
 
 
 class Observer(Protocol):
-    """Something that follows the steps, such as a progress bar or a logger."""
+    """Is told of every step, e.g. a progress bar or a logger."""
 
     def loop_begins(self) -> None:
         """The first step is about to begin."""
@@ -41,14 +41,18 @@ class Observer(Protocol):
         Args:
             index: Of the step, from 0.
             phase: Of the step, see `timer.Step`.
-            loss: Reads the loss of the step, which waits for the device unless a later step has
-                been read: to be called every ten seconds at most.
-            num_steps: Length of the run as far as is decided now.
+            loss: Reads the loss of the step; waits for the device unless this or a later loss has
+                been read. To be called every ten seconds at most.
+            num_steps: Length of the run, as decided so far.
         """
 
 
 class StepWatch:
-    """Watches the steps of one rank."""
+    """Watches the steps of one rank.
+
+    Attributes:
+        is_stopped: Whether a signal has ended the run before its last step.
+    """
 
     def __init__(
         self,
@@ -61,16 +65,16 @@ class StepWatch:
         has_trace: bool = False,
         trace_file: Path | None = None,
     ) -> None:
-        """Join the pieces.
+        """Prepare; nothing is timed yet.
 
         Args:
-            timer: Takes the times; starts the GPU monitor where its window opens.
-            phases: Splits the time of the profiled steps.
+            timer: Times the steps.
+            phases: Splits the profiled steps into phases.
             observers: Are told of every step.
             gpu_monitor: Is read when the window is full; None without a GPU.
-            num_steps: Length of the run that the user asked for; None ends it when all is measured.
-            has_trace: One more step is trained, for torch's trace.
-            trace_file: Gets it; None on a rank that writes none.
+            num_steps: Length of the run; None ends it when all is measured.
+            has_trace: Whether to train one more step under torch's profiler.
+            trace_file: Where to write its trace; None on ranks that write none.
         """
         self.timer = timer
         self.phases = phases
@@ -85,32 +89,32 @@ class StepWatch:
         self._profiler: Any = None
         self._ranks = Ranks.from_environment()
         self._request = StopRequest()
-        self._is_stopped = False
+        self.is_stopped = False
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """To be entered around the loop: a signal to stop ends it behind a step, on all ranks.
+        """The context of the training loop: a stop signal ends it after a step, on all ranks.
 
         Raises:
             KeyboardInterrupt: The loop has ended because of SIGINT.
-            Terminated: The same for SIGTERM and SIGHUP.
+            Terminated: The loop has ended because of SIGTERM or SIGHUP.
         """
         with stop_signals_ask() as self._request:
             yield
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step of the run has ended."""
-        return self._is_stopped or self.timer.num_steps >= self._num_steps_now
+        """Whether the loop has to end: after the last step, or after a stop signal."""
+        return self.is_stopped or self.timer.num_steps >= self._num_steps_now
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the run ends with the step that goes on now, as far as is decided."""
+        """Whether the current step is the last one, as decided so far."""
         return self.timer.num_steps + 1 >= self._num_steps_now
 
     @property
     def _num_steps_now(self) -> int:
-        """Length of the run as far as is decided now."""
+        """Length of the run, as decided so far."""
         if self._num_steps is not None:
             return self._num_steps
         return self.timer.num_steps_needed + self._has_trace
@@ -128,7 +132,7 @@ class StepWatch:
         self.timer.data_wait_begins()
 
     def data_wait_ends(self) -> None:
-        """The loader has answered."""
+        """The batch has arrived, or the epoch is over."""
         self.timer.data_wait_ends()
         self.phases.switch(OTHER)
 
@@ -139,8 +143,8 @@ class StepWatch:
             loss: Mean over the global batch, the same on every rank, on the device.
 
         Raises:
-            RunError: A loss that has been read is not a finite number: at an edge of the window,
-                at the end, or when an observer of any rank asked for it.
+            RunError: A loss is not finite. It is read at an edge of the window, at the end, or when
+                an observer of any rank asks for it.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
@@ -159,7 +163,11 @@ class StepWatch:
         self._next_step_begins(previous_phase=phase)
 
     def _agree_on_end(self) -> None:
-        """End the loop on all ranks if one has been signalled, or has read a loss of no use."""
+        """End the loop on all ranks if one has a stop signal or has read a loss that is not finite.
+
+        Raises:
+            RunError: The loss is not finite.
+        """
         losses = self.timer.losses
         if self.timer.num_steps >= self._num_steps_now:
             losses.read()
@@ -171,10 +179,11 @@ class StepWatch:
             values = losses.read()
             index = losses.first_not_finite
             assert index is not None, "ranks have different losses"
-            raise RunError(f"the loss is {values[index]} at step {index + 1}", status="invalid")
+            raise RunError(f"the loss is {values[index]} at step {index + 1}", status=INVALID)
         if agreed:
             self._request.note(agreed)
-            self._is_stopped = True
+            self._request.forget()  # what is saved behind the last step takes its time
+            self.is_stopped = True
 
     def _next_step_begins(self, *, previous_phase: str | None) -> None:
         index = self.timer.num_steps
@@ -209,38 +218,38 @@ def make_watch(
     num_warmup_steps: int,
     num_measured_steps: int,
     num_profiled_steps: int = 0,
-    look: Callable[[Sequence[float], int], str | int] | None = None,
+    policy: Callable[[Sequence[float], int], str | int] | None = None,
     num_steps: int | None = None,
     cuda_device: int | None,
     observers: Sequence[Observer],
     has_trace: bool = False,
     trace_file: Path | None = None,
 ) -> StepWatch:
-    """A watch for the device at hand.
+    """Make a watch for the device of this rank.
 
     Args:
-        num_warmup_steps: Steps before the measured window.
-        num_measured_steps: Steps in it.
-        num_profiled_steps: Steps behind it whose time is split up.
-        look: Decides what follows a full window, see `StepTimer`; None closes it.
-        num_steps: Length of the run; None ends it when all is measured.
+        num_warmup_steps: As of `StepTimer`.
+        num_measured_steps: As of `StepTimer`.
+        num_profiled_steps: As of `StepTimer`.
+        policy: As of `StepTimer`; None closes the first full window.
+        num_steps: As of `StepWatch`.
         cuda_device: Index of this rank's GPU, None on a CPU.
-        observers: Are told of every step.
-        has_trace: One more step is trained, for torch's trace.
-        trace_file: Gets it; None on a rank that writes none.
+        observers: As of `StepWatch`.
+        has_trace: As of `StepWatch`.
+        trace_file: As of `StepWatch`.
     """
     timer = StepTimer(
         num_warmup_steps=num_warmup_steps,
         num_measured_steps=num_measured_steps,
         num_profiled_steps=num_profiled_steps,
-        **({} if look is None else {"look": look}),
+        **({} if policy is None else {"policy": policy}),
     )
     phases, gpu_monitor = PhaseClock(), None
     if cuda_device is not None:
         import torch
 
         timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
-        # The current stream only: the gradients' communication goes on beside it.
+        # The current stream only, since gradients are communicated on another one.
         phases = PhaseClock(synchronize=lambda: torch.cuda.current_stream().synchronize())
         uuid = str(torch.cuda.get_device_properties(cuda_device).uuid)
         gpu_monitor = GpuMonitor(device_uuid=uuid)

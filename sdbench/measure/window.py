@@ -1,8 +1,8 @@
-"""Decides whether a full window closes, becomes warm-up or gets longer.
+"""`WindowPolicy`: decides whether a full window closes, becomes warm-up or is extended.
 
-Asked each time that the window is full, at points that are fixed before the run: a window that has
-not settled becomes warm-up, and one that is not yet precise enough is doubled, each up to a bound.
-The decision rests on the step times of all ranks, so every rank comes to the same one.
+It decides only when the window is full, at points that are fixed before the run. A window whose
+step times drift becomes warm-up, and one that is not precise enough is doubled, each up to a bound.
+All ranks decide alike, since they gather the step times of all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class WindowPolicy:
     """Decides at the end of a window.
 
     Attributes:
-        max_warmup_steps: Steps that may pass as warm-up.
-        max_measured_steps: Steps that the window may hold.
-        target_precision: Half-width of the within-run interval over the mean that is asked for, or
+        max_warmup_steps: Largest number of warm-up steps.
+        max_measured_steps: Largest number of steps in the window.
+        target_precision: Wanted half-width of the within-run interval as a fraction of the mean;
             None for a window of fixed length.
-        gather: Brings the value of each rank to every rank.
+        gather: Returns the values of all ranks on every rank.
     """
 
     max_warmup_steps: int
@@ -36,11 +36,11 @@ class WindowPolicy:
         """Decide on a full window.
 
         Args:
-            step_times_s: Times of its steps on this rank.
-            num_warmup_steps: Steps before it.
+            step_times_s: Of the window on this rank, in seconds.
+            num_warmup_steps: Steps before the window.
 
         Returns:
-            `CLOSE`, `WARM_UP`, or the length to go on to.
+            `CLOSE`, `WARM_UP`, or a longer length of the window.
         """
         slowest_s = slowest_steps(self.gather(list(step_times_s)))
         steadiness = intervals.check_steady(slowest_s)

@@ -1,7 +1,7 @@
-"""The architecture and the weights of a model, found by its name.
+"""`resolve_architecture`: finds the architecture and the weights of a model by its name.
 
-A name is that of a file in `architectures/`, of a local folder in the layout of diffusers, or a hub
-id. Only the last needs the network. torch is not imported here.
+A name is that of a file in `architectures/`, a local folder in the layout of diffusers, or a hub
+id. Only a hub id needs the network. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import difflib
 import functools
 import importlib.util
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.models.objective import PREDICTION_TYPES
 
 ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
 MODEL_FLAG = "--model_name"
@@ -37,16 +39,16 @@ WEIGHT_STEMS = {
 }
 # The pad tokens of Stable Diffusion 2 and 1, with their ids in CLIP's vocabulary.
 PAD_TOKEN_IDS = {"!": 0, "<|endoftext|>": 49407}
-PREDICTION_TYPES = ("epsilon", "v_prediction")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture:
-    """What is needed to build one model. Compared by identity, so that it can key a cache.
+    """The configurations of one model. Compared by identity, so that it can be a cache's key.
 
     Attributes:
         name: Built-in name, folder name or hub id.
         weights_folder: Local diffusers folder with safetensors weights; None: random weights.
+        part_folders: Those of parts that come from elsewhere.
         tokenizer_folder: Folder of the model's own tokenizer; None: CLIP's.
         revision: Commit of the hub repository that the model came from.
         unet: Configuration of diffusers' UNet2DConditionModel.
@@ -58,6 +60,7 @@ class Architecture:
 
     name: str
     weights_folder: Path | None = None
+    part_folders: Mapping[str, Path | None] = field(default_factory=dict)
     tokenizer_folder: Path | None = None
     revision: str | None = None
     unet: dict[str, Any]
@@ -66,9 +69,13 @@ class Architecture:
     scheduler: dict[str, Any]
     tokenizer: dict[str, Any]
 
+    def weights_folder_of(self, part: str) -> Path | None:
+        """The diffusers folder whose weights a part has; None: random weights."""
+        return self.part_folders.get(part, self.weights_folder)
+
     @property
     def latent_factor(self) -> int:
-        """Pixels per latent: the VAE halves between its blocks, 2^3 = 8 with four of them."""
+        """Pixels per latent along a side: the VAE halves between blocks, 2^3 = 8 with four."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
@@ -82,7 +89,7 @@ class Architecture:
         return self.latent_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
 
     def check_image_size(self, size: int) -> None:
-        """Check that VAE and U-Net can halve an image as often as they have to.
+        """Check that VAE and U-Net can halve the sides of an image as often as they do.
 
         Args:
             size: Side of the square image in pixels.
@@ -116,7 +123,7 @@ def resolve_architecture(
     Args:
         model_name: Built-in name, local diffusers folder, or hub id (`owner/name`).
         revision: Branch, tag or commit of a hub id.
-        random_weights: Take a folder's or a hub id's architecture alone. Hub ids of built-in
+        random_weights: Do not load the weights of a folder or hub id. Hub ids of built-in
             architectures then need no network.
 
     Returns:
@@ -274,7 +281,7 @@ def _pad_token_id(tokenizer: dict[str, Any], *, folder: Path) -> int:
 def _load_from_hub(
     model_name: str, *, revision: str | None, random_weights: bool
 ) -> tuple[Architecture, str | None]:
-    """Download a model, or take it from the cache where the hub is out of reach."""
+    """Download a model, or take it from the hub's cache where the hub cannot be reached."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     note = None
@@ -304,7 +311,7 @@ def _load_from_hub(
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """huggingface_hub raises subclasses of OSError; from 1.0 on httpx's errors pass as well."""
+    """Errors of huggingface_hub: subclasses of OSError, and of httpx's error from 1.0 on."""
     if importlib.util.find_spec("httpx") is None:
         return (OSError,)
     import httpx
@@ -313,7 +320,7 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 
 def _wanted_files(*, random_weights: bool) -> list[str]:
-    """Configurations, tokenizer and full-precision safetensors: nothing that can carry code."""
+    """Patterns of configurations, tokenizer and fp32 safetensors: no format can carry code."""
     weights = [
         f"{part}/{stem}{end}"
         for part, stem in WEIGHT_STEMS.items()
@@ -324,7 +331,7 @@ def _wanted_files(*, random_weights: bool) -> list[str]:
 
 
 def _download(model_name: str, *, revision: str | None, random_weights: bool) -> Path:
-    """Fetch a model into the hub's cache."""
+    """Download a model into the hub's cache."""
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
 

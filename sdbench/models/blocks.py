@@ -1,4 +1,4 @@
-"""Faster implementations of parts of the U-Net and VAE with the same result."""
+"""Faster implementations of blocks of the U-Net and VAE."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
-    """torch's scaled dot product attention by one kernel and no other."""
+    """torch's scaled dot product attention, restricted to one kernel."""
 
     def __init__(self, kernel: SDPBackend) -> None:
         super().__init__()
         self._kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute attention; torch raises a RuntimeError where the kernel cannot."""
+        """Compute attention.
+
+        Raises:
+            RuntimeError: The kernel does not support these inputs.
+        """
         with sdpa_kernel(self._kernel):
             return super().__call__(*args, **kwargs)
 
 
 class _Unit:
-    """One, as a divisor without a kernel: ``tensor / unit`` is the tensor itself."""
+    """A divisor of 1: ``tensor / unit`` returns the tensor and runs no kernel."""
 
     def __rtruediv__(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -62,9 +66,9 @@ def drop_unit_divisions(model: nn.Module) -> None:
 def _normalize(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, silu: bool
 ) -> Tensor:
-    """GroupNorm, and SiLU behind it if `silu`, computed in fp32 and returned in the input's type.
+    """GroupNorm, followed by SiLU if `silu`, computed in fp32 and returned in the input's type.
 
-    The layout of the input is kept: torch's own CUDA kernel turns channels_last into contiguous.
+    It keeps the layout of the input; torch's CUDA kernel turns channels_last into contiguous.
     """
     grouped = x.float().unflatten(1, (num_groups, -1))
     dims = tuple(range(2, grouped.ndim))
@@ -78,7 +82,7 @@ def _normalize(
 
 @functools.cache
 def _compiled_normalize() -> Callable[..., Tensor]:
-    """`_normalize` compiled once for all sizes; made lazily, as torch's compiler takes seconds."""
+    """`_normalize` compiled for all sizes; on first use, since the compiler takes seconds."""
     return torch.compile(_normalize, dynamic=True)
 
 
@@ -96,7 +100,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
 
 class _SiluOfVectors(nn.SiLU):
-    """SiLU of the time embedding (B, C) alone; that of images (B, C, H, W) is in the norm."""
+    """SiLU for time embeddings (B, C); images (B, C, H, W) got theirs in the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.ndim == 4 else super().forward(x)

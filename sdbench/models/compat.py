@@ -1,4 +1,4 @@
-"""What the models change in modules of torch and diffusers that have been made already."""
+"""`change_class`: changes the class of an existing module of torch or diffusers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""U-Net, VAE and text encoder, each made from its configuration or its saved weights."""
+"""Makes U-Net, VAE and text encoder, with saved or random weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sdbench.models.weights import Weights, draw_weights
 
 @dataclass(frozen=True)
 class Attention:
-    """Implementations of attention.
+    """Implementations of attention in each sub-model.
 
     Attributes:
         unet: diffusers' processor for the U-Net.
-        vae: diffusers' processor for the VAE, whose one head is 512 wide: too wide for the kernels
-            of flash attention and cuDNN.
+        vae: diffusers' processor for the VAE. Its one head is 512 wide, too wide for the kernels of
+            flash attention and cuDNN.
         text: transformers' name of the implementation for the text encoder.
     """
 
@@ -81,9 +81,10 @@ def make_text_encoder(
 ) -> CLIPTextModel:
     """Make the text encoder, as `make_unet` makes the U-Net."""
     implementation = ATTENTION[attention].text
-    if weights is not None and architecture.weights_folder is not None:
+    folder = architecture.weights_folder_of("text_encoder")
+    if weights is not None and folder is not None:
         text_encoder = CLIPTextModel.from_pretrained(
-            architecture.weights_folder / "text_encoder",
+            folder / "text_encoder",
             attn_implementation=implementation,
             use_safetensors=True,
             local_files_only=True,
@@ -95,7 +96,7 @@ def make_text_encoder(
     with torch.device("meta"):
         text_encoder = CLIPTextModel(config)
     if weights is not None:
-        # The method by which a model of transformers initialises its modules.
+        # Models of transformers initialise their modules by this method.
         draw_weights(text_encoder, weights, initialize=text_encoder._init_weights)
     return text_encoder
 
@@ -103,9 +104,10 @@ def make_text_encoder(
 def _make_diffusers_model(
     model_class: Any, architecture: Architecture, *, part: str, weights: Weights | None
 ) -> Any:
-    if weights is not None and architecture.weights_folder is not None:
+    folder = architecture.weights_folder_of(part)
+    if weights is not None and folder is not None:
         model = model_class.from_pretrained(
-            architecture.weights_folder / part,
+            folder / part,
             use_safetensors=True,
             local_files_only=True,
             torch_dtype=torch.float32,

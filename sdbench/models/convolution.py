@@ -17,21 +17,21 @@ from sdbench.models.compat import change_class
 
 
 class ProductConv2d(nn.Conv2d):
-    """A 3 x 3 convolution, as a product of matrices where its weights are most of the work."""
+    """A 3 x 3 convolution; a matrix product where reading the weights takes most of the time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (B, C, H, W).
 
-        Patches are 9 C numbers per pixel, weights 9 C per output channel. With at most half as many
-        pixels as output channels most of the time goes into moving the weights; with more, torch's
-        convolution is used, which makes no patches.
+        Patches have 9 C numbers per pixel, weights 9 C per output channel. With at most half as
+        many pixels as output channels most of the time goes into reading the weights; with more,
+        torch's convolution is used, which makes no patches.
         """
         stride = self.stride[0]
         num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
         if 2 * num_pixels > self.out_channels:
             return super().forward(x)
         weight, bias = self.weight, self.bias
-        # As autocast casts a convolution's inputs; it does not reach an autograd.Function's.
+        # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -66,12 +66,12 @@ class _Product(torch.autograd.Function):
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
-    """Weights (O, C, 3, 3) as (O, 9 C): a view if they are channels_last in memory."""
+    """Weights (O, C, 3, 3) as a matrix (O, 9 C): a view if they are channels_last."""
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def _places(size: tuple[int, int], stride: int) -> list[tuple[slice, slice]]:
-    """Rows and columns that each of the nine taps reads of an image padded by one pixel."""
+    """Rows and columns of an image padded by one pixel that each of the nine taps reads."""
     height, width = size
     return [
         (slice(row, row + height, stride), slice(column, column + width, stride))

@@ -1,12 +1,13 @@
-"""FLOPs of training on one image.
+"""Counts the FLOPs of training on one image.
 
-They are counted on the meta device, where attention is two matrix products. torch's counter counts
-fused attention as zero on a CPU, and on a GPU with what flash attention recomputes in the backward
-pass, which is no work of the model.
+They are counted on the meta device, where attention is two matrix products. For fused attention
+torch's counter gives zero on a CPU; on a GPU it includes the recomputation of flash attention in
+the backward pass, which is not work of the model.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,11 +26,12 @@ class FlopsPerImage(NamedTuple):
     text_encode: int
 
 
+@functools.cache  # counting takes about a second
 def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage:
-    """Count matrix products and convolutions of one image; nothing is allocated or computed.
+    """Count matrix products and convolutions of one image, without computing them.
 
     Args:
-        architecture: What to count.
+        architecture: The model.
         image_size: Side of the square image in pixels.
 
     Returns:
@@ -54,6 +56,15 @@ def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage
             text_encode=_count(torch.no_grad()(lambda: text_encoder(ids))),
         )
     return flops
+
+
+@functools.cache
+def count_vae_flops(architecture: Architecture, *, image_size: int) -> int:
+    """Count the operations of training the VAE on one image, as `count_flops`."""
+    vae = make_vae(architecture)
+    with torch.device("meta"):
+        image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
+        return _count(lambda: vae(image).sample.sum().backward())
 
 
 def _count(work: Callable[[], object]) -> int:

@@ -1,4 +1,4 @@
-"""Numbers of weights of each sub-model, and of those that are trained."""
+"""Counts the weights of each sub-model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdbench.models.components import make_text_encoder, make_unet, make_vae
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of weights of one sub-model."""
+    """Numbers of all and of trained weights of one sub-model."""
 
     sub_model: str
     total: int
@@ -19,10 +19,10 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(architecture: Architecture) -> list[ParameterCount]:
-    """Count the weights of each sub-model on the meta device: nothing is allocated or read.
+    """Count the weights of each sub-model on the meta device, without allocating them.
 
     Args:
-        architecture: What to count.
+        architecture: The model.
 
     Returns:
         One row each for U-Net (all trained), VAE and text encoder (frozen).

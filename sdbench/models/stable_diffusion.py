@@ -1,4 +1,4 @@
-"""Stable Diffusion as a module that maps a batch to what its loss takes, and its construction.
+"""`StableDiffusion`: a module that maps a batch to prediction and target, and its construction.
 
 The order of operations follows mosaicml/diffusion-benchmark: encode, draw noise and time steps,
 add the noise, predict it (or the velocity), mean squared error.
@@ -7,7 +7,7 @@ add the noise, predict it (or the velocity), mean squared error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
 from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
 from sdbench.models.weights import Weights
 
@@ -48,6 +49,7 @@ class StableDiffusion(nn.Module):
         scaling_factor: float,
         autocast_dtype: torch.dtype | None,
         memory_format: torch.memory_format,
+        objective: Objective = PLAIN,
         phase: PhaseObserver = _unobserved,
     ) -> None:
         """Join the sub-models.
@@ -56,10 +58,11 @@ class StableDiffusion(nn.Module):
             unet: Predicts noise or velocity from noised latents, time steps and text states.
             vae: Turns images into latents, or None.
             text_encoder: Turns token ids into text states, or None.
-            scheduler: Gives the noise schedule and the prediction type.
+            scheduler: Gives the noise schedule and the prediction type; kept for drawing.
             scaling_factor: Multiplies latents, to about unit variance.
             autocast_dtype: Compute type of the U-Net, or None to compute in the weights' type.
             memory_format: Layout of images and latents.
+            objective: Decides the noise that is added and the weights of time steps.
             phase: Entered around the work of each sub-model.
         """
         super().__init__()
@@ -67,7 +70,9 @@ class StableDiffusion(nn.Module):
         self.vae = vae
         self.text_encoder = text_encoder
         self.scaling_factor = scaling_factor
+        self.scheduler = scheduler
         self.prediction_type: str = scheduler.config.prediction_type
+        self.offset_noise = objective.offset_noise
         self.autocast_dtype = autocast_dtype
         self.memory_format = memory_format
         self._phase = phase
@@ -75,6 +80,14 @@ class StableDiffusion(nn.Module):
         signal_power = scheduler.alphas_cumprod.double()
         self._add_buffer("signal_scale", signal_power.sqrt())
         self._add_buffer("noise_scale", (1.0 - signal_power).sqrt())
+        weights = None
+        if objective.min_snr_gamma is not None:
+            weights = min_snr_weights(
+                signal_power,
+                gamma=objective.min_snr_gamma,
+                prediction_type=self.prediction_type,
+            )
+        self._add_buffer("loss_weights", weights)
 
     def train(self, mode: bool = True) -> StableDiffusion:
         """Switch the sub-models that are trained; frozen ones stay in evaluation mode."""
@@ -84,7 +97,7 @@ class StableDiffusion(nn.Module):
                 module.eval()
         return self
 
-    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Noise the batch's latents and predict what was added.
 
         Args:
@@ -93,23 +106,45 @@ class StableDiffusion(nn.Module):
                 `latent_mean` and `latent_logvar` of that shape, and `text_embedding` (B, 77, D).
 
         Returns:
-            The prediction in the compute type and the target in fp32, both (B, 4, H/8, W/8).
+            What `loss` takes: the prediction in the compute type and the target in fp32, both
+            (B, 4, H/8, W/8), and with min-SNR weighting the weights (B,).
         """
         with torch.no_grad():
-            latents = self._latents(batch)
-        text_states = self._text_states(batch)
+            latents = self._latents(batch, draw=_draw_noise)
+        text_states = self.text_states(batch)
         num_train_timesteps = len(self.signal_scale)
         timesteps = torch.randint(0, num_train_timesteps, (len(latents),), device=latents.device)
         noise = _draw_noise(latents)
+        if self.offset_noise:
+            noise = noise + self.offset_noise * _draw_noise(latents[:, :, :1, :1])
+        output = self.predict(latents, text_states, timesteps=timesteps, noise=noise)
+        return output if self.loss_weights is None else (*output, self.loss_weights[timesteps])
+
+    def predict(
+        self, latents: Tensor, text_states: Tensor, *, timesteps: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Noise latents and predict what the objective asks for.
+
+        Args:
+            latents: (B, 4, H/8, W/8), scaled.
+            text_states: (B, 77, D).
+            timesteps: (B,).
+            noise: Of the shape of the latents.
+
+        Returns:
+            The prediction in the compute type and the target in fp32, of the shape of the latents.
+        """
         signal_scale = self.signal_scale[timesteps].view(-1, 1, 1, 1)
         noise_scale = self.noise_scale[timesteps].view(-1, 1, 1, 1)
         noised = signal_scale * latents + noise_scale * noise
-        if self.prediction_type == "v_prediction":
-            # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
-            target = signal_scale * noise - noise_scale * latents
-        else:
-            target = noise
-        with self._phase("unet_forward"), self._autocast(latents.device):
+        target = target_of(
+            self.prediction_type,
+            latents=latents,
+            noise=noise,
+            signal_scale=signal_scale,
+            noise_scale=noise_scale,
+        )
+        with self._phase("unet_forward"), self.autocast(latents.device):
             prediction = self.unet(
                 noised.to(self.unet.dtype, memory_format=self.memory_format),
                 timesteps,
@@ -118,39 +153,76 @@ class StableDiffusion(nn.Module):
         return prediction, target
 
     @torch.no_grad()
+    def encode_means(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Encode a batch without drawing anything.
+
+        Args:
+            batch: As `forward` takes it.
+
+        Returns:
+            The scaled means of the latents (B, 4, H/8, W/8) in fp32, or the latents themselves
+            where a batch has no moments, and the text states (B, 77, D).
+        """
+        return self._latents(batch, draw=torch.zeros_like), self.text_states(batch)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Turn scaled latents (B, 4, H/8, W/8) into images (B, 3, H, W) in fp32, in [-1, 1]."""
+        assert self.vae is not None, "images need a model that was built with its encoders"
+        with self._encoder_autocast(self.vae):
+            unscaled = (latents / self.scaling_factor).to(self.vae.dtype)
+            return self.vae.decode(unscaled).sample.float().clamp(-1.0, 1.0)
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Do not tell of phases while the block runs: it is no part of a training step."""
+        phase, self._phase = self._phase, _unobserved
+        try:
+            yield
+        finally:
+            self._phase = phase
+
+    @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor], *, encoder_batch_size: int) -> dict[str, Tensor]:
         """Encode the images and captions of a batch by frozen encoders, ahead of training on it.
+
+        Captions stay as they are where the text encoder is trained.
 
         Args:
             batch: `image` and `input_ids`, as `forward` takes them.
             encoder_batch_size: Images per call of an encoder.
 
         Returns:
-            `latent_mean`, `latent_logvar` and `text_embedding`, as `forward` takes them.
+            `latent_mean`, `latent_logvar` and `text_embedding` or `input_ids`, as `forward` takes
+            them.
         """
-        assert self.text_encoder is not None and not _is_trained(self.text_encoder)
+        assert self.text_encoder is not None
         moments = [self._moments(images) for images in batch["image"].split(encoder_batch_size)]
+        means, logvars = zip(*moments, strict=True)
+        encoded = {"latent_mean": torch.cat(means), "latent_logvar": torch.cat(logvars)}
+        if _is_trained(self.text_encoder):
+            return encoded | {"input_ids": batch["input_ids"]}
         texts = [
-            self._text_states({"input_ids": input_ids})
+            self.text_states({"input_ids": input_ids})
             for input_ids in batch["input_ids"].split(encoder_batch_size)
         ]
-        means, logvars = zip(*moments, strict=True)
-        return {
-            "latent_mean": torch.cat(means),
-            "latent_logvar": torch.cat(logvars),
-            "text_embedding": torch.cat(texts),
-        }
+        return encoded | {"text_embedding": torch.cat(texts)}
 
     @staticmethod
-    def loss(prediction: Tensor, target: Tensor) -> Tensor:
-        """Mean squared error, computed in fp32."""
-        return nn.functional.mse_loss(prediction.float(), target.float())
+    def loss(prediction: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean squared error, computed in fp32; of weighted samples if there are weights (B,)."""
+        prediction, target = prediction.float(), target.float()
+        if weights is None:
+            return nn.functional.mse_loss(prediction, target)
+        errors = nn.functional.mse_loss(prediction, target, reduction="none")
+        return (weights * errors.flatten(1).mean(1)).mean()
 
-    def _add_buffer(self, name: str, value: Tensor) -> None:
+    def _add_buffer(self, name: str, value: Tensor | None) -> None:
         # Not persistent: the schedule is configuration, no weight of a checkpoint.
-        self.register_buffer(name, value.float(), persistent=False)
+        self.register_buffer(name, None if value is None else value.float(), persistent=False)
 
-    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Compute in `autocast_dtype` within the block, if there is one."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
@@ -158,19 +230,18 @@ class StableDiffusion(nn.Module):
     def _encoder_autocast(self, encoder: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Autocast as for the U-Net if the encoder is in fp32, as in the reference; else none."""
         if encoder.dtype == torch.float32:
-            return self._autocast(encoder.device)
+            return self.autocast(encoder.device)
         return torch.autocast(encoder.device.type, enabled=False)
 
-    def _latents(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Scaled latents (B, 4, H/8, W/8) in fp32."""
+    def _latents(self, batch: Mapping[str, Tensor], *, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Scaled latents (B, 4, H/8, W/8) in fp32; `draw` gives noise of a shape."""
         if "latent" in batch:
             return batch["latent"].float()
         if "latent_mean" in batch:
             mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         else:
             mean, logvar = self._moments(batch["image"])
-        noise = _draw_noise(mean)
-        return sample_latents(mean, logvar, noise=noise, scaling_factor=self.scaling_factor)
+        return sample_latents(mean, logvar, noise=draw(mean), scaling_factor=self.scaling_factor)
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance of the latents of images, (B, 4, H/8, W/8) in fp32, not scaled."""
@@ -178,7 +249,7 @@ class StableDiffusion(nn.Module):
         with self._phase("vae_encode"), self._encoder_autocast(self.vae):
             return encode_images(self.vae, images, memory_format=self.memory_format)
 
-    def _text_states(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def text_states(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Last hidden states (B, 77, D) of the captions."""
         if "text_embedding" in batch:
             return batch["text_embedding"]
@@ -204,11 +275,21 @@ def encode_images(
     Returns:
         Both (B, 4, H/8, W/8) in fp32, not scaled.
     """
-    if images.dtype == torch.uint8:
-        images = images.to(vae.dtype) / 127.5 - 1.0
-    images = images.to(vae.dtype, memory_format=memory_format)
+    images = to_pixels(images, vae.dtype, memory_format=memory_format)
     distribution = vae.encode(images).latent_dist
     return distribution.mean.float(), distribution.logvar.float()
+
+
+def to_pixels(
+    images: Tensor,
+    dtype: torch.dtype,
+    *,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    """Images (B, 3, H, W), uint8 in 0..255 or float in [-1, 1], in [-1, 1] and of this type."""
+    if images.dtype == torch.uint8:
+        images = images.to(dtype) / 127.5 - 1.0
+    return images.to(dtype, memory_format=memory_format)
 
 
 def encode_captions(text_encoder: CLIPTextModel, input_ids: Tensor) -> Tensor:
@@ -238,6 +319,7 @@ def build_stable_diffusion(
     encoders: bool = True,
     trained: Collection[str] = ("unet",),
     device: str | torch.device = "cpu",
+    objective: Objective = PLAIN,
     phase: PhaseObserver = _unobserved,
 ) -> StableDiffusion:
     """Build a model that is ready to train.
@@ -255,6 +337,7 @@ def build_stable_diffusion(
         encoders: Whether to build VAE and text encoder; precomputed latents need none.
         trained: Names of the sub-models to train; the others are frozen.
         device: Device of the model.
+        objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
 
     Returns:
@@ -279,10 +362,11 @@ def build_stable_diffusion(
         unet=unet,
         vae=vae,
         text_encoder=text_encoder,
-        scheduler=DDPMScheduler.from_config(architecture.scheduler),
+        scheduler=DDPMScheduler.from_config(objective.schedule(architecture.scheduler)),
         scaling_factor=architecture.vae["scaling_factor"],
         autocast_dtype=numbers.autocast,
         memory_format=layout,
+        objective=objective,
         phase=phase,
     )
     for name, module in model.named_children():

@@ -1,7 +1,7 @@
-"""Random weights, drawn part by part without a second copy of the model.
+"""Draws random weights part by part, without a second copy of the model.
 
-A model is made on the meta device, which holds shapes only. Each part in turn is drawn in fp32 on
-its final device and converted to its final type before the next part is drawn.
+A model is made on the meta device, which holds shapes only. Each part is drawn in fp32 on its final
+device and converted to its final type before the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Weights:
     """Seed, device, type and layout of the weights of a model.
 
     Attributes:
-        seed: Of random weights; None draws nothing, for fake tensors.
+        seed: Of random weights; None leaves weights uninitialised, for fake tensors.
         device: Device of the weights.
         dtype: Type of floating-point weights.
         memory_format: Layout of four-dimensional weights.
@@ -32,13 +32,13 @@ class Weights:
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place."""
-        # Not diffusers' own `to`, which warns of modules to keep in fp32 where there are none.
+        # Not diffusers' `to`, which warns of modules to keep in fp32 where there are none.
         nn.Module.to(module, self.device, dtype=self.dtype, memory_format=self.memory_format)
 
     def hold_places(self, module: nn.Module) -> None:
-        """Replace a module's tensors by empty ones of this device and type, in place.
+        """Replace a module's tensors by uninitialised ones of this device and type, in place.
 
-        For fake tensors, with which `to` and `to_empty` raise in torch 2.11.
+        For fake tensors, for which `to` and `to_empty` raise errors in torch 2.11.
         """
         for part in module.modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
@@ -57,13 +57,13 @@ def draw_weights(
 ) -> None:
     """Draw the weights of a model that is on the meta device, in place.
 
-    One seed gives the same fp32 numbers on all devices of a kind, and in other types these numbers
-    rounded. The caller's random generators keep their state.
+    A seed gives the same fp32 numbers on all devices of a kind; other types round these. The
+    caller's random generators keep their state.
 
     Args:
         model: Made under ``torch.device("meta")``.
         weights: Seed, device, type and layout.
-        initialize: Sets the weights of a module, after those of its children; None calls
+        initialize: Called for each module after its children, to set its weights; None calls
             `reset_parameters`, as the module's constructor does.
     """
     device = torch.device(weights.device)
@@ -96,15 +96,15 @@ def _reset(module: nn.Module) -> None:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Compute the buffers; the sub-models have one kind, the positions 0, 1, 2, ..."""
+    """Compute the buffers; the only ones of the sub-models are position_ids: 0, 1, 2, ..."""
     for name, buffer in model.named_buffers():
-        assert name.endswith("position_ids"), f"nobody has said what the buffer {name} holds"
+        assert name.endswith("position_ids"), f"the content of the buffer {name} is not known"
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
 
 
 @contextlib.contextmanager
 def _drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed the device's random generator, and restore the caller's state behind the context."""
+    """Seed the device's random generator, and restore its state after the block."""
     if seed is None:
         yield
     elif device.type == "cuda":

@@ -1,1 +1,1 @@
-"""What will be done here: a request, a machine and its ranks become a plan."""
+"""Turns a request into a plan for this machine and these ranks."""

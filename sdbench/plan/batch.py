@@ -11,16 +11,16 @@ from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
 GPU_BATCH_SIZE = 2048
 CPU_MICROBATCH = 2
-# `auto` leaves a tenth of the memory alone: estimates are good to 15 %, and fragmentation grows.
+# `auto` leaves a tenth of the memory free: estimates may be 15 % off, and fragmentation grows.
 AUTO_MEMORY_FRACTION = 0.9
 MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def resolve_batch(draft: Draft) -> None:
-    """Choose global batch and micro-batch, and check that ranks and micro-batches divide them.
+    """Choose global batch and micro-batch.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: The batch does not divide over ranks and micro-batches.
     """
     world_size = draft.ranks.world_size
     microbatch = draft.config.device_train_microbatch_size
@@ -83,7 +83,7 @@ def _check_batch(draft: Draft) -> None:
 
 def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
     """The largest micro-batch whose estimate fits, and the reason."""
-    # Of all memory, not of what is free now: that may differ by rank, and the choice must not.
+    # Of all memory, since free memory may differ between ranks, and the choice must not.
     budget_gib = AUTO_MEMORY_FRACTION * per_rank_gib(draft, draft.machine.device_memory_gib)
     candidates = [size for size in MICROBATCH_CANDIDATES if device_batch % size == 0]
     best = candidates[0]
@@ -96,7 +96,7 @@ def _largest_microbatch(draft: Draft, device_batch: int) -> tuple[int, str]:
 
 
 def _largest_even_batch(world_size: int, microbatch: int | str) -> tuple[int, str]:
-    """The seeds' global batch, or the most below it that ranks and micro-batches divide."""
+    """The seeds' global batch, or the largest below it that ranks and micro-batches divide."""
     unit = world_size * (1 if microbatch == "auto" else microbatch)
     even = max(1, GPU_BATCH_SIZE // unit) * unit
     if even == GPU_BATCH_SIZE:
@@ -105,7 +105,7 @@ def _largest_even_batch(world_size: int, microbatch: int | str) -> tuple[int, st
 
 
 def _refuse_batch(what: str, batch: int, *, unit: int) -> NoReturn:
-    """Say which global batches near the one that was asked for would do."""
+    """Raise a ConfigError that names the nearest global batches that would do."""
     below, above = batch // unit * unit, (batch // unit + 1) * unit
     nearest = f"{below} and {above}" if below else f"{above}"
     raise ConfigError(

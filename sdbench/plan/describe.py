@@ -1,4 +1,4 @@
-"""A plan as text for a person, as YAML for `--config` and as the first part of a record."""
+"""A plan as text for the terminal, as YAML for `--config` and as fields of a record."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
 from sdbench.plan.resolve import Plan
-from sdbench.settings.config import Request
+from sdbench.settings.file import as_literal
+from sdbench.settings.request import Request
 
 
 def for_person(plan: Plan) -> str:
-    """What will run, and every value that the program chose.
-
-    Returns:
-        A few lines.
-    """
+    """A few lines that say what will run, and every value that the program chose."""
     lines = list(plan.notes)
     if plan.chosen:
         where = "No GPU here. " if plan.machine.device_type == "cpu" else ""
@@ -41,25 +38,29 @@ def _share_of_a_rank(plan: Plan) -> str:
 
 
 def as_yaml(plan: Plan, request: Request) -> str:
-    """Every value of the run in YAML that --config accepts, each line with who chose its value."""
+    """All settings as YAML that --config accepts, each with a comment that says who chose it."""
     import yaml
 
-    lines = []
+    lines = [f"# {note}" for note in request.translation.notes]
     for name, value in redact_values(dataclasses.asdict(plan.config)).items():
-        text = yaml.safe_dump({name: value}, default_flow_style=False).strip()
-        chosen = plan.chosen.get(name)
-        comment = f"chosen: {chosen}" if chosen else request.origin[name]
+        text = yaml.safe_dump({name: as_literal(value)}, default_flow_style=False).strip()
+        if name in plan.chosen:
+            comment = f"chosen: {plan.chosen[name]}"
+        else:
+            comment = request.origin[name]
+            if comment == "file" and name in request.translation.keys:
+                comment += f": {request.translation.keys[name]}"
         lines.append(f"{text}  # {comment}")
     return "\n".join(lines)
 
 
 def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, Any]:
-    """The part of a record that is known before the run.
+    """The fields of a record that are known before the run.
 
     Args:
         plan: Of the run.
-        request: What it was made from.
-        num_restarts: How often the run has been started again.
+        request: The user's request.
+        num_restarts: How often the run has been restarted.
     """
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
     return {

@@ -1,4 +1,4 @@
-"""`Draft`: a run while its open settings are being chosen."""
+"""`Draft`: a plan whose open settings are being chosen."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import BenchmarkConfig, Request
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.request import Request
 from sdbench.settings.setting import GPU
 
 
 @dataclasses.dataclass
 class Draft:
-    """What is known of a run so far.
+    """An unfinished plan.
 
     Attributes:
-        request: What the user asked for.
-        config: That, with what has been chosen since.
-        machine: The machine at hand.
-        ranks: The place of this process among the ranks.
-        architecture: What is trained.
-        chosen: Setting to reason, for each value that the program chose.
-        notes: Sentences the user must read.
+        request: The user's request.
+        config: The request's config, with the values chosen so far.
+        machine: The machine of this process.
+        ranks: The rank of this process.
+        architecture: The model to train.
+        chosen: The reason for each setting that the program chose.
+        notes: Sentences that the user has to read.
     """
 
     request: Request[BenchmarkConfig]
@@ -40,6 +41,6 @@ class Draft:
         return self.machine.device_type == GPU
 
     def choose(self, name: str, value: Any, reason: str) -> None:
-        """Fill in a setting that the user left open, or let the program choose."""
+        """Set a setting that the user left open or set to ``auto``."""
         self.config = dataclasses.replace(self.config, **{name: value})
         self.chosen[name] = reason

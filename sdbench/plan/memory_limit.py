@@ -1,20 +1,22 @@
-"""`check_memory` refuses a run whose estimated peak memory a rank does not have."""
+"""`check_memory`: refuses a run whose estimated peak memory is more than a rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sdbench.base.errors import MemoryEstimateError
+from sdbench.base.cache import private_folder
+from sdbench.base.errors import ConfigError, MemoryEstimateError
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
+from sdbench.models.replay import REPLAYS_FOLDER
 from sdbench.plan.draft import Draft
 
-# A run that the user spelled out is refused when it leaves less than 8 % of what is free: measured
-# peaks were up to 4 % above their estimates, and the system takes more while a run lasts.
+# A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
+# other processes may need more memory during the run.
 MAX_MEMORY_FRACTION = 0.92
 
 
 def per_rank_gib(draft: Draft, memory_gib: float) -> float:
-    """Each GPU belongs to one rank; the ranks of a machine share its main memory."""
+    """Memory of one rank: that of its GPU, or its share of a node's main memory."""
     return memory_gib if draft.on_gpu else memory_gib / draft.ranks.local_world_size
 
 
@@ -22,7 +24,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     config, encoder_batch = draft.config, draft.config.encoder_batch_size
     device_batch = config.batch_size // draft.ranks.world_size
-    is_ahead = encoder_batch != "microbatch" and config.latents == "online"
+    is_ahead = encoder_batch != "microbatch" and not config.wants_latents
     return estimate_peak_memory(
         draft.architecture,
         image_size=config.image_size,
@@ -34,7 +36,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         use_ema=config.use_ema,
         num_ranks=draft.ranks.world_size,
         device_type=draft.machine.device_type,
-        latents=config.latents,
+        encoders=not config.wants_latents,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
         activation_checkpointing=config.activation_checkpointing,
@@ -48,18 +50,24 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
 
 
 def check_memory(draft: Draft) -> MemoryEstimate:
-    """Estimate the peak of one rank.
+    """Estimate the peak memory of one rank, and compare it with the free memory.
 
     Raises:
-        MemoryEstimateError: A rank has less memory, and the user has not said to try all the same.
+        MemoryEstimateError: It does not fit, and --no_check_memory is not given.
     """
     config = draft.config
+    try:
+        private_folder(REPLAYS_FOLDER)
+    except ConfigError as error:
+        draft.notes.append(
+            f"Without a cache each run replays a step for the memory estimate. {error}"
+        )
     estimate = estimate_memory(draft, config.device_train_microbatch_size)
-    # The estimate counts what this process holds already, so that is not taken from it twice.
+    # The estimate includes memory that this process already uses, which is no longer free.
     free_gib = per_rank_gib(draft, draft.machine.free_memory_gib) + draft.machine.held_memory_gib
     limit_gib = MAX_MEMORY_FRACTION * free_gib
-    # A worker is forked from a process that holds the weights. The first optimizer step writes
-    # every page of them anew, and all workers together keep the old ones.
+    # Workers are forked from a process with the weights in memory. The first optimizer step writes
+    # to every page of them, and the workers share a copy of the old ones.
     forked_gib = estimate.unet_weights if config.num_workers and not draft.on_gpu else 0.0
     needed_gib = estimate.total_gib + forked_gib
     if config.check_memory and needed_gib > limit_gib:

@@ -1,7 +1,7 @@
-"""`resolve` turns a request into a plan for this machine and these ranks.
+"""`resolve`: turns a request into a plan for this machine and these ranks.
 
-It fills in what the user left open, checks everything before any weights are built, and keeps a
-reason for each value that the program chose. It never changes a value that the user gave.
+It fills in open settings, checks everything before weights are built, and keeps a reason for each
+value that the program chose. It never changes a value that the user gave.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
@@ -19,24 +21,22 @@ from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.models.memory import MemoryEstimate
+from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
 from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.speedups import settle
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import SETTINGS, BenchmarkConfig, Request
+from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.request import Request
 
-# The settings that a data source takes as they are.
-SOURCE_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(SourceConfig)
-    if field.name in SETTINGS and field.name != "filters"
-)
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
 CPU_IMAGE_SIZE = 256
 MIN_FREE_RESULTS_BYTES = 16 * 1024**2
+
+StepsResolver = Callable[..., tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Plan:
     """A run with nothing left open.
 
     Attributes:
-        config: Every value set.
-        chosen: Field to reason, for each value that the program chose.
-        architecture: What is trained.
-        source: Where this rank's samples come from.
-        ranks: The place of this process.
-        machine: What it runs on.
-        memory: Estimated peak of one rank.
-        num_steps: Optimizer steps of the whole run, unless the measurement asks for more.
-        max_num_steps: Those that it may ask for.
-        notes: Sentences the user must read.
+        config: All settings, each with a value.
+        chosen: The reason for each setting that the program chose.
+        architecture: The model to train.
+        source: The data source of this rank.
+        ranks: The rank of this process.
+        machine: The machine of this process.
+        memory: Estimated peak memory of one rank.
+        num_steps: Optimizer steps of the run, unless the measurement needs more.
+        max_num_steps: Most optimizer steps that the measurement may need.
+        notes: Sentences that the user has to read.
     """
 
     config: BenchmarkConfig
@@ -69,24 +69,31 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """What runs, safe in a file name, e.g. ``sd2-base-256px-fast``."""
+        """Name of the run as part of a file name, e.g. ``sd2-base-256px-fast``."""
         name = f"{self.architecture.name}-{self.config.image_size}px-{self.config.preset}"
         return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
 
 
-def resolve(request: Request[BenchmarkConfig], *, machine: Machine, ranks: Ranks) -> Plan:
+def resolve(
+    request: Request[BenchmarkConfig],
+    *,
+    machine: Machine,
+    ranks: Ranks,
+    model_parts: Mapping[str, Mapping[str, Any]] | None = None,
+    resolve_steps: StepsResolver = resolve_steps,
+) -> Plan:
     """Turn a request into a plan.
 
     Args:
-        request: What the user asked for.
-        machine: The machine at hand.
-        ranks: The place of this process among the ranks.
-
-    Returns:
-        The plan.
+        request: The user's request.
+        machine: The machine of this process.
+        ranks: The rank of this process.
+        model_parts: As `replace_parts` takes them.
+        resolve_steps: Gives the steps of the run and the most that it may take, from the draft and
+            the samples of an epoch.
 
     Raises:
-        ConfigError: If the request cannot be run here.
+        ConfigError: The request cannot be run here.
     """
     architecture, note = resolve_architecture(
         request.config.model_name,
@@ -96,7 +103,10 @@ def resolve(request: Request[BenchmarkConfig], *, machine: Machine, ranks: Ranks
     config, reasons = settle(
         request.config, machine=machine, ranks=ranks, is_users=request.is_users
     )
-    notes = [] if note is None else [note]
+    notes = [*request.translation.notes, *([] if note is None else [note])]
+    if model_parts is not None:
+        architecture, notes_of_parts = replace_parts(architecture, model_parts)
+        notes += notes_of_parts
     draft = Draft(request, config, machine, ranks, architecture, reasons, notes)
     if config.num_threads is None:
         draft.choose("num_threads", *_threads_per_rank(machine, ranks))
@@ -107,7 +117,7 @@ def resolve(request: Request[BenchmarkConfig], *, machine: Machine, ranks: Ranks
     num_steps, max_num_steps = resolve_steps(draft, num_samples=_check_source(source))
     memory = check_memory(draft)
     _check_results_dir(draft.config.results_dir)
-    if draft.config.latents == "precomputed":
+    if source.wants_latents:
         notes.append("Latents are precomputed: compare with other precomputed runs only.")
     return Plan(
         config=draft.config,
@@ -154,9 +164,8 @@ def _resolve_data(draft: Draft) -> None:
 
 def _make_source(draft: Draft) -> SourceConfig:
     config, ranks, architecture = draft.config, draft.ranks, draft.architecture
-    return SourceConfig(
-        **{name: getattr(config, name) for name in SOURCE_FIELDS},
-        filters=config.filters or {},
+    return SourceConfig.from_settings(
+        config,
         device_batch_size=config.batch_size // ranks.world_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -168,9 +177,9 @@ def _make_source(draft: Draft) -> SourceConfig:
 
 
 def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:
-    """CPU threads of a rank, and who chose them."""
+    """CPU threads of a rank, and the reason."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 where nobody has set anything, which would leave most cores idle.
+    # torchrun sets 1 if the variable is not set, which would leave most cores idle.
     is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if given.isdecimal() and int(given) and not is_torchruns:
         return int(given), "OMP_NUM_THREADS"
@@ -179,13 +188,13 @@ def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:
 
 
 def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
-    """Side of the images in pixels when nobody says: the model's own, less without a GPU."""
+    """Default side of the images in pixels: the model's, but at most 256 without a GPU."""
     size = architecture.default_image_size
     return size if on_gpu else min(size, CPU_IMAGE_SIZE)
 
 
 def _check_source(source: SourceConfig) -> int | None:
-    """Check the data; before a run has begun a damaged file is bad input like any other."""
+    """Check the data, and count its samples; a damaged file is bad input before a run."""
     try:
         return data.check(source)
     except RunError as error:
@@ -198,7 +207,7 @@ def _check_source(source: SourceConfig) -> int | None:
 
 
 def _check_results_dir(results_dir: str) -> None:
-    """Try to write where the record will go, before hours of work depend on it."""
+    """Check before the work that the results folder can be written and has space."""
     flag = "--results_dir"
     try:
         Path(results_dir).mkdir(parents=True, exist_ok=True)

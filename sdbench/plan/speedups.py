@@ -1,4 +1,4 @@
-"""`settle` fits the speed-ups of a request to this machine, by the rules of their declarations."""
+"""`settle`: fits the speed-ups of a request to this machine, by the rules of their declarations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def settle(
     """Take the preset's values for this device, and check every setting by its rules.
 
     Args:
-        config: As the user asked; a preset's values may still differ by device.
-        machine: The machine at hand.
-        ranks: The place of this process.
-        is_users: Whether the user gave the field of this name a value.
+        config: Of the request; a preset's value may be one for each device.
+        machine: The machine of this process.
+        ranks: The rank of this process.
+        is_users: Whether the user has set the setting of this name.
 
     Returns:
-        The config, and the reason for each value that replaced a preset's.
+        The config, and the reason for each replaced value of a preset.
 
     Raises:
-        ConfigError: For a value of the user's that cannot be used here.
+        ConfigError: A value of the user's cannot be used here.
     """
     on_gpu = machine.device_type == GPU
-    values = {name: of_device(getattr(config, name), on_gpu=on_gpu) for name in SETTINGS}
+    values = {name: of_device(getattr(config, name), on_gpu=on_gpu) for name in vars(config)}
     config = dataclasses.replace(config, **values)
     reasons: dict[str, str] = {}
-    # A replaced value may be what the rule of another setting asks about: look at all of them anew.
+    # A rule may depend on another setting's value, so after a replacement all are checked again.
     while True:
         broken = list(_broken_rules(Situation(config, machine, ranks), is_users))
         replaceable = [(name, rule) for name, rule in broken if not is_users(name)]

@@ -1,4 +1,4 @@
-"""`resolve_steps` chooses how many batches are warm-up, measured and profiled."""
+"""`resolve_steps`: chooses the numbers of warm-up, measured and profiled batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     """Choose the windows of a run.
 
     Args:
-        draft: Of the run; its batch is settled.
-        num_samples: Of an epoch, None where that is not known.
+        draft: Of the run, with its batch.
+        num_samples: Samples of an epoch, None if unknown.
 
     Returns:
-        Optimizer steps of the whole run, unless the measurement asks for more, and the most that
-        it may ask for.
+        `num_steps` and `max_num_steps` of the plan.
 
     Raises:
         ConfigError: The windows do not fit into the run.
     """
     num_steps = None
     if draft.config.max_duration is not None:
-        num_steps = _steps_in_duration(draft, draft.config.max_duration, num_samples)
+        num_steps = steps_in_duration(draft, draft.config.max_duration, num_samples)
     _choose_window(draft, num_steps)
     config = draft.config
     behind = config.profile_batches + config.profile_trace
@@ -54,10 +53,22 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     return num_steps or needed, num_steps or longest
 
 
-def _steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
+def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
+    """Optimizer steps of a length in batches, epochs or samples, the last one rounded up.
+
+    Args:
+        draft: Of the run; its batch is settled.
+        duration: Value of --max_duration.
+        num_samples: Of an epoch, None where that is not known.
+
+    Raises:
+        ConfigError: The length of an epoch is asked for and not known.
+    """
     number, unit = int(duration[:-2]), duration[-2:]
     if unit == "ba":
         return number
+    if unit == "sp":
+        return -(-number // draft.config.batch_size)
     if num_samples is None:
         raise ConfigError(
             "the length of an epoch of this data set is not known before it is downloaded",
@@ -69,7 +80,7 @@ def _steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> 
 
 
 def _choose_window(draft: Draft, num_steps: int | None) -> None:
-    """Choose warm-up, window and profile; in a run of given length the window takes the rest."""
+    """Choose warm-up, window and profile; with --max_duration the window takes the rest."""
     given = draft.config
     warmup = of_device(WARMUP_BATCHES, on_gpu=draft.on_gpu)
     measure = of_device(MEASURE_BATCHES, on_gpu=draft.on_gpu)
@@ -101,7 +112,7 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
 
 
 def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
-    """Choose how far warm-up and window may grow; a run of given length bounds both."""
+    """Choose the bounds of warm-up and window; --max_duration limits both."""
     config = draft.config
     warmup, measure = config.warmup_batches, config.measure_batches
     has_target = config.target_precision is not None

@@ -1,1 +1,1 @@
-"""The ranks of a run: their places, their communication, and the loss of one."""
+"""The ranks of a run: their numbers, communication, and heartbeat."""

@@ -1,7 +1,7 @@
-"""The place of this process among the ranks of a run, and their communication.
+"""The rank of this process, and communication among ranks.
 
-The launchers (`composer`, `torchrun`, an operator) tell each process its place in the environment;
-a plain `python benchmark.py` is rank 0 of 1.
+Launchers (`composer`, `torchrun`, a Kubernetes operator) set RANK and WORLD_SIZE in the
+environment; a plain `python benchmark.py` is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sdbench.base.errors import RunError
 
 T = TypeVar("T")
 
-# Joins the ranks' hosts where the default group joins their GPUs; None: the default one does.
+# A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The place of this process among all processes of the run."""
+    """The rank of this process and the number of ranks, in the run and on this node."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; unset means a single process."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process has none."""
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -43,31 +43,30 @@ class Ranks:
 
     @property
     def num_nodes(self) -> int:
-        """Machines in the run, each with the same number of ranks."""
+        """Nodes of the run, each with the same number of ranks."""
         return self.world_size // self.local_world_size
 
 
 def num_restarts() -> int:
-    """How often a scheduler or torchrun has started this process again.
+    """How often Slurm or torchrun has restarted this process.
 
-    Each node's torchrun counts the times that a rank of its own was the cause: of a run it is the
-    largest of all ranks' numbers.
+    The torchrun of each node counts restarts that its own ranks caused, so the number of the run is
+    the largest of all ranks.
     """
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return sum(int(os.environ.get(name, "0")) for name in names)
 
 
 def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
-    """Join the process group, unless this process is alone.
+    """Join the process group, if there are several ranks.
 
     Args:
-        ranks: The place of this process.
-        device_type: ``cuda`` or ``cpu``; the backend is the one that Composer expects for it.
-        timeout_s: How long the ranks wait for each other here, and later a collective for the
-            slowest of them, before it fails.
+        ranks: The rank of this process.
+        device_type: ``cuda`` or ``cpu``; decides the backend, NCCL or gloo, as Composer expects.
+        timeout_s: How long ranks wait for each other, here and later in each collective.
 
     Raises:
-        RunError: Not all ranks came.
+        RunError: A rank is missing.
     """
     if ranks.world_size == 1:
         return
@@ -97,23 +96,23 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
 
 
 def hosts_store(ranks: Ranks) -> bool:
-    """Whether the store is in this process: that of the first rank, unless torchrun has one.
+    """Whether this process runs the ranks' store: the first rank does, unless torchrun has one.
 
-    torchrun's serves all its attempts to run.
+    torchrun keeps one store for all restarts.
     """
     return ranks.rank == 0 and not _is_store_of_torchrun()
 
 
 def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
-    """A new connection to the store at which the ranks meet.
+    """Open a new connection to the ranks' store.
 
     Args:
-        name: Of the part of the store that is wanted.
-        is_host: The store is to be in this process.
-        timeout_s: How long to wait for an answer.
+        name: Prefix of the keys.
+        is_host: Whether to run the store in this process.
+        timeout_s: How long to wait for the store.
 
     Raises:
-        RunError: There is no store, or it cannot be opened here.
+        RunError: The store does not answer, or its port cannot be opened.
     """
     import torch
 
@@ -137,8 +136,8 @@ def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
             f"rank 0 should be ({_first_line(error)})",
             status="timeout",
         ) from None
-    # torchrun's own store outlives an attempt. Each node counts its own restarts: the number is the
-    # same for all ranks on one machine, and on several start-ranks.sh has torchrun keep no store.
+    # torchrun's store outlives a restart, so keys get the number of restarts. Each node counts its
+    # own: all ranks of one node agree, and with several nodes start-ranks.sh uses no such store.
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_store_of_torchrun() else "0"
     return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
 
@@ -148,7 +147,7 @@ def _is_store_of_torchrun() -> bool:
 
 
 def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
-    """Wait until every rank is there, and name those that do not come."""
+    """Wait until every rank has connected, and name those that have not."""
     import torch
 
     everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
@@ -164,12 +163,12 @@ def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
 
 
 def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:
-    """Ranks by their numbers and those of their nodes."""
+    """Ranks and their nodes in words."""
     return ", ".join(f"rank {rank} on node {rank // ranks.local_world_size}" for rank in numbers)
 
 
 def is_about_connections(error: BaseException) -> bool:
-    """Whether an error says that ranks lost touch, which tells nothing about this one."""
+    """Whether an error is about the connection to other ranks, which may be the cause."""
     import torch
 
     message = str(error)
@@ -181,18 +180,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def disconnect() -> None:
-    """Leave the process group, if there is one, together with the other ranks.
-
-    Only after a good end: it waits for all of them.
-    """
+    """Leave the process group, if there is one; waits for all ranks, so not after an error."""
     if not is_connected():
         return
     import torch
 
     torch.distributed.barrier()
-    # Right after a gather torch 2.7 may wait for ever: ending a gloo group holds the interpreter's
-    # lock, and freeing the gather's tensors in gloo's thread asks for it. 6 of 43 runs hung so;
-    # sleeping gives the lock to that thread, and none of 150 hung.
+    # Right after a gather torch 2.7 may deadlock: destroying a gloo group holds Python's lock, and
+    # gloo's thread needs it to free the gather's tensors. 6 of 43 runs hung so; sleeping gives the
+    # lock to that thread, and none of 150 hung.
     time.sleep(0.1)
     torch.distributed.destroy_process_group()
 
@@ -204,14 +200,14 @@ def is_connected() -> bool:
 
 
 def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
-    """Wait on all ranks of a machine but its first, until a launcher that saw it end stops them.
+    """Wait on all ranks of a node but the first, until the launcher stops this process.
 
-    When a rank ends with an error the `composer` launcher stops the others and passes on the exit
-    code of the first rank: that of the error only if that rank was not stopped itself.
+    When a rank fails, the `composer` launcher stops the others and returns the exit code of the
+    first rank: it is that of the error only if the first rank ends before it is stopped.
 
     Args:
-        ranks: The place of this process.
-        timeout_s: When to go on all the same, because nobody stops this process.
+        ranks: The rank of this process.
+        timeout_s: When to go on if no launcher stops this process.
     """
     if ranks.local_rank != 0:
         time.sleep(timeout_s)
@@ -240,7 +236,7 @@ def broadcast(value: T, ranks: Ranks) -> T:
 
 
 def maximum_on_hosts(number: int, ranks: Ranks) -> int:
-    """The largest number of any rank, on every rank; no device takes part or is waited for."""
+    """The largest number of all ranks, on every rank; does not use or wait for a GPU."""
     if ranks.world_size == 1:
         return number
     import torch

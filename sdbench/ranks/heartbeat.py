@@ -1,10 +1,9 @@
-"""A heartbeat among the ranks, which tells the ones that are gone.
+"""A heartbeat among the ranks, which finds those that are lost.
 
-A rank whose neighbour dies sees a broken connection, or sees nothing and waits; neither tells it
-which rank is gone. So each rank counts up a number in the store at which the ranks have met, in a
-thread of its own that goes on whatever the main thread waits for, and listens for the others. The
-first rank listens to all, since that is one question to a store that is mostly its own; the others
-listen to the first, and to all once they have to know.
+When a rank dies, others see a broken connection, or wait for ever; neither says which rank is lost.
+So each rank increases a counter in the ranks' store, in a thread that goes on while the main thread
+waits, and reads those of other ranks. The first rank, which usually runs the store, reads all in
+one request; the others read the first rank's, and all of them when they look for a lost rank.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from typing import Any
 from sdbench.ranks.distributed import Ranks, name_ranks, open_store
 
 PERIOD_S = 0.5
-# Five beats in a row that did not come. A thread that holds Python's lock for so long is rare.
+# Five missing beats in a row. Other threads rarely hold Python's lock for so long.
 SILENCE_S = 5 * PERIOD_S
-# How long the main thread may take to notice a loss by itself, and then to write the record.
+# Time for the main thread to notice a loss by itself and to write the record.
 GRACE_S = 15.0
-# Statuses of a record that a rank ends with through no fault of its own.
+# Statuses with which a rank ends that did not fail itself.
 ENDS_OF_BYSTANDERS = ("ok", "interrupted")
 
 
 @dataclasses.dataclass
 class _Heard:
-    """What is known of another rank.
+    """The last beat of another rank.
 
     Attributes:
-        count: Of its last beat.
-        since_s: When that came, on this rank's clock.
-        num_steps: Steps that it had ended by then.
-        ended: Its last word, the status and the reason of its end; None while it goes on.
+        count: Number of the beat.
+        since_s: When it was read, on this rank's clock.
+        num_steps: Steps that the rank had ended by then.
+        ended: Status and reason of the rank's end; None while it goes on.
     """
 
     count: int
@@ -46,18 +45,19 @@ class _Heard:
 
 
 class Heartbeat:
-    """The beat of this rank, and what it hears of the others. Without others it does nothing."""
+    """Beats for this rank and watches the others; with a single rank it does nothing."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
-        """Beat for the first time. Every rank has to, before any of them watches.
+        """Beat for the first time; every rank has to before any rank watches.
 
         Args:
-            ranks: The place of this process; it has joined the process group.
-            timeout_s: Silence after which a rank is taken for lost.
+            ranks: The rank of this process, which has joined the process group.
+            timeout_s: Silence after which a rank counts as lost.
         """
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._num_steps = 0
+        self._step_began_s: float | None = None
         self._count = 0
         self._is_over = threading.Event()
         self._ended: tuple[str, str] | None = None
@@ -67,7 +67,7 @@ class Heartbeat:
         self._last_answer_s = time.monotonic()
         self._store: Any = None
         if ranks.world_size > 1:
-            # A connection of our own: one that is waiting for an answer serves nobody else.
+            # A separate connection, since one that waits for an answer is blocked.
             self._store = open_store("heartbeat", is_host=False, timeout_s=timeout_s)
             self._beat()
 
@@ -75,44 +75,52 @@ class Heartbeat:
         """Go on beating, and watch the other ranks.
 
         Args:
-            on_loss: Is called in another thread when a rank was silent for the timeout and the main
-                thread has not ended the run by itself: with the sentence that names the rank. It
-                is expected to end the process.
+            on_loss: Called in another thread when a rank was silent for the timeout and the main
+                thread has not ended the run: with a sentence that names the rank. It has to end the
+                process.
         """
         if self._store is None:
             return
-        self._last_answer_s = time.monotonic()
+        # Until the first step, building the model is what may hang.
+        self._step_began_s = self._last_answer_s = time.monotonic()
         self._talker = threading.Thread(target=self._talk, daemon=True)
         self._talker.start()
         threading.Thread(target=self._watch, args=(on_loss,), daemon=True).start()
 
     def loop_begins(self) -> None:
         """The first step is about to begin."""
+        self._step_began_s = time.monotonic()
 
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
         """A step has ended: the next beat says so."""
         self._num_steps = index + 1
+        self._step_began_s = time.monotonic()
+
+    def has_step_timed_out(self) -> bool:
+        """Whether the present step, or what precedes the first one, has taken the whole timeout."""
+        began_s = self._step_began_s
+        return began_s is not None and time.monotonic() - began_s >= self._timeout_s
 
     def end(self, status: str, reason: str = "") -> None:
-        """Stop beating, with a last word for those who would otherwise take it for a death.
+        """Stop beating, and tell the other ranks that this one has ended and is not lost.
 
         Args:
-            status: Of a record.
-            reason: Why, unless all went well.
+            status: Of the record.
+            reason: Of the record; empty after a good end.
         """
         if self._talker is None or self._is_over.is_set():
             return
         self._ended = (status, reason)
         self._is_over.set()
-        self._talker.join(SILENCE_S)  # which may wait for a store that answers no more
+        self._talker.join(SILENCE_S)  # it may wait for a store that no longer answers
 
     def find_lost(self) -> str | None:
-        """Name the ranks that are gone, after listening for as long as that takes.
+        """Name the lost ranks, after waiting as long as it takes to find them.
 
         Returns:
-            A sentence without a full stop; None if all are there, or have said why they end.
+            A sentence without a full stop; None if every rank beats or has said why it ended.
         """
         if self._store is None:
             return None
@@ -121,16 +129,16 @@ class Heartbeat:
         return self._name(self._find_silent(SILENCE_S), SILENCE_S)
 
     def failed_elsewhere(self) -> tuple[str, str] | None:
-        """Status and reason of another rank's failure, if one has told of its own."""
+        """Status and reason of another rank that has failed; None if no rank has said so."""
         for _, heard in sorted(self._heard.items()):
             if heard.ended is not None and heard.ended[0] not in ENDS_OF_BYSTANDERS:
                 return heard.ended
         return None
 
     def _talk(self) -> None:
-        """Beat and listen. May come to a standstill when the store does."""
+        """Beat and read the others' beats; blocks while the store does not answer."""
         while not self._is_over.wait(PERIOD_S):
-            # What the store does not answer, `_find_silent` tells by the time.
+            # A store that does not answer is noticed by `_find_silent`.
             with contextlib.suppress(RuntimeError):
                 self._beat()
                 self._listen()
@@ -163,15 +171,15 @@ class Heartbeat:
             if self._is_over.wait(PERIOD_S):
                 return
             lost = self._name(self._find_silent(self._timeout_s), self._timeout_s)
-        # The main thread has most likely been told by its own time-out, and knows more.
+        # Most likely a collective in the main thread has timed out, whose error says more.
         if not self._is_over.wait(GRACE_S):
             on_loss(lost)
 
     def _find_silent(self, silence_s: float) -> list[int]:
-        """Ranks that have not been heard of for so long, though they said no last word."""
+        """Ranks whose last beat is older than that and which have not ended."""
         now_s = time.monotonic()
         if now_s - self._last_answer_s > silence_s:
-            return [0]  # the store is the first rank's, and gone with it
+            return [0]  # the first rank ran the store
         return [
             rank
             for rank, heard in sorted(self._heard.items())

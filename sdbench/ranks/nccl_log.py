@@ -1,8 +1,7 @@
-"""The network that NCCL uses between machines, read from its log.
+"""The network that NCCL uses between nodes, read from NCCL's log.
 
-NCCL falls back to TCP sockets when it finds no plugin for the faster one, without an error and at a
-fraction of the rate. It says which network it took in its own log only, which is therefore written
-to a file and read.
+When NCCL finds no plugin for a fast network, it uses TCP sockets at a fraction of the rate, without
+an error. Only its log says which network it uses.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ USING_NETWORK = re.compile(r"NCCL INFO Using network (.+)")
 
 
 class NcclLog:
-    """NCCL's log of this rank, where NCCL is used between machines and the user logs nothing."""
+    """NCCL's log of the first rank, unless the user has set NCCL_DEBUG."""
 
     def __init__(self, ranks: Ranks, *, device_type: str) -> None:
-        """Have NCCL write its log. To be called before it starts.
+        """Turn the log on, before NCCL starts; only on GPUs of several nodes.
 
         Args:
-            ranks: The place of this process; only the first rank's log is read.
+            ranks: The rank of this process.
             device_type: ``cuda`` or ``cpu``.
         """
         self._folder: tempfile.TemporaryDirectory[str] | None = None

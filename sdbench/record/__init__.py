@@ -1,1 +1,1 @@
-"""The record of a run: its schema, its reader and writer, provenance, and its row in a table."""
+"""The record of a run: schema, reader and writer, provenance, and its row in a table."""

@@ -1,12 +1,13 @@
 """Groups runs into configurations: runs with the same settings are replicates.
 
-Every setting counts that may change what a step does, also one that this version of the suite does
-not know: an unknown difference must not be averaged over.
+All settings that may change a step are compared, also those of other versions of the suite: runs
+with an unknown difference must not be averaged.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -14,9 +15,9 @@ from sdbench.settings.config import SETTINGS
 
 Item = TypeVar("Item")
 
-# Settings that say how to measure, how long and where to write.
+# Settings of how and how long to measure, and of where to write.
 HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
-# Settings that a row has under a name of its own, or that another one says in full.
+# Settings that have a column of their own in a row, or that such a column implies.
 IN_COLUMNS = frozenset(
     {
         "model_name",
@@ -42,7 +43,7 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
         record: A record of a training run.
 
     Returns:
-        Values by name; one that is switched off is ``none``, for None means that nobody told.
+        Values by name. A setting that is switched off is ``none``; None would mean unknown.
     """
     config = record["config"]
     has_copies = config.get("remote") is not None or config.get("streams") is not None
@@ -64,7 +65,7 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
 
 
 def describe_other_settings(record: dict[str, Any]) -> str | None:
-    """What the user chose beyond the columns of a row, e.g. ``attention eager, lr 0.0002``."""
+    """The user's settings that have no column in a row, e.g. ``attention eager, lr 0.0002``."""
     config = record["config"]
     chosen = [
         f"{name} {config[name]}"
@@ -88,6 +89,9 @@ def group(items: Iterable[Item], *, key_of: Callable[[Item], Hashable]) -> dict[
     return groups
 
 
-def as_key(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Settings as a dictionary's key."""
-    return tuple(sorted(settings.items()))
+def as_key(settings: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    """Settings as a dictionary's key, whatever their order; 1 and 1.0 are the same value."""
+    return tuple(
+        (name, value if isinstance(value, Hashable) else json.dumps(value, sort_keys=True))
+        for name, value in sorted(settings.items(), key=operator.itemgetter(0))
+    )

@@ -1,4 +1,4 @@
-"""What it takes to repeat a run: versions, commit and environment."""
+"""What is needed to repeat a run: package versions, commit and environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-cudnn-cu12",
 )
-# Settings that change speed. By prefix and by name, never the whole environment: it holds secrets.
+# Variables that change speed, by prefix and by name. The whole environment would hold secrets.
 ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
 ENVIRONMENT_NAMES = ("MALLOC_CONF", "LD_PRELOAD")
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed version of each package that matters; None for one that is not installed."""
+    """Installed version of each of `PACKAGES`; None for one that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -52,9 +52,9 @@ def speed_environment() -> dict[str, str]:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """Commit of the suite and whether files differ from it; None where nobody knows.
+    """Commit of the suite and whether files differ from it; None where that is unknown.
 
-    An image has no checkout: its build leaves the commit, all 40 digits, in SDBENCH_GIT_COMMIT.
+    A container image has no checkout; its build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
     """
     commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
     commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None

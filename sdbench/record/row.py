@@ -1,8 +1,8 @@
 """A run as one row of a long table.
 
-The columns are those of the tables of other people's published figures, and more, so that measured
-and quoted rows stand side by side. Unknown is an empty cell. A text that a spreadsheet would take
-for a formula gets an apostrophe in front.
+The columns include those of the tables of published figures, so that measured and quoted rows can
+be compared. Unknown is an empty cell. A text that a spreadsheet would take for a formula begins
+with an apostrophe.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         record: A record of any status.
 
     Returns:
-        A value for every column; None where the run gave none.
+        A value for every column; None where it is unknown.
     """
     config, machine = record["config"], record["machine"]
     summary = record["summary"] or {}
@@ -115,7 +115,7 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _energy_per_image(record: dict[str, Any]) -> float | None:
-    """Energy of the measured window over its images, in joules; None where it was not metered."""
+    """Energy of the measured window per image, in joules; None where it was not measured."""
     summary = record["summary"] or {}
     energy_j = (summary.get("gpu") or {}).get("energy_j")
     if energy_j is None:
@@ -127,7 +127,7 @@ def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str
     """Rows as CSV with a header, unrounded.
 
     Args:
-        rows: Values by column; a column that a row lacks is an empty cell.
+        rows: Values by column; a missing column is an empty cell.
         columns: The header.
     """
     buffer = io.StringIO()
@@ -138,25 +138,24 @@ def format_csv(rows: Iterable[dict[str, Any]], *, columns: Sequence[str]) -> str
 
 
 def _format_cell(value: Any) -> Any:
-    """A boolean is written as the tables of other people's figures write it."""
+    """A value as a CSV cell; booleans as in the tables of published figures."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return for_csv(value)
 
 
 def append_row(path: Path, record: dict[str, Any]) -> None:
-    """Add a record's row to a CSV file, which gets its header with its first row.
+    """Append a record's row to a CSV file; a new file gets a header.
 
-    A lock keeps the rows of runs that end at the same moment apart. A file with the columns of
-    another version of the suite is set aside under another name, so that no cell lands under a
-    wrong column.
+    The file is locked while it is written. One with the columns of another version of the suite is
+    renamed, so that no cell lands in a wrong column.
 
     Args:
         path: The CSV file.
         record: The record, without secrets.
 
     Raises:
-        OSError: The disk is full; the file is as before.
+        OSError: The disk is full; the file is unchanged.
     """
     while True:
         with path.open("a+", encoding="utf-8", newline="") as file:
@@ -183,7 +182,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
 
 
 def _is_still(path: Path, file: TextIO) -> bool:
-    """Whether this name still leads to the open file."""
+    """Whether the open file is the one at the path: it may have been renamed since."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -191,7 +190,7 @@ def _is_still(path: Path, file: TextIO) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a file to the first free name of the form runs.old-1.csv; its lock must be held."""
+    """Rename a locked file to the first free name of the form ``runs.old-1.csv``."""
     number = 1
     while (aside := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
         number += 1

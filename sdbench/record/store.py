@@ -1,10 +1,10 @@
 """The folder of a run: its record, its steps and its log.
 
-A run has a folder of its own: record.json (everything needed to repeat it), stdout.log and, where a
-model was trained, steps.csv (every step). A record is replaced in one piece, never edited in place.
-It exists from the first moment with the status `failed`, so that even a run killed without warning
-leaves one that says so, and with it space is set aside for the last record, should the disk be full
-by then. What is printed and cannot be shown or logged is dropped: a lost terminal never ends a run.
+Each run has its own folder: record.json (everything needed to repeat it), stdout.log and, where a
+model was trained, steps.csv (every step; after an error those that the first rank has timed). A
+record is replaced as a whole, never edited in place. It exists from the start with the status
+`failed`, so that a run killed without warning still leaves one, and disk space is reserved for the
+last version. Output that cannot be printed or logged is dropped: a lost terminal never ends a run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
 
 SCHEMA_VERSION = 1
-# What a record is about. That of a benchmark run has no key "kind"; every other one says it.
+# Kinds of records, named as their tasks. Benchmark records have no key "kind".
 BENCHMARK = "benchmark"
 FEED = "feed"
 PRECOMPUTE = "precompute"
 PROFILE = "profile"
+TRAIN = "train"
 SCHEMA_FILE = Path(__file__).with_name("schemas") / "record.schema.json"
 SCHEMA_FILES = {
     BENCHMARK: SCHEMA_FILE,
     FEED: SCHEMA_FILE.with_name("feed.schema.json"),
     PRECOMPUTE: SCHEMA_FILE.with_name("precompute.schema.json"),
+    TRAIN: SCHEMA_FILE.with_name("train.schema.json"),
 }
-# Settings that are younger than some records, with what every run did before there was a choice.
+# Settings that were added after some records were written, with the behaviour before.
 CAME_LATER = {
     name: declared.before for name, declared in SETTINGS.items() if declared.before is not None
 }
@@ -60,6 +62,7 @@ RECORD_NAME = "record.json"
 STEPS_NAME = "steps.csv"
 LOG_NAME = "stdout.log"
 RESERVE_NAME = ".reserve"
+FAILURE_NAME = ".failed"
 RESERVE_BYTES = 256 * 1024  # records take about 10 KB
 STEP_COLUMNS = ("index", "phase", "step_time_s", "data_wait_s", "loss")
 
@@ -78,12 +81,12 @@ class RunFolder:
 
     @staticmethod
     def create(results_dir: str, *, machine: str, name: str) -> Path:
-        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>`` that nobody else has.
+        """Make a new folder ``<YYYYMMDDTHHMMSSZ>_<machine>_<name>``.
 
         Args:
-            results_dir: Parent folder, made if it is not there.
+            results_dir: Parent folder, made if it does not exist.
             machine: Hardware slug.
-            name: What ran, safe in a file name.
+            name: Of what runs, safe in a file name.
 
         Raises:
             ConfigError: The parent folder cannot be written.
@@ -111,11 +114,15 @@ class RunFolder:
             else:
                 return path
 
+    def begin_again(self) -> None:
+        """Let the next process of the same run report its own end."""
+        (self.path / FAILURE_NAME).unlink(missing_ok=True)
+
     def reserve_space(self) -> None:
-        """Keep space on the disk for the last record.
+        """Reserve disk space for the last version of the record.
 
         Raises:
-            OSError: There is none.
+            OSError: The disk is full.
         """
         reserve = self.path / RESERVE_NAME
         try:
@@ -128,18 +135,18 @@ class RunFolder:
             raise
 
     def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Put `record` in place of the one before it, in one piece; it as written, no secrets."""
+        """Replace the record atomically; returns it as written, without secrets."""
         return write_json(self._record_path, record)
 
     def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
-        """As `write_record`, if need be in the space that was reserved, which is given back."""
+        """As `write_record`, on a full disk in the reserved space, which is then freed."""
         reserve = self.path / RESERVE_NAME
         record = write_json(self._record_path, record, reserve=reserve)
         reserve.unlink(missing_ok=True)
         return record
 
     def write_steps(self, steps: Iterable[Any]) -> None:
-        """Write every step to steps.csv."""
+        """Write steps.csv with a row for each step."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(STEP_COLUMNS)
@@ -147,27 +154,26 @@ class RunFolder:
         replace_file(self.path / STEPS_NAME, buffer.getvalue())
 
     def claim_failure(self) -> bool:
-        """Whether this rank is the first to report a failure and so writes the reason."""
+        """Whether this rank is the first to report a failure, and so has to write the reason."""
         if not self.path.is_dir():
-            return False  # a node that does not share the results folder
+            return False  # this node does not share the results folder
         try:
-            os.close(os.open(self.path / ".failed", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self.path / FAILURE_NAME, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         except OSError:
-            return True  # the disk is full: rather two reasons, one over the other, than none
+            return True  # the disk is full: a reason written twice is better than none
         return True
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Read a record of any kind; of one older than a setting, with what the run did in its place.
+    """Read a record of any kind. Settings added since are filled in with the behaviour before.
 
     Args:
         path: record.json, or the run folder that holds it.
 
     Raises:
-        ValueError: If it was written by a version of the suite with another schema, is of a kind
-            that this one does not know, or does not satisfy its schema.
+        ValueError: It has another schema version, an unknown kind, or does not satisfy its schema.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     record = json.loads(file.read_text(encoding="utf-8"))
@@ -192,13 +198,13 @@ def load_record(path: Path) -> dict[str, Any]:
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """What a record is about: a key of `SCHEMA_FILES`."""
+    """The kind of a record: a key of `SCHEMA_FILES`."""
     return record.get("kind", BENCHMARK)
 
 
 @functools.cache
 def make_validator(kind: str) -> Any:
-    """A ``jsonschema`` validator; the schemas of all kinds refer to that of a benchmark run.
+    """A ``jsonschema`` validator of a kind; all schemas refer to that of a benchmark run.
 
     Args:
         kind: A key of `SCHEMA_FILES`.
@@ -214,7 +220,7 @@ def make_validator(kind: str) -> Any:
 
 
 def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a record, with the JSON path of each."""
+    """The faults of a record, each with its JSON path."""
     for path, value in _find_non_finite(record, "$"):
         yield f"{path}: {value} is no finite number"
     for fault in make_validator(kind_of(record)).iter_errors(record):
@@ -224,7 +230,7 @@ def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """NaN and infinity, which Python reads and JSON does not know, and integers beyond a double."""
+    """Numbers that JSON cannot hold: NaN, infinity, and integers beyond a double."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _find_non_finite(part, f"{path}.{name}")
@@ -236,9 +242,9 @@ def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class OutputLog:
-    """Keeps a copy of what the program prints, from before its run folder is known.
+    """Copies the program's output to stdout.log, including output before the folder is made.
 
-    Where the log cannot be written, that is said once, and the run goes on without it.
+    If the log cannot be written, a warning is printed once, and the run goes on without it.
     """
 
     def __init__(self) -> None:
@@ -259,22 +265,22 @@ class OutputLog:
                     self._file.close()
 
     def move_to(self, folder: Path) -> None:
-        """Go on in this folder's stdout.log, beginning with what was printed before."""
+        """Write to stdout.log in this folder, beginning with the output so far."""
         assert isinstance(self._file, io.StringIO)
         kept = self._file.getvalue()
         with self._loss_told():
-            self._file = (folder / LOG_NAME).open("w", encoding="utf-8", buffering=1)
+            self._file = (folder / LOG_NAME).open("a", encoding="utf-8", buffering=1)
             self._file.write(kept)
 
     def write(self, text: str) -> None:
-        """Take one piece of output; a progress bar, which draws over itself, leaves nothing."""
+        """Log a piece of output, unless it is of a progress bar, which overwrites its line."""
         if self._file is not None and not text.startswith("\r"):
             with self._loss_told():
                 self._file.write(redact(text))
 
     @contextlib.contextmanager
     def _loss_told(self) -> Iterator[None]:
-        """Where the file cannot be written, say so once and go on without it."""
+        """If the file cannot be written, print a warning and close the log."""
         try:
             yield
         except OSError as error:
@@ -285,7 +291,7 @@ class OutputLog:
 
 
 class _Tee:
-    """A text stream that also writes to a log; all else is the stream's own."""
+    """A text stream that also writes to a log; other attributes are the stream's."""
 
     def __init__(self, stream: TextIO, log: OutputLog) -> None:
         self._stream = stream

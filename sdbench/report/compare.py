@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +19,9 @@ from sdbench.report.compare_sides import (
     split,
 )
 from sdbench.report.figures import parse_conditions, select_rows, write_out
+from sdbench.settings.kinds import PATH, SHARE, TEXT, list_of, one_of
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
@@ -54,14 +57,54 @@ examples:
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareFlags:
+    """Flags of compare."""
+
+    sides: tuple[Path, ...] = setting(
+        PATH,
+        REQUIRED,
+        "table in CSV, or folder with records",
+        is_positional=True,
+        takes_several=True,
+        spelling="A [B]",
+    )
+    between: tuple[str, ...] = setting(
+        list_of(TEXT),
+        (),
+        "with A alone: the column whose values are the sides; with A and B: settings to compare "
+        "across",
+    )
+    baseline: str | None = setting(TEXT, None, "value of that column, or its beginning")
+    candidate: str | None = setting(TEXT, None, "value of that column, or its beginning")
+    where: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "COLUMN=VALUE: use only the rows with these values, or with the only one that begins so",
+        takes_several=True,
+    )
+    allow: tuple[str, ...] = setting(
+        list_of(one_of(*GUARDED)), (), "compare across these settings nevertheless"
+    )
+    fail_if_slower: float | None = setting(
+        SHARE,
+        None,
+        "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
+        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, a row "
+        "that B has no figure for, no row on both sides",
+    )
+    format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
+    out: Path | None = setting(PATH, None, "write to a file instead of the terminal")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, and write the comparison.
+    """Compare two sides and write the comparison.
 
     Args:
         argv: Tables or folders, and flags.
 
     Returns:
-        The exit code: 1 if --fail_if_slower finds what it looks for, or cannot tell.
+        The exit code: 1 if --fail_if_slower finds a slower row or one that cannot be tested.
 
     Raises:
         ConfigError: For sides that cannot be compared.
@@ -87,15 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_failures(match: Match, *, threshold: float) -> list[str]:
-    """The reasons why the candidate does not pass --fail_if_slower.
+    """Find the reasons why the candidate does not pass --fail_if_slower.
 
-    A tested row fails if its whole interval lies below the bound. One that cannot be tested fails
-    whatever its ratio: a gate without a verdict is shut. A configuration that the candidate has no
-    figure for fails too: it may have crashed.
+    A tested row fails if its whole interval lies below the bound. A row that cannot be tested
+    fails, whatever its ratio. So does a configuration without a figure of the candidate, which may
+    have crashed.
 
     Args:
         match: The comparison.
-        threshold: E.g. 0.05 for 5 %.
+        threshold: Allowed loss as a fraction, e.g. 0.05.
 
     Returns:
         A line for each failure.
@@ -124,7 +167,7 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     return failures
 
 
-def _match_sides(arguments: argparse.Namespace) -> Match:
+def _match_sides(arguments: CompareFlags) -> Match:
     baseline, candidate = _make_sides(arguments)
     check_distinct(baseline, candidate)
     return match(
@@ -135,7 +178,7 @@ def _match_sides(arguments: argparse.Namespace) -> Match:
     )
 
 
-def _make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
+def _make_sides(arguments: CompareFlags) -> tuple[Side, Side]:
     conditions = parse_conditions(arguments.where, flag="--where")
     loaded = [select_rows(load_rows(path), conditions, flag="--where") for path in arguments.sides]
     if len(loaded) == 2:
@@ -165,87 +208,19 @@ def _make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
     )
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def _parse(argv: Sequence[str] | None) -> CompareFlags:
+    flags = parse(
+        CompareFlags,
+        argv,
         prog="python -m sdbench compare",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("sides", nargs="+", type=Path, metavar="A [B]", help="table in CSV, or folder with records")
-    add(
-        "--between",
-        type=_parse_names,
-        default=[],
-        metavar="COLUMN",
-        help="with A alone: the column whose values are the sides; with A and B: settings to "
-        "compare across, separated by commas",
-    )
-    add("--baseline", metavar="NAME", help="value of that column, or its beginning")
-    add("--candidate", metavar="NAME", help="value of that column, or its beginning")
-    add(
-        "--where",
-        nargs="+",
-        default=[],
-        metavar="COLUMN=VALUE",
-        help="use only the rows with these values, or with the only one that begins so",
-    )
-    add(
-        "--allow",
-        type=_parse_names,
-        default=[],
-        metavar="SETTING",
-        help=f"compare across these nevertheless: {','.join(GUARDED)}",
-    )
-    add(
-        "--fail_if_slower",
-        metavar="SHARE",
-        help="exit with 1 if the whole interval of a row, or of the geometric mean, is slower by "
-        "more than, e.g., 5%%. What has no verdict fails as well: fewer than 2 runs on a side, a "
-        "row that B has no figure for, no row on both sides",
-    )
-    add("--format", choices=FORMATS, default="terminal", help="(default: terminal)")
-    add("--out", type=Path, metavar="FILE", help="write to a file instead of the terminal")
-    arguments = parser.parse_args(argv)
-    _check(arguments)
-    return arguments
-
-
-def _parse_names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if len(arguments.sides) > 2:
+    ).config
+    if len(flags.sides) > 2:
         raise ConfigError(
             "more than two sides are given",
-            value=" ".join(map(str, arguments.sides)),
+            value=" ".join(map(str, flags.sides)),
             allowed="one table or folder with --between, or two",
             flag="A B",
         )
-    unknown = [name for name in arguments.allow if name not in GUARDED]
-    if unknown:
-        raise ConfigError(
-            "only what is refused can be allowed",
-            value=unknown[0],
-            allowed=" | ".join(GUARDED),
-            flag="--allow",
-        )
-    if arguments.fail_if_slower is not None:
-        arguments.fail_if_slower = _parse_share(arguments.fail_if_slower)
-
-
-def _parse_share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise ConfigError(
-            "the loss that is allowed is no share",
-            value=text,
-            allowed="more than 0 and less than 100 %, e.g. 5% or 0.05",
-            flag="--fail_if_slower",
-        )
-    return share
+    return flags

@@ -20,8 +20,8 @@ from sdbench.statistics.intervals import Comparison, compare, correct_verdicts, 
 # The distinct values of a column in the baseline and in the candidate.
 Values = tuple[list[Any], list[Any]]
 
-# Columns of this suite that are settings; its other columns are figures or origins. An unknown
-# column counts as a setting: nothing is compared across it unseen.
+# The columns of this suite that are settings; its others are figures and origins. An unknown column
+# counts as a setting, so that a difference in it is never overlooked.
 SETTINGS = frozenset(
     (
         *("gpu", "num_gpus", "device", "num_devices", "num_cpu_cores", "num_nodes"),
@@ -31,9 +31,9 @@ SETTINGS = frozenset(
 )
 NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from"}
 # The work per image depends on these: with the encoders in the step it is 1.48 times that without,
-# at 512 px 4.2 times that at 256. They are compared across only with --allow.
+# at 512 px 4.2 times that at 256. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
-# Not settings, but named where the sides differ in them.
+# No settings, but a difference in them is printed.
 ORIGINS = ("kind", "source", "git_commit")
 
 
@@ -44,7 +44,7 @@ class Pair:
     Attributes:
         baseline: Runs of the baseline.
         candidate: Runs of the candidate.
-        comparison: Candidate over baseline.
+        comparison: Rate of the candidate over that of the baseline.
     """
 
     baseline: Sequence[Row]
@@ -60,13 +60,13 @@ class Match:
         baseline: One side.
         candidate: The other.
         columns: Settings that rows were matched on.
-        compared: Settings that were compared across: the values of baseline and candidate.
-        missing_on: Settings that only one side tells, and the name of the other.
-        origins: Other differences: the values of baseline and candidate.
+        compared: Values of baseline and candidate of each setting that is compared.
+        missing_on: Settings that one side has no value for, each with the name of that side.
+        origins: Values of baseline and candidate in which they differ otherwise.
         pairs: Configurations on both sides, in the order of the baseline.
         only_baseline: Runs of each configuration that the candidate lacks.
-        only_candidate: Runs of each that the baseline lacks.
-        mean: The geometric mean of the pairs.
+        only_candidate: Runs of each configuration that the baseline lacks.
+        mean: Geometric mean of the ratios of the pairs.
     """
 
     baseline: Side
@@ -89,21 +89,21 @@ def match(
     Args:
         baseline: One side.
         candidate: The other.
-        between: Settings to compare across, beside those that are one value on either side.
-        allow: Settings of `GUARDED` that may be compared across.
+        between: Settings to compare, beside those that have one value on each side.
+        allow: Settings of `GUARDED` in which the sides may differ.
 
     Raises:
         ConfigError: If they differ in a guarded setting, if no configuration is on both sides, or
             if what looks like runs of one configuration are not.
     """
-    told = [_told_settings(side) for side in (baseline, candidate)]
-    common = [column for column in told[0] if column in told[1]]
+    known = [_known_settings(side) for side in (baseline, candidate)]
+    common = [column for column in known[0] if column in known[1]]
     values = {column: _values(baseline, candidate, column) for column in common}
     compared = _in_words(
         {name: sides for name, sides in values.items() if name in between or _is_apart(sides)}
     )
     _check_guarded(compared, allow=allow)
-    _check_both_tell(told, (baseline, candidate), allow=allow)
+    _check_both_tell(known, (baseline, candidate), allow=allow)
     columns = [column for column in common if column not in compared]
     ours, theirs = (
         group(side.rows, key_of=lambda row: tuple(row.get(column) for column in columns))
@@ -124,7 +124,7 @@ def match(
         compared=compared,
         missing_on={
             column: side.name
-            for side, mine, other in ((baseline, *told), (candidate, *reversed(told)))
+            for side, mine, other in ((baseline, *known), (candidate, *reversed(known)))
             for column in other
             if column not in mine
         },
@@ -143,7 +143,7 @@ def _rates(rows: Iterable[Row]) -> list[float]:
     return [row["images_per_second"] for row in rows]
 
 
-def _told_settings(side: Side) -> list[str]:
+def _known_settings(side: Side) -> list[str]:
     """Settings that at least one row of this side has a value for."""
     return [
         column
@@ -155,14 +155,14 @@ def _told_settings(side: Side) -> list[str]:
 
 
 def _values(baseline: Side, candidate: Side, column: str) -> Values:
-    """The distinct values on either side, in their order."""
+    """The distinct values on each side, in order."""
     return tuple(
         list(dict.fromkeys(row.get(column) for row in side.rows)) for side in (baseline, candidate)
     )
 
 
 def _is_apart(sides: Values) -> bool:
-    """Whether there is one value on one side and another on the other."""
+    """Whether each side has one value and the two differ."""
     ours, theirs = sides
     return len(ours) == len(theirs) == 1 and ours != theirs
 
@@ -198,15 +198,17 @@ def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]
 
 
 def _check_both_tell(
-    told: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
+    known: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
 ) -> None:
-    """Refuse sides of which only one tells the work of an image."""
+    """Refuse sides of which only one has the columns that decide the work of an image."""
     for column in ("latents", "image_size"):
-        silent = [side.name for side, names in zip(sides, told, strict=True) if column not in names]
-        if len(silent) == 1 and column not in allow:
+        lacking = [
+            side.name for side, names in zip(sides, known, strict=True) if column not in names
+        ]
+        if len(lacking) == 1 and column not in allow:
             raise ConfigError(
                 f"one side does not tell its {column}, so an image may be other work on the other",
-                value=silent[0],
+                value=lacking[0],
                 allowed=f"a column {column} on both sides",
                 flag=f"--allow {column}",
             )
@@ -231,7 +233,7 @@ def _nothing_matches(
 
 
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
-    """Runs of one configuration have one value in what is compared across, and one origin."""
+    """Check that runs of one configuration have one value of what is compared, and one source."""
     for column in compared:
         _check_one_value(rows, column, "a side has several values of what is compared")
     if any(row.get("kind") != MEASURED for row in rows):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.record.row import format_csv
 from sdbench.report.compare_match import Match, Pair
-from sdbench.report.compare_sides import Row, Side
+from sdbench.report.compare_sides import Row
 from sdbench.report.figures import as_text
-from sdbench.report.tables import Cell, Table, make_cell, make_table, to_markdown
-from sdbench.report.text_table import to_terminal
-from sdbench.statistics.intervals import NOT_TESTED, Comparison
+from sdbench.report.tables import (
+    EMPTY,
+    Cell,
+    Table,
+    make_cell,
+    make_table,
+    optional_cell,
+    to_markdown,
+    to_terminal,
+)
+from sdbench.statistics.intervals import NOT_TESTED, Comparison, mean_rate
 
 FIGURE_COLUMNS = (
     "row",
@@ -45,20 +52,21 @@ def to_markdown_text(match: Match) -> str:
 
 
 def to_csv_text(match: Match) -> str:
-    """One row per configuration, those on one side only too, and one for the geometric mean."""
-    columns = (*match.columns, *FIGURE_COLUMNS)
-    return format_csv(_make_rows(match), columns=columns)
+    """One row for each configuration, also those on one side only, and one for the mean ratio."""
+    return format_csv(_make_rows(match), columns=(*match.columns, *FIGURE_COLUMNS))
 
 
 def to_json_text(match: Match) -> str:
-    """All of it, unrounded."""
+    """The whole comparison, unrounded."""
     content = {
-        "baseline": _describe_side(match.baseline),
-        "candidate": _describe_side(match.candidate),
-        "matched_on": list(match.columns),
-        "compared": _as_lists(match.compared),
+        **{
+            name: {"name": side.name, "num_figures": len(side.rows), "left_out": side.left_out}
+            for name, side in (("baseline", match.baseline), ("candidate", match.candidate))
+        },
+        "matched_on": match.columns,
+        "compared": match.compared,
         "not_told_by": match.missing_on,
-        "other_differences": _as_lists(match.origins),
+        "other_differences": match.origins,
         "rows": _make_rows(match),
     }
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -73,9 +81,11 @@ FORMATS: dict[str, Callable[[Match], str]] = {
 
 
 def describe_settings(row: Row, columns: Iterable[str]) -> str:
-    """Settings of a row as text, e.g. ``micro_batch 4, ema true``."""
-    told = [f"{column} {as_text(row[column])}" for column in columns if row.get(column) is not None]
-    return ", ".join(told) or "the only configuration"
+    """The known settings of a row as text, e.g. ``micro_batch 4, ema true``."""
+    known = [
+        f"{column} {as_text(row[column])}" for column in columns if row.get(column) is not None
+    ]
+    return ", ".join(known) or "the only configuration"
 
 
 def _compose(
@@ -103,7 +113,7 @@ def _compose(
 
 
 def _varying_columns(match: Match) -> list[str]:
-    """Matched settings that are not the same in every row shown."""
+    """Matched settings that are not the same in every row of the output."""
     shown = [
         *(pair.baseline[0] for pair in match.pairs),
         *(rows[0] for rows in (*match.only_baseline, *match.only_candidate)),
@@ -114,7 +124,7 @@ def _varying_columns(match: Match) -> list[str]:
 def _facts(match: Match, varying: Sequence[str]) -> list[str]:
     """The lines above the table."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
-    # gpu and device say the same of our own runs.
+    # The columns gpu and device have the same value in our own runs.
     columns_of: dict[tuple[str, str], list[str]] = {}
     for column, values in match.compared.items():
         columns_of.setdefault(values, []).append(column)
@@ -136,24 +146,25 @@ def _facts(match: Match, varying: Sequence[str]) -> list[str]:
 
 def _remarks(match: Match) -> list[str]:
     """The lines below the table."""
-    tested = [pair for pair in match.pairs if pair.comparison.interval is not None]
+    num_tested = sum(pair.comparison.interval is not None for pair in match.pairs)
     lines = []
-    if tested:
+    if num_tested:
         lines.append(
             "Ratio: candidate over baseline, geometric means of the runs; interval: 95 %, Welch "
             "on logs, between runs."
         )
-    if len(tested) > 1:
-        lines.append(f"Verdicts are corrected for {len(tested)} tests (Holm); intervals are not.")
+    if num_tested > 1:
+        lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
     if match.origins:
         differences = [
             f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
         ]
         lines.append(f"Also different: {'; '.join(differences)}.")
-    for side in (match.baseline, match.candidate):
-        if side.left_out:
-            reasons = ", ".join(f"{number} x {reason}" for reason, number in side.left_out.items())
-            lines.append(f"Left out of {side.name}: {reasons}.")
+    lines += [
+        f"Left out of {side.name}: {side.describe_left_out()}."
+        for side in (match.baseline, match.candidate)
+        if side.left_out
+    ]
     return lines
 
 
@@ -162,15 +173,15 @@ def _make_table(match: Match, varying: Sequence[str]) -> Table:
         {
             **_setting_cells(pair.baseline[0], varying),
             "n": _num_runs(pair),
-            "baseline, images/s": make_cell(float(_rate(pair.baseline)), num_digits=5),
-            "candidate, images/s": make_cell(float(_rate(pair.candidate)), num_digits=5),
+            "baseline, images/s": _rate_cell(pair.baseline),
+            "candidate, images/s": _rate_cell(pair.candidate),
             **_comparison_cells(pair.comparison, pair),
-            "flags": make_cell(_flags((*pair.baseline, *pair.candidate)), unknown=""),
+            "flags": optional_cell(_flags((*pair.baseline, *pair.candidate))),
         }
         for pair in match.pairs
     ]
     if len(rows) > 1:
-        empty = dict.fromkeys(rows[0], make_cell(None, unknown=""))
+        empty = dict.fromkeys(rows[0], EMPTY)
         label = {next(iter(empty)): Cell(f"{GEOMETRIC_MEAN} of {len(rows)}", None)}
         rows.append({**empty, **label, **_comparison_cells(match.mean)})
     return make_table(rows).without_empty_columns()
@@ -181,7 +192,7 @@ def _make_unmatched_table(groups: Sequence[Sequence[Row]], columns: Sequence[str
         {
             **_setting_cells(rows[0], columns),
             "n": str(len(rows)),
-            "images/s": make_cell(float(_rate(rows)), num_digits=5),
+            "images/s": _rate_cell(rows),
         }
         for rows in groups
     )
@@ -191,14 +202,18 @@ def _setting_cells(row: Row, columns: Iterable[str]) -> dict[str, Cell]:
     return {column: make_cell(row.get(column), num_digits=6) for column in columns}
 
 
+def _rate_cell(rows: Sequence[Row]) -> Cell:
+    return make_cell(float(_rate(rows)), num_digits=5)
+
+
 def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> dict[str, Cell]:
     interval, verdict = comparison.interval, comparison.verdict
     if verdict == NOT_TESTED and pair is not None:
         verdict = f"n={_num_runs(pair)}, {NOT_TESTED}"
     return {
         "ratio": Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
-        "95 % interval": make_cell(
-            f"{interval.low:.3f} to {interval.high:.3f}" if interval else None, unknown=""
+        "95 % interval": optional_cell(
+            f"{interval.low:.3f} to {interval.high:.3f}" if interval else None
         ),
         "verdict": make_cell(verdict),
     }
@@ -210,10 +225,7 @@ def _num_runs(pair: Pair) -> str:
 
 
 def _rate(rows: Sequence[Row]) -> float:
-    """Geometric mean of the runs' images/s; of one run, exactly its figure."""
-    if len(rows) == 1:
-        return rows[0]["images_per_second"]
-    return math.exp(math.fsum(math.log(row["images_per_second"]) for row in rows) / len(rows))
+    return mean_rate([row["images_per_second"] for row in rows])
 
 
 def _flags(rows: Iterable[Row]) -> str | None:
@@ -221,43 +233,36 @@ def _flags(rows: Iterable[Row]) -> str | None:
     return ", ".join(flag for flag in flags if flag) or None
 
 
-def _describe_side(side: Side) -> dict[str, Any]:
-    return {"name": side.name, "num_figures": len(side.rows), "left_out": dict(side.left_out)}
-
-
-def _as_lists(values: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
-    return {name: list(pair) for name, pair in values.items()}
-
-
 def _make_rows(match: Match) -> list[dict[str, Any]]:
     rows = [
-        {
-            **{column: pair.baseline[0].get(column) for column in match.columns},
-            "row": MATCHED,
-            "baseline_images_per_second": _rate(pair.baseline),
-            "candidate_images_per_second": _rate(pair.candidate),
-            "num_baseline_runs": len(pair.baseline),
-            "num_candidate_runs": len(pair.candidate),
-            **_comparison_values(pair.comparison),
-            "flags": _flags((*pair.baseline, *pair.candidate)),
-        }
+        _make_row(match, MATCHED, pair.comparison, baseline=pair.baseline, candidate=pair.candidate)
         for pair in match.pairs
     ]
-    for title, side, groups in (
-        (ONLY_BASELINE, "baseline", match.only_baseline),
-        (ONLY_CANDIDATE, "candidate", match.only_candidate),
-    ):
-        rows += [
-            {
-                **{column: runs[0].get(column) for column in match.columns},
-                "row": title,
-                f"{side}_images_per_second": _rate(runs),
-                f"num_{side}_runs": len(runs),
-                "flags": _flags(runs),
-            }
-            for runs in groups
-        ]
+    rows += [_make_row(match, ONLY_BASELINE, baseline=runs) for runs in match.only_baseline]
+    rows += [_make_row(match, ONLY_CANDIDATE, candidate=runs) for runs in match.only_candidate]
     return [*rows, {"row": GEOMETRIC_MEAN, **_comparison_values(match.mean)}]
+
+
+def _make_row(
+    match: Match, title: str, comparison: Comparison | None = None, **sides: Sequence[Row]
+) -> dict[str, Any]:
+    """A row of the CSV file.
+
+    Args:
+        match: The comparison that it is from.
+        title: Value of the column ``row``.
+        comparison: Of a configuration on both sides.
+        sides: Runs of the configuration, for ``baseline``, ``candidate`` or both.
+    """
+    runs = [run for side in sides.values() for run in side]
+    return {
+        **{column: runs[0].get(column) for column in match.columns},
+        "row": title,
+        **{f"{name}_images_per_second": _rate(side) for name, side in sides.items()},
+        **{f"num_{name}_runs": len(side) for name, side in sides.items()},
+        **(_comparison_values(comparison) if comparison else {}),
+        "flags": _flags(runs),
+    }
 
 
 def _comparison_values(comparison: Comparison) -> dict[str, Any]:

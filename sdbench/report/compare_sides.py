@@ -1,7 +1,4 @@
-"""The two sides of a comparison.
-
-They come from two tables or folders with records, or from one, split by the value in a column.
-"""
+"""The two sides of a comparison: two tables or folders with records, or one split by a column."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from sdbench.record.configuration import IN_COLUMNS, settings_of
 from sdbench.record.row import make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of
 from sdbench.report.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
-from sdbench.report.records import read_record
+from sdbench.report.runs import read_record
 
 Row = dict[str, Any]
 
@@ -41,6 +38,10 @@ class Side:
     rows: Sequence[Row]
     left_out: Counter[str]
 
+    def describe_left_out(self) -> str:
+        """Rows left out, e.g. ``2 x oom, 1 x failed``."""
+        return ", ".join(f"{number} x {reason}" for reason, number in self.left_out.items())
+
 
 def load_rows(path: Path) -> list[Row]:
     """Rows of a table, or of the records in a folder at any depth.
@@ -52,7 +53,7 @@ def load_rows(path: Path) -> list[Row]:
         The rows; a further copy of a run has the status `COPY`.
 
     Raises:
-        ConfigError: If it is neither, a record in it cannot be read, or two runs have one id.
+        ConfigError: If it is neither, if a record cannot be read, or if two runs have one id.
     """
     if not path.is_dir():
         return mark_copies(read_figures(path, required=("images_per_second",)))
@@ -78,6 +79,7 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
         NothingToCompareError: If no row has a figure.
     """
     kept, left_out = [], Counter()
+    side = Side(name, kept, left_out)
     for row in rows:
         if row.get("status") not in (None, OK):
             left_out[row["status"]] += 1
@@ -86,18 +88,17 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
         else:
             kept.append(row)
     if not kept:
-        reasons = ", ".join(f"{number} x {reason}" for reason, number in left_out.items())
         raise NothingToCompareError(
-            f"no row on this side has a figure ({reasons or 'it has no rows'})",
+            f"no row on this side has a figure ({side.describe_left_out() or 'it has no rows'})",
             value=name,
             allowed="at least one row with images_per_second and the status ok",
             flag="the path given, --where, --baseline or --candidate",
         )
-    return Side(name, kept, left_out)
+    return side
 
 
 def check_distinct(baseline: Side, candidate: Side) -> None:
-    """See that nothing is compared with itself.
+    """Check that nothing is compared with itself.
 
     Raises:
         ConfigError: If a run, or the whole table, is on both sides.
@@ -126,7 +127,7 @@ def split(
         candidate: The value of the other; None takes the second of two.
 
     Raises:
-        ConfigError: If there is no such column or value, or more than two to choose from.
+        ConfigError: If there is no such column or value, or a side is to be chosen among several.
     """
     names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
     if not names:

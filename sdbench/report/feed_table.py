@@ -1,4 +1,4 @@
-"""Results of runs that load data or encode a data set, as a text, a CSV file and a table."""
+"""The results of runs that load data or encode a data set: printed text, CSV rows and a table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from sdbench.record import row as row_module
 from sdbench.record.configuration import group
 from sdbench.record.store import FEED, OK, kind_of
+from sdbench.report.runs import rates_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
-from sdbench.report.terminal import format_number, format_rate, format_rates
+from sdbench.report.terminal import align, format_number, format_rate
+from sdbench.settings.data import PRECOMPUTED
 
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
 NOT_APPLICABLE = "-"
@@ -46,13 +48,13 @@ RATE, PHASES_OF_IMAGE = "images/s (95 % interval)", f"ms per image: {', '.join(P
 
 
 def format_feed(record: dict[str, Any]) -> str:
-    """The printed result of data.py.
+    """Format the printed result of data.py.
 
     Args:
         record: A record of kind feed with the status ok.
 
     Returns:
-        Lines of name and value, and the answer to --target_images_per_second.
+        Lines of name and value. The last answers --target_images_per_second, if it was given.
     """
     config, summary = record["config"], record["summary"]
     kilobytes_per_image = 1000 * summary["megabytes_per_second"] / summary["images_per_second"]
@@ -82,12 +84,11 @@ def format_feed(record: dict[str, Any]) -> str:
     ]
     if config["target_images_per_second"] is not None:
         rows.append((f"{config['target_images_per_second']:g} images/s?", _answer(record)))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return align(rows)
 
 
 def _describe_processes(record: dict[str, Any]) -> str:
-    """Images/s of a loading process, and the number of those and of CPU cores."""
+    """Images/s of a loading process, with the number of such processes and of CPU cores."""
     num_workers, num_cores = record["config"]["num_workers"], record["machine"]["num_cpu_cores"]
     who = _count(num_workers, "worker") if num_workers else "the trainer's own, without workers"
     rate = format_number(record["summary"]["images_per_second_per_process"])
@@ -95,7 +96,7 @@ def _describe_processes(record: dict[str, Any]) -> str:
 
 
 def _describe_wait(record: dict[str, Any]) -> str:
-    """Share of the time that the emulated trainer waited."""
+    """The share of the time in which the emulated trainer waited, and seconds per batch."""
     summary = record["summary"]
     waited_s = summary["data_wait_percent"] / 100 * summary["window_s"]
     return (
@@ -106,7 +107,7 @@ def _describe_wait(record: dict[str, Any]) -> str:
 
 
 def _answer(record: dict[str, Any]) -> str:
-    """Whether the source reaches the target, and the number of workers that it takes."""
+    """Whether the source reaches the target, and how many workers that takes."""
     summary, target = record["summary"], record["config"]["target_images_per_second"]
     interval = summary["images_per_second_interval"]
     verdict = "yes" if summary["images_per_second"] >= target else "no"
@@ -126,7 +127,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record.
+    """Make the CSV row of a run.
 
     Args:
         record: A record of kind feed or precompute, of any status.
@@ -181,12 +182,10 @@ def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict
         phases = Cell(", ".join(cell.text for cell in split_ms), sum(c.value for c in split_ms))
     if wait.value is not None:
         wait = Cell(f"{wait.text} %", wait.value)
-    summaries = [record["summary"] for record in runs]
-    rate = median_cell(summary["images_per_second"] for summary in summaries)
     return {
         **{name: make_cell(value, unknown=NOT_APPLICABLE) for name, value in settings.items()},
         "runs": make_cell(len(runs)),
-        RATE: Cell(format_rates(summaries), rate.value),
+        RATE: rates_cell(runs),
         "images/s per core": _median(rows, "images_per_second_per_core"),
         "MB/s": _median(rows, "megabytes_per_second"),
         PHASES_OF_IMAGE: phases,
@@ -203,7 +202,7 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
         "data": row["data"],
         "format": row["data_format"],
         # The samples that are read: encoding a data set reads images.
-        "samples": "latents" if row["latents"] == "precomputed" else "images",
+        "samples": "latents" if row["latents"] == PRECOMPUTED else "images",
         "px": row["image_size"],
         "batch": row["batch_size"],
         "workers": row["num_workers"],
@@ -216,10 +215,10 @@ def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:
 
 
 def _name_device(record: dict[str, Any]) -> str:
-    """The device at work: data.py loads on the CPU."""
+    """The device that did the work: data.py loads on the CPU."""
     return record["machine"]["cpu_name" if kind_of(record) == FEED else "device_name"]
 
 
 def _name_data(config: dict[str, Any]) -> str | None:
-    """The user's name of the data."""
+    """The data set as the user named it."""
     return next((config[name] for name in ("streams", "remote", "local") if config.get(name)), None)

@@ -1,7 +1,7 @@
-"""Reads tables of figures and selects rows of them.
+"""Reads tables of figures in CSV, and selects rows of them.
 
-A table is CSV with a header, one row per figure: results/throughput.csv, the copies of other
-people's in results/quoted/, or a user's own. It may have any of their columns.
+A table has a header and one row per figure: results/throughput.csv, other people's figures in
+results/quoted/, or a user's own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import functools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,36 +19,22 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 
-# These are names, also where one looks like a number: a GPU called 4090, a commit of digits only.
+# Columns of names, which stay text even if one looks like a number: a GPU called 4090.
 TEXT_COLUMNS = frozenset(
-    {
-        "source",
-        "kind",
-        "gpu",
-        "device",
-        "latents",
-        "precision",
-        "engine",
-        "status",
-        "model",
-        "preset",
-        "data_format",
-        "submitter",
-        "read_from",
-        "started_utc",
-        "git_commit",
-        "flags",
+    (
+        *("source", "kind", "gpu", "device", "latents", "precision", "engine", "status", "model"),
+        *("preset", "data_format", "submitter", "read_from", "started_utc", "git_commit", "flags"),
         "reason",
-    }
+    )
 )
-# Rates and counts must be numbers, or empty cells.
+# Rates must be positive and counts not negative; cells may be empty.
 RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high")
 COUNT_COLUMNS = ("num_gpus", "image_size", "global_batch", "images_per_step")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 MEASURED = "measured"
 COPY = "copy of a run that is counted"
-# Names that an error message offers.
+# Names in an error message.
 MAX_NAMES = 8
 
 
@@ -88,31 +75,28 @@ def _check_header(header: list[str], *, path: Path, required: Sequence[str]) -> 
 def _read_rows(
     reader: Iterator[list[str]], *, header: list[str], path: Path
 ) -> Iterator[dict[str, Any]]:
-    parsers = [_parser_of(column) for column in header]
     for number, cells in enumerate(reader, start=1):
         if not cells:
             continue  # a blank line
         if len(cells) != len(header):
             raise _no_table(path, f"has {len(cells)} cells in row {number}, not {len(header)}")
         try:
-            values = [parse(cell) for parse, cell in zip(parsers, cells, strict=True)]
+            values = list(map(_parse_cell, cells, header))
         except ValueError as error:
             raise _no_table(path, f"has {error} in row {number}") from None
         yield dict(zip(header, values, strict=True))
 
 
-def _parser_of(column: str) -> Any:
+def _parse_cell(cell: str, column: str) -> Any:
     if column in TEXT_COLUMNS:
-        return _parse_text
-    if column in RATE_COLUMNS:
-        return functools.partial(_parse_number, column=column, zero_allowed=False)
-    if column in COUNT_COLUMNS:
-        return functools.partial(_parse_number, column=column, zero_allowed=True)
-    return _parse_any
-
-
-def _parse_text(cell: str) -> str | None:
-    return cell or None
+        return cell or None
+    value = _parse_any(cell)
+    if value is None or column not in (*RATE_COLUMNS, *COUNT_COLUMNS):
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf) or (value == 0 and column in RATE_COLUMNS):
+        raise ValueError(f"{cell!r} as {column}")
+    return value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,24 +110,24 @@ def _parse_any(cell: str) -> Any:
     return float(cell) if NUMBER.fullmatch(cell) else cell
 
 
-def _parse_number(cell: str, *, column: str, zero_allowed: bool) -> int | float | None:
-    value = _parse_any(cell)
-    if value is None:
-        return None
-    if isinstance(value, bool | str) or not (
-        0 < value < float("inf") or (zero_allowed and value == 0)
-    ):
-        raise ValueError(f"{cell!r} as {column}")
-    return value
-
-
 def run_of(row: Mapping[str, Any]) -> str | None:
-    """The id of the run that a row is; None if it is no run of this suite."""
+    """The run id of a row; None if it is not a run of this suite."""
     return row.get("source") if row.get("kind") == MEASURED and row.get("started_utc") else None
 
 
+def device_of(row: Mapping[str, Any]) -> str | None:
+    """The device of a figure: its GPU if it has one."""
+    return row.get("gpu") or row.get("device")
+
+
+def describe_source(row: Mapping[str, Any]) -> str | None:
+    """The source of a figure, with who submitted it and where it was read."""
+    parts = (row.get(name) for name in ("source", "submitter", "read_from"))
+    return ", ".join(str(part) for part in parts if part is not None) or None
+
+
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark every further row of a run with the status `COPY`, so that it counts once.
+    """Give every further row of a run the status `COPY`, so that the run counts once.
 
     Args:
         rows: Rows of tables or records.
@@ -180,11 +164,11 @@ def _no_table(path: Path, what: str) -> ConfigError:
 
 
 def parse_conditions(texts: Sequence[str], *, flag: str) -> dict[str, str]:
-    """Turn ``COLUMN=VALUE`` texts into conditions on rows.
+    """Parse conditions of the form ``COLUMN=VALUE``.
 
     Args:
         texts: The conditions.
-        flag: The flag that they gave it with.
+        flag: The flag for errors.
 
     Raises:
         ConfigError: For a text without ``=``.
@@ -210,11 +194,11 @@ def select_rows(
 
     Args:
         rows: Rows of a table.
-        conditions: A value, or the unique beginning of one, by column.
-        flag: The flag that they came from.
+        conditions: By column, a value or the beginning of exactly one.
+        flag: The flag for errors.
 
     Raises:
-        ConfigError: If no row has the column, or the value in those that met the conditions before.
+        ConfigError: If no row has the column, or no row that is left has the value.
     """
     for column, value in conditions.items():
         if not any(column in row for row in rows):
@@ -232,16 +216,16 @@ def select_rows(
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """The name that is equal to this one, or the only one that begins with it.
+    """Find the name that is equal to this text, or the only one that begins with it.
 
     Args:
         name: The text to look for.
         names: The names that exist.
-        what: The error if there is none.
-        flag: The flag that they gave it with.
+        what: The error if there is none, in words.
+        flag: The flag for errors.
 
     Raises:
-        ConfigError: If none or several of them begin so; it names the nearest.
+        ConfigError: If no name or several begin with it; the message offers the nearest.
     """
     if name in names:
         return name
@@ -270,14 +254,14 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value of a row as its cell in the file."""
+    """The text of a value in a CSV file."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return "" if value is None else str(value)
 
 
 def write_out(path: Path, text: str) -> None:
-    """Write what a command has made to the file of --out.
+    """Write the output of a command to the file given with --out.
 
     Raises:
         ConfigError: If it cannot be written.

@@ -1,21 +1,21 @@
-"""`find_ladders` finds which runs are which rung of the ladder, by the settings in their records.
+"""`find_ladders` finds the rungs of the ladder among runs, by the settings in their records.
 
-A configuration is told by its speed-ups that differ from those of the preset seed. One rung away
-from seed is that rung alone; the longest chain of configurations, each with one rung more than the
-one before, is the ladder climbed rung by rung.
+A configuration is known by its speed-ups that differ from those of the preset seed. A rung alone is
+seed with that rung only. The ladder is the longest chain of configurations in which each has one
+rung more than the one before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sdbench.record.configuration import settings_of
+from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.report.ladder_rungs import describe_flags, find_rung
-from sdbench.report.throughput_table import describe_device, describe_work
+from sdbench.report.runs import describe_devices, describe_work
 from sdbench.settings.config import PRESETS, SETTINGS
+from sdbench.settings.data import ONLINE
 from sdbench.settings.setting import COMPILED, EMA, ENCODERS, GPU, RANKS, of_device
 
 SEED = PRESETS["seed"]
@@ -24,6 +24,8 @@ RANK_SETTINGS, EMA_SETTINGS = (
     tuple(name for name, declared in SETTINGS.items() if declared.acts_with == condition)
     for condition in (RANKS, EMA)
 )
+# Origins of a setting that the user chose.
+BY_USER = ("flag", "file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Configuration:
 
     Attributes:
         runs: Their records.
-        context: Every setting that is no speed-up, by name; the name of the preset is none.
-        added: The speed-ups that differ from those of the preset seed, and do something here.
+        context: Every setting that is no speed-up, by name, without the name of the preset.
+        added: The speed-ups that differ from those of the preset seed and have an effect here.
     """
 
     runs: Sequence[dict[str, Any]]
@@ -44,16 +46,6 @@ class Configuration:
     def rates(self) -> list[float]:
         """Images/s of each run."""
         return [run["summary"]["images_per_second"] for run in self.runs]
-
-    @property
-    def step_time_s(self) -> float:
-        """Median over the runs of their median steps."""
-        return statistics.median(run["summary"]["step_time_p50_s"] for run in self.runs)
-
-    @property
-    def peak_memory_gib(self) -> float:
-        """Of the run with most."""
-        return max(run["summary"]["peak_memory_gib"] for run in self.runs)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -72,7 +64,7 @@ class Configuration:
 
     @property
     def preset(self) -> str | None:
-        """The preset that this is, with none of its speed-ups changed by a flag."""
+        """The preset of the runs, if none of its speed-ups was changed by a flag."""
         return next((name for run in self.runs if (name := pure_preset(run)) is not None), None)
 
 
@@ -83,11 +75,10 @@ class Ladder:
     Attributes:
         base: The preset seed.
         alone: Configurations of one rung on top of it.
-        chain: Configurations of ever one rung more, without the base; it ends with the preset fast
-            where that was reached.
-        fast: The preset fast; None where it was not measured.
-        beyond: Configurations that are one rung away from fast, with one more or without one, and
-            not in the chain.
+        chain: Configurations with one rung more each, without the base. It ends with the preset
+            fast if a chain reaches it.
+        fast: The preset fast; None if it was not measured.
+        beyond: Configurations with one rung more than fast or one less that are not in the chain.
     """
 
     base: Configuration
@@ -101,7 +92,7 @@ class Ladder:
         """Device and work, in a line."""
         run, config = self.base.runs[0], self.base.config
         parts = [
-            f"{self.base.num_ranks} x {describe_device(run)}",
+            describe_devices(run),
             describe_work(image_size=config["image_size"], latents=config["latents"]),
             run["workload"]["architecture"],
             f"engine {config['engine']}",
@@ -113,56 +104,60 @@ class Ladder:
 
 
 def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration]:
-    """Put the runs of one configuration together, in the order in which each was first seen.
+    """Group runs by configuration, in the order in which each was first seen.
 
-    A record of a version of the suite that lacked one of the speed-ups does not tell what it did
-    and is left out.
+    A record without one of the speed-ups, made by an older version of the suite, is left out: it
+    does not say what that run did.
 
     Args:
         records: Records of training runs with the status ok.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        if SEED.keys() <= record["config"].keys():
-            key = (as_key(context_of(record)), as_key(added_to_seed(record)))
-            groups.setdefault(key, []).append(record)
+    groups = group(
+        (record for record in records if SEED.keys() <= record["config"].keys()),
+        key_of=lambda record: (as_key(context_of(record)), as_key(added_to_seed(record))),
+    )
     return [
         Configuration(runs, context_of(runs[0]), added_to_seed(runs[0])) for runs in groups.values()
     ]
 
 
 def added_to_seed(record: dict[str, Any]) -> dict[str, Any]:
-    """Speed-ups of a run that differ from those of the preset seed and do something there."""
-    config = record["config"]
-    on_gpu = record["machine"]["device_type"] == GPU
-    idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
-    added = {}
-    for name, value in SEED.items():
-        seed_value = of_device(value, on_gpu=on_gpu)
-        if config[name] != seed_value and name not in idle:
-            added[name] = config[name]
+    """Speed-ups of a run that differ from those of the preset seed and have an effect there."""
+    added = _changed_from(SEED, record)
     if _has_own_threads(record):
-        added[THREADS] = config[THREADS]
+        added[THREADS] = record["config"][THREADS]
     return added
 
 
+def _changed_from(preset: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Speed-ups of a run that differ from a preset, without those that have no effect there."""
+    config = record["config"]
+    on_gpu = record["machine"]["device_type"] == GPU
+    idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
+    return {
+        name: config[name]
+        for name in SEED
+        if name not in idle and config[name] != of_device(preset[name], on_gpu=on_gpu)
+    }
+
+
 def context_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Every setting of a run, and what it ran on, but for its speed-ups and the preset's name."""
+    """Every setting of a run and its hardware, without speed-ups and the preset's name."""
     left_out = {*SEED, "preset", THREADS}
     return {name: value for name, value in settings_of(record).items() if name not in left_out}
 
 
 def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
-    """Speed-ups that change nothing in a run, whatever their value.
+    """Speed-ups that have no effect in a run, whatever their value.
 
     Args:
         config: All settings of the run.
-        num_ranks: Its ranks.
+        num_ranks: Ranks of the run.
     """
     has = {
         RANKS: num_ranks > 1,
         EMA: config["use_ema"],
-        ENCODERS: config["latents"] == "online",
+        ENCODERS: config["latents"] == ONLINE,
         COMPILED: config["compile"] != "none",
         None: True,
     }
@@ -170,36 +165,28 @@ def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
 
 
 def pure_preset(record: dict[str, Any]) -> str | None:
-    """The preset of a run whose speed-ups are all as the preset has them; None for another."""
+    """The preset of a run, or None if the user changed one of its speed-ups."""
     has_own = bool(_own_speedups(record)) or _has_own_threads(record)
     return None if has_own else record["config"]["preset"]
 
 
 def _own_speedups(record: dict[str, Any]) -> dict[str, Any]:
-    """Speed-ups that the user set to something else than the preset does."""
-    config, origin = record["config"], record["origin"]
-    on_gpu = record["machine"]["device_type"] == GPU
-    preset = PRESETS[config["preset"]]
-    return {
-        name: config[name]
-        for name in SEED
-        if origin.get(name) in ("flag", "file")
-        and config[name] != of_device(preset[name], on_gpu=on_gpu)
-    }
+    """Speed-ups that the user set to another value than that of the run's preset."""
+    changed = _changed_from(PRESETS[record["config"]["preset"]], record)
+    return {name: value for name, value in changed.items() if record["origin"].get(name) in BY_USER}
 
 
 def describe_recipe(record: dict[str, Any]) -> str:
     """The preset of a run, and the flags of speed-ups that the user set on top of it."""
     config = record["config"]
-    idle = idle_settings(config, num_ranks=record["ranks"]["world_size"])
-    own = {name: value for name, value in _own_speedups(record).items() if name not in idle}
-    if record["origin"].get(THREADS) in ("flag", "file"):
+    own = _own_speedups(record)
+    if record["origin"].get(THREADS) in BY_USER:
         own[THREADS] = config[THREADS]
     return describe_flags({"preset": config["preset"], **own})
 
 
 def find_ladders(configurations: Sequence[Configuration]) -> list[Ladder]:
-    """One ladder for every context in which the preset seed was measured, with rungs."""
+    """One ladder for every context in which the preset seed and a speed-up were measured."""
     ladders = []
     for base in configurations:
         if base.added:
@@ -226,10 +213,10 @@ def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder
 
 
 def _find_chains(base: Configuration, others: Iterable[Configuration]) -> list[list[Configuration]]:
-    """The longest chain to every configuration that has one, from the base on.
+    """The longest chain from the base to every configuration that has one.
 
-    Each configuration of a chain has one rung more than the one before. Of several equally long
-    chains, the first is the one whose last configuration was measured first.
+    Each configuration of a chain has one rung more than the one before. Of several chains of one
+    length, the first is the one whose last configuration was measured first.
     """
     chains = [[base]]
     for one in sorted(others, key=lambda other: len(other.added)):
@@ -240,58 +227,49 @@ def _find_chains(base: Configuration, others: Iterable[Configuration]) -> list[l
 
 
 def difference(before: Configuration, after: Configuration) -> dict[str, Any]:
-    """What `after` has on top of `before`; empty if it has not all that `before` has."""
+    """What `after` adds to `before`; empty unless it has everything that `before` has."""
     if any(after.added.get(name) != value for name, value in before.added.items()):
         return {}
     return {name: value for name, value in after.added.items() if name not in before.added}
 
 
 def changes(before: Configuration, after: Configuration) -> dict[str, Any]:
-    """The speed-ups in which two configurations differ, as `after` has them."""
+    """The speed-ups in which two configurations differ, with the values of `after`."""
     names = {**after.added, **before.added}
     return {name: after.config[name] for name in names if before.config[name] != after.config[name]}
 
 
 def _is_beside(fast: Configuration, one: Configuration) -> bool:
-    """Whether one has a rung more than fast, or lacks one."""
+    """Whether a configuration has one rung more than fast, or one less."""
     return is_one_rung(changes(fast, one)) or is_one_rung(changes(one, fast))
 
 
 def is_one_rung(added: Mapping[str, Any]) -> bool:
-    """Whether settings are one step of the ladder: a single one, or several that go together."""
+    """Whether settings are one rung of the ladder: a single one, or several that go together."""
     return len(added) == 1 or find_rung(added) is not None
 
 
 def families(
-    configurations: Iterable[Configuration],
-    *,
-    without: Iterable[str],
-    is_wanted: Callable[[Sequence[Configuration]], bool],
+    configurations: Iterable[Configuration], *, without: Iterable[str]
 ) -> list[list[Configuration]]:
-    """Configurations that are the same but for some settings.
+    """Group configurations that differ in some settings only.
 
     Args:
         configurations: All of them.
         without: Names of those settings.
-        is_wanted: Whether a family says something.
     """
     names = set(without)
-    found: dict[tuple[Any, ...], list[Configuration]] = {}
-    for one in configurations:
-        context, added = (
+
+    def key_of(one: Configuration) -> tuple[Any, ...]:
+        return tuple(
             as_key({name: value for name, value in settings.items() if name not in names})
             for settings in (one.context, one.added)
         )
-        found.setdefault((context, added), []).append(one)
-    return [family for family in found.values() if is_wanted(family)]
 
-
-def as_key(settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Settings as what a table of Python can be indexed by."""
-    return tuple(sorted((name, str(value)) for name, value in settings.items()))
+    return list(group(configurations, key_of=key_of).values())
 
 
 def _has_own_threads(record: dict[str, Any]) -> bool:
     """Whether a user, and not the number of cores, decided how many threads a rank has."""
-    is_flag = record["origin"].get(THREADS) in ("flag", "file")
+    is_flag = record["origin"].get(THREADS) in BY_USER
     return is_flag or record["chosen"].get(THREADS) == "OMP_NUM_THREADS"

@@ -1,6 +1,6 @@
 """Tables of what Composer, the EMA, micro-batches and ranks cost or gain.
 
-The configurations of one comparison differ in what the table is about and in nothing else.
+The configurations that a table compares differ in its subject and in nothing else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from sdbench.report.ladder import (
     describe_recipe,
     families,
 )
-from sdbench.report.ladder_tables import EMPTY, memory_cell, notes_of, rate_cell, ratio_cell
-from sdbench.report.tables import Cell, Table, make_cell, make_table
-from sdbench.report.throughput_table import describe_device
-from sdbench.statistics.intervals import Comparison, compare
+from sdbench.report.ladder_tables import ratio_cell
+from sdbench.report.runs import (
+    describe_devices,
+    notes_cell,
+    peak_memory_cell,
+    rates_cell,
+    summary_cell,
+)
+from sdbench.report.tables import EMPTY, Cell, Table, make_table
+from sdbench.statistics.intervals import compare
 
 MICRO_BATCH = "device_train_microbatch_size"
 
@@ -41,10 +47,10 @@ def make_pair_tables(configurations: Sequence[Configuration]) -> dict[str, Table
 def _engine_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
     """The same settings on Composer and on the engine torch, there with a CUDA graph too."""
     rows = []
-    for family in families(
-        configurations, without=("engine", "cuda_graph"), is_wanted=_has_both_engines
-    ):
-        composer = next(one for one in family if one.config["engine"] == "composer")
+    for family in families(configurations, without=("engine", "cuda_graph")):
+        by_engine = {one.config["engine"]: one for one in reversed(family)}
+        if not {"composer", "torch"} <= by_engine.keys():
+            continue
         rows += [
             {
                 **_work(one),
@@ -52,8 +58,8 @@ def _engine_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]
                 "global batch": one.config["batch_size"],
                 "micro-batch": one.config[MICRO_BATCH],
                 "engine": one.config["engine"],
-                "images/s": rate_cell(one),
-                "torch over Composer": _ratio(one, composer),
+                "images/s": rates_cell(one.runs),
+                "torch over Composer": ratio_cell(one, by_engine["composer"]),
                 **_cost(one),
             }
             for one in sorted(family, key=lambda other: other.config["engine"])
@@ -64,20 +70,18 @@ def _engine_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]
 def _ema_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
     """The time that keeping an EMA adds to a step, by implementation."""
     rows = []
-    for family in families(
-        configurations, without=("use_ema", *EMA_SETTINGS), is_wanted=_has_ema_and_none
-    ):
-        plain = next(one for one in family if not one.config["use_ema"])
+    for family in families(configurations, without=("use_ema", *EMA_SETTINGS)):
+        plain = next((one for one in family if not one.config["use_ema"]), None)
+        if plain is None or not any(one.config["use_ema"] for one in family):
+            continue
         rows += [
             {
                 **_work(plain),
                 "engine": one.config["engine"],
                 "images per rank and step": one.config["batch_size"] // one.num_ranks,
                 "EMA": _describe_ema(one.config),
-                "images/s": rate_cell(one),
-                "adds to a step, %": EMPTY
-                if one is plain
-                else _added_cell(compare(plain.rates, one.rates)),
+                "images/s": rates_cell(one.runs),
+                "adds to a step, %": _added_time_cell(one, plain),
                 **_cost(one),
             }
             for one in sorted(family, key=lambda other: other.config["use_ema"])
@@ -95,26 +99,28 @@ def _micro_batch_rows(configurations: Sequence[Configuration]) -> list[dict[str,
             "activation checkpointing": one.config["activation_checkpointing"],
             "global batch": one.config["batch_size"],
             "micro-batch": one.config[MICRO_BATCH],
-            "images/s": rate_cell(one),
+            "images/s": rates_cell(one.runs),
             **_cost(one),
         }
         for family in families(
-            configurations,
-            without=(MICRO_BATCH, "batch_size", "activation_checkpointing"),
-            is_wanted=lambda family: len({one.config[MICRO_BATCH] for one in family}) > 1,
+            configurations, without=(MICRO_BATCH, "batch_size", "activation_checkpointing")
         )
-        for one in sorted(family, key=_checkpointing_and_micro_batch)
+        if len({one.config[MICRO_BATCH] for one in family}) > 1
+        for one in sorted(
+            family,
+            key=lambda other: (other.config["activation_checkpointing"], other.config[MICRO_BATCH]),
+        )
     ]
 
 
 def _rank_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """One rank beside several that share its work, on the same number of threads in all."""
+    """One rank beside several that share its work, with the same number of threads in all."""
     rows = []
     for family in families(
-        configurations,
-        without=("num_devices", "num_nodes", MICRO_BATCH, THREADS, *RANK_SETTINGS),
-        is_wanted=lambda family: len({one.num_ranks for one in family}) > 1,
+        configurations, without=("num_devices", "num_nodes", MICRO_BATCH, THREADS, *RANK_SETTINGS)
     ):
+        if len({one.num_ranks for one in family}) == 1:
+            continue
         by_threads = {_num_threads(one): one for one in family if one.num_ranks == 1}
         rows += [
             {
@@ -123,8 +129,8 @@ def _rank_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
                 "global batch": one.config["batch_size"],
                 "ranks": one.num_ranks,
                 "threads per rank": one.config[THREADS],
-                "images/s": rate_cell(one),
-                "over one rank with as many threads": _ratio(
+                "images/s": rates_cell(one.runs),
+                "over one rank with as many threads": ratio_cell(
                     one, by_threads.get(_num_threads(one)) if one.num_ranks > 1 else None
                 ),
                 **_cost(one),
@@ -136,7 +142,7 @@ def _rank_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 def _work(one: Configuration) -> dict[str, Any]:
     return {
-        "device": f"{one.num_ranks} x {describe_device(one.runs[0])}",
+        "device": describe_devices(one.runs[0]),
         "encoders": one.config["latents"],
         "px": one.config["image_size"],
         "recipe": describe_recipe(one.runs[0]),
@@ -145,21 +151,17 @@ def _work(one: Configuration) -> dict[str, Any]:
 
 def _cost(one: Configuration) -> dict[str, Any]:
     return {
-        "step p50, s": one.step_time_s,
-        "peak memory per rank, GiB": memory_cell(one),
-        "notes": make_cell(notes_of(one), unknown=""),
+        "step p50, s": summary_cell(one.runs, "step_time_p50_s"),
+        "peak memory per rank, GiB": peak_memory_cell(one.runs),
+        "notes": notes_cell(one.runs),
     }
 
 
-def _ratio(one: Configuration, baseline: Configuration | None) -> Cell:
-    """Rate over that of a baseline; empty without a baseline and for the baseline itself."""
-    if baseline is None or one is baseline:
+def _added_time_cell(one: Configuration, plain: Configuration) -> Cell:
+    """How much longer the steps are than those without an EMA, in percent."""
+    if one is plain:
         return EMPTY
-    return ratio_cell(compare(one.rates, baseline.rates))
-
-
-def _added_cell(comparison: Comparison) -> Cell:
-    """Longer step of the second of two, in percent, from the ratio of the first to the second."""
+    comparison = compare(plain.rates, one.rates)
     percent, interval = 100 * (comparison.ratio - 1), comparison.interval
     text = f"{percent:.1f}"
     if interval is not None:
@@ -177,15 +179,3 @@ def _describe_ema(config: Mapping[str, Any]) -> str:
 def _num_threads(one: Configuration) -> int:
     """Threads of all ranks together."""
     return one.num_ranks * one.config[THREADS]
-
-
-def _checkpointing_and_micro_batch(one: Configuration) -> tuple[str, int]:
-    return one.config["activation_checkpointing"], one.config[MICRO_BATCH]
-
-
-def _has_both_engines(family: Sequence[Configuration]) -> bool:
-    return {"composer", "torch"} <= {one.config["engine"] for one in family}
-
-
-def _has_ema_and_none(family: Sequence[Configuration]) -> bool:
-    return {True, False} <= {one.config["use_ema"] for one in family}

@@ -18,11 +18,11 @@ class Rung:
 
     Attributes:
         settings: Name and value of each setting; more than one where they are one idea.
-        needs: Settings without which these cannot be.
-        origin: Where it comes from.
+        needs: Settings that these need to have an effect.
+        origin: Where the idea comes from.
         devices: Types of device that have it.
-        needs_ranks: Whether it does something with several ranks only.
-        loss_tolerance: As in its declaration.
+        needs_ranks: Whether it has an effect with several ranks only.
+        loss_tolerance: Largest relative difference of a loss; None without a bound of its own.
     """
 
     settings: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Rung:
     loss_tolerance: float | None
 
     def is_part_of(self, added: Mapping[str, Any]) -> bool:
-        """Whether these settings, with numbers of their own, have this rung among them."""
+        """Whether these settings contain this rung, whatever number stands for `ANY_NUMBER`."""
         return all(
             name in added and value in (ANY_NUMBER, added[name])
             for name, value in self.settings.items()
@@ -59,7 +59,7 @@ RUNGS = tuple(
 
 
 def find_rung(added: Mapping[str, Any]) -> Rung | None:
-    """The rung that these settings are, with what it needs or without; None if there is none."""
+    """The rung that has these settings, with or without those that it needs; None without one."""
     for rung in RUNGS:
         rest = {name: value for name, value in added.items() if name not in rung.settings}
         if rung.is_part_of(added) and rest in ({}, rung.needs):
@@ -68,7 +68,7 @@ def find_rung(added: Mapping[str, Any]) -> Rung | None:
 
 
 def own_settings(added: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a rung without those that it cannot be without."""
+    """Settings of a rung without those that it needs."""
     rung = find_rung(added)
     needs = {} if rung is None else rung.needs
     return {name: value for name, value in added.items() if name not in needs}
@@ -80,7 +80,7 @@ def describe_flags(settings: Mapping[str, Any]) -> str:
 
 
 def describe_effect(settings: Mapping[str, Any]) -> str:
-    """What settings do, in the words of --help."""
+    """What the settings do, in the words of --help."""
     return "; ".join(SETTINGS[name].help for name in settings)
 
 

@@ -1,11 +1,11 @@
-"""Compares the losses of recipes with those of the reference.
+"""Compares the losses of recipes with those of a reference.
 
 The reference is the preset seed in fp32, not compiled. Five more runs of it with other weights, on
-the same data and noise, give the spread of equally right losses: the root mean square over the
-steps of the standard deviation at each step. The band reaches three spreads to either side of the
+the same data and noise, give the spread of losses that are equally right: the root mean square over
+the steps of the standard deviation at each step. The band reaches three spreads to each side of the
 reference. A recipe has the weights, data and noise of the reference, so that only its arithmetic
-differs; it is inside when none of its 50 losses lies outside the band. Nothing is smoothed: an
-average would hide a single bad step.
+differs. It is inside if all of its 50 losses lie in the band. Nothing is smoothed: an average would
+hide a single bad step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe
-from sdbench.report.tables import Cell, Table, make_cell, make_table
-from sdbench.report.throughput_table import describe_device
-from sdbench.settings.presets import PRESETS
+from sdbench.report.runs import describe_devices
+from sdbench.report.tables import EMPTY, Table, make_cell, make_table, optional_cell
+from sdbench.settings.config import PRESETS
 
 # Settings of the reference that may differ from seed: in fp32 they change the speed only.
 OF_REFERENCE = {"precision", "optimizer", "optimizer_params", "cpu_allocator", THREADS}
@@ -53,10 +53,10 @@ class Judged:
 
     Attributes:
         run: The run.
-        recipe: Its preset, or the preset and the flags on top of it.
-        deviation: The largest distance at one step; NaN if a loss is none.
+        recipe: Its preset, and the flags on top of it.
+        deviation: The largest distance at one step; NaN if a loss is NaN.
         step: That step, from 0.
-        mean_deviation: The mean over the steps, with its sign.
+        mean_deviation: Mean over the steps, with its sign.
         verdict: ``inside``, ``OUTSIDE`` or ``no band yet``; None for the runs that make the band.
     """
 
@@ -75,7 +75,7 @@ class Band:
     Attributes:
         reference: The run that the others are compared with.
         spread: Root mean square over the steps of the standard deviation of the losses of five
-            runs with other weights; None before there are five.
+            runs with other weights; None with fewer runs.
         num_others: Runs with other weights.
         judged: The runs with other weights, then the recipes.
     """
@@ -87,7 +87,7 @@ class Band:
 
     @property
     def half_width(self) -> float | None:
-        """The largest distance of a loss from the reference's that is inside."""
+        """The largest distance from a loss of the reference that is inside."""
         return None if self.spread is None else NUM_SPREADS * self.spread
 
 
@@ -99,16 +99,22 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
         folder: Its folder.
 
     Raises:
-        ConfigError: It has no 50 losses.
+        ConfigError: If it has fewer than 50 losses, or they cannot be read.
     """
     path = folder / STEPS_NAME
     try:
         with path.open(newline="", encoding="utf-8") as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file)]
+        found = f"{len(losses)} steps"
     except (OSError, KeyError, ValueError) as error:
-        raise _no_losses(path, f"losses that cannot be read ({error})") from None
+        losses, found = [], f"losses that cannot be read ({error})"
     if len(losses) < NUM_STEPS:
-        raise _no_losses(path, f"{len(losses)} steps")
+        raise ConfigError(
+            "the band of losses takes runs of 50 steps",
+            value=f"{path}: {found}",
+            allowed=f"at least {NUM_STEPS} steps with a loss",
+            flag="--numerics",
+        )
     return LossRun(record, losses[:NUM_STEPS])
 
 
@@ -124,7 +130,15 @@ def find_bands(runs: Sequence[LossRun]) -> list[Band]:
 
 def make_tables(bands: Sequence[Band]) -> list[Table]:
     """A table for each band."""
-    return [_make_table(band, name=f"loss-band-{number}") for number, band in enumerate(bands, 1)]
+    return [
+        make_table(
+            _table_rows(band),
+            name=f"loss-band-{number}",
+            caption=_describe_band(band),
+            left=["verdict"],
+        )
+        for number, band in enumerate(bands, 1)
+    ]
 
 
 def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
@@ -134,75 +148,60 @@ def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
     if len(others) >= NUM_OTHER_WEIGHTS:
         by_step = zip(*(run.losses for run in others), strict=True)
         spread = math.sqrt(statistics.fmean(map(statistics.variance, by_step)))
-
-    def verdict_of(deviation: float) -> str:
-        if spread is None:
-            return NO_BAND
-        return INSIDE if deviation <= NUM_SPREADS * spread else OUTSIDE  # a NaN is outside
-
-    judged = [
-        *(_judge(run, reference, verdict_of=lambda deviation: None) for run in others),
-        *(_judge(run, reference, verdict_of=verdict_of) for run in recipes),
-    ]
-    return Band(reference, spread, len(others), judged)
+    band = Band(reference, spread, len(others), [_judge(run, reference) for run in others])
+    judged = [_judge(run, reference) for run in recipes]
+    judged = [dataclasses.replace(one, verdict=_verdict(one, band)) for one in judged]
+    return dataclasses.replace(band, judged=[*band.judged, *judged])
 
 
-def _judge(
-    run: LossRun, reference: LossRun, *, verdict_of: Callable[[float], str | None]
-) -> Judged:
+def _judge(run: LossRun, reference: LossRun) -> Judged:
     deviations = [
         loss - expected for loss, expected in zip(run.losses, reference.losses, strict=True)
     ]
     # The first NaN, if there is one, and else the largest: nothing is larger than a NaN.
     distances = [math.inf if math.isnan(one) else abs(one) for one in deviations]
     step = distances.index(max(distances))
-    deviation = abs(deviations[step])
     return Judged(
         run=run,
-        recipe=_describe(run.record),
-        deviation=deviation,
+        recipe=f"the reference with weights of seed {run.record['config']['weights_seed']}"
+        if _has_other_weights(run)
+        else describe_recipe(run.record),
+        deviation=abs(deviations[step]),
         step=step,
         mean_deviation=statistics.fmean(deviations),
-        verdict=verdict_of(deviation),
+        verdict=None,
     )
 
 
-def _make_table(band: Band, *, name: str) -> Table:
-    unknown = make_cell(None, unknown="")
-    rows = [_row(band.reference, "the reference", unknown, unknown, unknown, None)]
-    rows += [
-        _row(
-            one.run,
-            one.recipe,
-            make_cell(one.deviation, num_digits=3),
-            make_cell(one.step),
-            make_cell(one.mean_deviation, num_digits=2),
-            one.verdict,
-        )
-        for one in band.judged
+def _verdict(one: Judged, band: Band) -> str:
+    if band.half_width is None:
+        return NO_BAND
+    return INSIDE if one.deviation <= band.half_width else OUTSIDE  # a NaN is outside
+
+
+def _table_rows(band: Band) -> list[dict[str, Any]]:
+    rows = [
+        {
+            "recipe": one.recipe,
+            "engine": one.run.record["config"]["engine"],
+            "largest deviation": make_cell(one.deviation, num_digits=3),
+            "at step": one.step,
+            "mean deviation": make_cell(one.mean_deviation, num_digits=2),
+            "loss, first to last": f"{one.run.losses[0]:.4f} to {one.run.losses[-1]:.4f}",
+            "verdict": optional_cell(one.verdict),
+            "run": one.run.record["run_id"],
+        }
+        for one in (_judge(band.reference, band.reference), *band.judged)
     ]
-    return make_table(rows, name=name, caption=_describe_band(band), left=["verdict"])
-
-
-def _row(
-    run: LossRun, recipe: str, deviation: Cell, step: Cell, mean: Cell, verdict: str | None
-) -> dict[str, Any]:
-    return {
-        "recipe": recipe,
-        "engine": run.record["config"]["engine"],
-        "largest deviation": deviation,
-        "at step": step,
-        "mean deviation": mean,
-        "loss, first to last": f"{run.losses[0]:.4f} to {run.losses[-1]:.4f}",
-        "verdict": make_cell(verdict, unknown=""),
-        "run": run.record["run_id"],
-    }
+    no_deviations = dict.fromkeys(("largest deviation", "at step", "mean deviation"), EMPTY)
+    rows[0] |= {"recipe": "the reference", **no_deviations}
+    return rows
 
 
 def _describe_band(band: Band) -> str:
     record, config = band.reference.record, band.reference.record["config"]
     work = (
-        f"{record['ranks']['world_size']} x {describe_device(record)}, "
+        f"{describe_devices(record)}, "
         f"{record['workload']['architecture']}, {config['image_size']} px, batch "
         f"{config['batch_size']}"
     )
@@ -214,15 +213,8 @@ def _describe_band(band: Band) -> str:
     )
 
 
-def _describe(record: dict[str, Any]) -> str:
-    weights_seed = record["config"]["weights_seed"]
-    if weights_seed not in (None, record["config"]["seed"]):
-        return f"the reference with weights of seed {weights_seed}"
-    return describe_recipe(record)
-
-
 def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
-    """The settings that two runs share if they see the same data and noise."""
+    """The settings that two runs share if they have the same data and noise."""
     recipe = {*PRESETS["seed"], "preset", "engine", THREADS, "use_ema"}
     settings = settings_of(record) | {"seed": record["config"]["seed"]}
     return {name: value for name, value in settings.items() if name not in recipe}
@@ -238,12 +230,3 @@ def _is_eager_fp32(run: LossRun) -> bool:
 def _has_other_weights(run: LossRun) -> bool:
     config = run.record["config"]
     return config["weights_seed"] not in (None, config["seed"])  # None: one seed for all
-
-
-def _no_losses(path: Path, value: str) -> ConfigError:
-    return ConfigError(
-        "the band of losses takes runs of 50 steps",
-        value=f"{path}: {value}",
-        allowed=f"at least {NUM_STEPS} steps with a loss",
-        flag="--numerics",
-    )

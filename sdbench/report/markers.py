@@ -1,6 +1,6 @@
-"""Puts generated parts into texts written by hand.
+"""Fills the generated parts of texts that are written by hand.
 
-A generated part is between a line ``<!-- begin generated: NAME -->`` and a line
+A generated part lies between a line ``<!-- begin generated: NAME -->`` and a line
 ``<!-- end generated: NAME -->``. The text around them stays as it is.
 """
 
@@ -16,12 +16,12 @@ END = "<!-- end generated: {} -->"
 
 
 def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
-    """Put generated parts between their markers.
+    """Replace the generated parts of a text.
 
     Args:
         text: The whole text.
-        contents: The new parts by name. Words behind the first are in the begin marker only.
-        path: The text's file, for the message.
+        contents: The new parts by name. The end marker has the first word of the name only.
+        path: File of the text, for errors.
 
     Raises:
         ConfigError: If a marker is missing.

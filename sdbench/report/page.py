@@ -1,7 +1,7 @@
-"""One HTML page of all tables and plots.
+"""Makes HTML pages of tables and plots.
 
-The page needs no network and no other file: plots are data URIs, the script that sorts and filters
-is a few lines inside it. The template escapes every text.
+A page needs no network and no other file: plots are data URIs, and the script that sorts and
+filters is in the page. The template escapes every text.
 """
 
 from __future__ import annotations
@@ -10,29 +10,38 @@ import base64
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sdbench.report.plots import Plot
 from sdbench.report.tables import Table
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
+RESULTS_TEMPLATE = "page.html.j2"
 KINDS = ("measured", "quoted", "modelled")
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading, a sentence on how to read what is below it, and tables."""
+    """A heading, a sentence on how to read the tables below it, and the tables."""
 
     heading: str
     help_text: str
     tables: Sequence[Table]
 
 
-def format_page(sections: Sequence[Section], plots: Sequence[Plot]) -> str:
-    """Fill the template.
+def format_page(
+    sections: Sequence[Section],
+    plots: Sequence[Plot],
+    *,
+    template: str = RESULTS_TEMPLATE,
+    **values: Any,
+) -> str:
+    """Make a page.
 
     Args:
         sections: Shown above the plots.
-        plots: Charts, drawn.
+        plots: The charts.
+        template: File beside this one; all but that of the results extend it.
+        **values: For the blocks of the template.
 
     Returns:
         The page as HTML.
@@ -40,10 +49,14 @@ def format_page(sections: Sequence[Section], plots: Sequence[Plot]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     pictures = [
         (plot.name, plot.title, base64.b64encode(plot.svg.encode()).decode()) for plot in plots
     ]
-    return template.render(sections=sections, pictures=pictures, kinds=KINDS) + "\n"
+    page = environment.get_template(template)
+    return page.render(sections=sections, pictures=pictures, kinds=KINDS, **values) + "\n"

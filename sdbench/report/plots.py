@@ -1,8 +1,7 @@
-"""Draws charts that are the same wherever and whenever they are made.
+"""Style, layout and files of charts.
 
-Charts have colours that colour-blind readers can tell apart, units on every axis, and below them
-the sources of their figures. They are drawn without pyplot and without a date in the file, so that
-the same records give the same bytes.
+Charts have colours that colour-blind readers can tell apart, units on every axis, and the sources
+of their figures below. The files have no date, so that the same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ STYLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A chart as files.
+    """A drawn chart.
 
     Attributes:
-        name: File name without an ending.
-        title: One line that says what is seen; also the text in place of the picture.
-        svg: The drawing.
-        png: The picture.
+        name: File name without extension.
+        title: What the chart shows, in a line; also the alternative text of the picture.
+        svg: The chart as SVG.
+        png: The chart as PNG.
     """
 
     name: str
@@ -82,13 +81,13 @@ class Plot:
 
 @contextlib.contextmanager
 def plain_style() -> Iterator[None]:
-    """Drawing as matplotlib comes, whatever the user's own settings say, with `STYLE`."""
+    """Draw with matplotlib's defaults and `STYLE`, whatever the user's own settings are."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        # A sign that its font lacks is a box in the PNG; the SVG leaves the font to the reader.
+        # A character that the font lacks is a box in the PNG; in the SVG the viewer chooses a font.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         yield
 
@@ -101,14 +100,14 @@ def make_figure(
     gap: float = 0.85,
     below: float = 0.55,
 ) -> tuple[Figure, list[Axes]]:
-    """Axes one below the other, and under them where their figures come from.
+    """Make axes one below the other, with the sources of their figures under them.
 
     Args:
-        heights_inches: Height of each.
-        sources: Text for at most three lines.
-        left: Room for the labels of the y axis, in inches.
-        gap: Room between two, for the labels of the upper x axis and the title of the lower axes.
-        below: Room for the labels of the last x axis.
+        heights_inches: Height of each axes, in inches.
+        sources: Text of the sources; three lines of it are shown.
+        left: Space for the labels of the y axis, in inches.
+        gap: Space between two axes, in inches.
+        below: Space for the labels of the last x axis, in inches.
     """
     from matplotlib.figure import Figure
 
@@ -131,13 +130,13 @@ def make_figure(
 
 
 def shorten(text: Any, *, length: int = 60) -> str:
-    """A text as a label that does not run out of the picture."""
+    """Shorten a text to a label of at most `length` characters."""
     label = " ".join(str(text).split())
     return for_plot(label if len(label) <= length else f"{label[: length - 3]}...")
 
 
 def render(figure: Figure, *, name: str, title: str) -> Plot:
-    """Draw it as SVG and as PNG, without the date and the version of who drew it."""
+    """Render a figure as SVG and PNG, without the date and the version of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -149,11 +148,11 @@ def render(figure: Figure, *, name: str, title: str) -> Plot:
 
 
 def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
-    """Write the plots, and remove those of an earlier time that have no data any more.
+    """Write the plots, and delete older ones that have no data any more.
 
     Args:
         plots: The plots to write.
-        folder: Where the files go; made if it is not there.
+        folder: Folder of the files; created if it does not exist.
         names: Every name that a plot may have.
     """
     folder.mkdir(exist_ok=True)

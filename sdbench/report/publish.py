@@ -1,12 +1,12 @@
 """The command `python -m sdbench publish`: copies runs into results/ and rebuilds its tables.
 
-A published run is copied once and never edited. Tables, plots and pages are then made from the
-records there, so that no figure is typed by hand.
+A published run is copied once and never edited. All figures in tables, plots and pages come from
+these records.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -20,8 +20,11 @@ from sdbench.base.files import replace_file, write_json
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.loss_band import read_run
-from sdbench.report.records import read_record
-from sdbench.report.report import NUMERICS, RUNS, rebuild
+from sdbench.report.report import NUMERICS, RUNS, ReportFlags, rebuild
+from sdbench.report.runs import read_record
+from sdbench.settings.kinds import PATH, SWITCH
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting
 
 # A path of the machine: absolute, and neither the inside of another one nor of a URL.
 PATH_PATTERN = re.compile(r"(?:(?<=file://)|(?<![\w./]))/(?!/)[^\s,=]+")
@@ -32,6 +35,20 @@ examples:
   python -m sdbench publish --numerics runs/sweep_loss_band/*/2*
   python -m sdbench publish            (rebuild what is made from the runs only)
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishFlags(ReportFlags):
+    """Flags of publish."""
+
+    runs: tuple[Path, ...] = setting(
+        PATH, (), "folder of a run", is_positional=True, takes_several=True, spelling="[RUN ...]"
+    )
+    numerics: bool = setting(
+        SWITCH,
+        False,
+        "runs for the band of losses, which are no measurements of speed: to results/numerics",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,43 +63,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: For a folder that is no finished run, or that is published already.
     """
-    parser = argparse.ArgumentParser(
+    flags = parse(
+        PublishFlags,
+        argv,
         prog="python -m sdbench publish",
         description="Copy finished runs into results/runs and rebuild the tables made from them.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="(default: results)")
-    parser.add_argument(
-        "--numerics",
-        action="store_true",
-        help="runs for the band of losses, which are no measurements of speed: to results/numerics",
-    )
-    arguments = parser.parse_args(argv)
-    kind = NUMERICS if arguments.numerics else RUNS
-    for run in arguments.runs:
-        print(f"published {publish(run, results=arguments.results, kind=kind)}")
-    print(rebuild(arguments.results))
+    ).config
+    kind = NUMERICS if flags.numerics else RUNS
+    for run in flags.runs:
+        print(f"published {publish(run, results=flags.results, kind=kind)}")
+    print(rebuild(flags.results))
     return 0
 
 
 def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
-    """Copy a run's record, log and, if it has them, steps into a folder of results.
+    """Copy a run's record, log and table of steps, if it has one, into a folder of results.
 
-    Paths of this machine stay behind, and a run that holds what looks like a secret is refused.
+    Paths of this machine are replaced by the names of their flags.
 
     Args:
         run: Folder of the run.
         results: The results folder.
-        kind: The folder in it, for measurements of speed or for those of losses.
+        kind: The folder in it: `RUNS` for measurements of speed, `NUMERICS` for runs of losses.
 
     Returns:
         The new folder.
 
     Raises:
-        ConfigError: If it is no run that ended well, is there already, holds a secret, or is to be
-            one of losses and has too few.
+        ConfigError: If the run did not end well, is published already, or has a text that looks
+            like a secret; for `NUMERICS`, if it has too few losses.
     """
     record = read_record(run, flag="RUN")
     if record["status"] != "ok":
@@ -112,7 +122,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
             flag="RUN",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, and put there in one piece: half a run must not pass for a published one.
+    # Written beside its place and then renamed: half a run must not look like a published one.
     with tempfile.TemporaryDirectory(dir=results, prefix=".publishing-") as folder:
         whole = Path(folder) / record["run_id"]
         whole.mkdir()
@@ -129,7 +139,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
 
 
 def secrets_in(path: Path) -> Iterator[str]:
-    """Places in a file that look like a secret (a path in JSON, or a line), each with its kind."""
+    """Find texts that look like a secret: the path in a JSON file, or the line, with the kind."""
     if path.suffix == ".json":
         texts = _texts_in(json.loads(path.read_text(encoding="utf-8")), place="")
     else:
@@ -140,7 +150,7 @@ def secrets_in(path: Path) -> Iterator[str]:
 
 
 def _texts_in(value: Any, *, place: str) -> Iterator[tuple[str, str]]:
-    """Every text in a JSON value with its path, as in ``config.remote`` or ``command[2]``."""
+    """Every text in a JSON value with its path, e.g. ``config.remote`` or ``command[2]``."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, list):
@@ -152,7 +162,7 @@ def _texts_in(value: Any, *, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _without_paths(text: str, config: dict[str, Any]) -> str:
-    """Put the flag's name in place of a path of the publisher's machine, e.g. <results_dir>."""
+    """Replace paths of the publisher's machine by the names of their flags, e.g. <results_dir>."""
     names = {
         path: name
         for name, value in config.items()

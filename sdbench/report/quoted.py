@@ -1,7 +1,7 @@
-"""Tables of other people's figures and of predictions.
+"""Tables of other people's figures (results/quoted) and of predictions (results/modelled).
 
-Tables of other people's figures lie in results/quoted, predictions in results/modelled. Those with
-images/s become rows beside the measured ones; the others, days and costs, are shown as they are.
+Figures in images/s become rows of the tables of throughput. The others, days and costs, are shown
+in tables with the columns of their files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.report.figures import read_figures
 from sdbench.report.tables import Cell, Table, make_cell, make_table
 
-# The two tables of seed 003's section 1.5: its throughputs, and the ratios that it prints.
+# The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
 SEED_RATIOS = "aws_p4de_p5_ratio"
 SEED_CONDITIONS = {
@@ -33,8 +33,8 @@ def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
     """Read every table of a folder.
 
     Args:
-        folder: Holds CSV files; none at all if it is not there.
-        kind: Kind of the rows without one.
+        folder: Folder of CSV files, which need not exist.
+        kind: Kind of the rows that have none.
 
     Returns:
         Rows by the name of their file.
@@ -51,14 +51,14 @@ def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
 def make_seed_table(
     quoted: dict[str, list[dict[str, Any]]], measured: Iterable[dict[str, Any]] = ()
 ) -> Table | None:
-    """The seed's table of P4de against P5, with what was measured here under its conditions.
+    """Make the seed's table of P4de against P5, with rates measured here in the same settings.
 
     Args:
         quoted: Rows by file.
         measured: Rows of measured runs.
 
     Returns:
-        A row per micro-batch, number of workers and EMA; None without the seed's table.
+        A row for each micro-batch, number of workers and EMA; None without the seed's table.
     """
     if SEED_TABLE not in quoted:
         return None
@@ -99,7 +99,7 @@ def make_seed_table(
 
 
 def make_other_tables(quoted: dict[str, list[dict[str, Any]]]) -> list[Table]:
-    """A table for each file of figures other than images/s, with its own columns."""
+    """A table for each file of figures other than images/s, with the columns of the file."""
     return [
         _as_it_is(file, rows)
         for file, rows in quoted.items()
@@ -114,7 +114,7 @@ def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
 def _measured_under_seed_conditions(
     measured: Iterable[dict[str, Any]],
 ) -> dict[str, dict[tuple[Any, ...], float]]:
-    """Median images/s by settings, for every GPU type, preset and precision measured."""
+    """Median images/s by settings, for each GPU, preset and precision that was measured."""
     rates: dict[str, dict[tuple[Any, ...], list[float]]] = {}
     for row in measured:
         if all(row[name] == value for name, value in SEED_CONDITIONS.items()) and row["gpu"]:

@@ -1,13 +1,12 @@
 """Makes the tables, plots and pages of a results folder from records and from quoted figures.
 
-It makes all of results/ but runs/, quoted/, modelled/, comparisons/ and the text around the
-markers. The same files give the same bytes: no date, no name of a machine and no order of the file
-system gets in.
+The same files give the same bytes: the output has no date and no name of a machine, and does not
+depend on the order of files.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,12 @@ from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
-from sdbench.report.records import read_record
+from sdbench.report.runs import read_record
 from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
 from sdbench.report.throughput_table import make_tables
+from sdbench.settings.kinds import PATH
+from sdbench.settings.request import parse
+from sdbench.settings.setting import setting
 
 RUNS, NUMERICS = "runs", "numerics"
 LADDER_PAGE = "ladder.md"
@@ -38,6 +40,13 @@ examples:
   python -m sdbench report
   python -m sdbench report --results my-results
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """Flags of report."""
+
+    results: Path = setting(PATH, Path("results"), "folder of the results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,29 +62,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: For a folder without a README.md that has places for tables, and for a record
             or a table that cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    flags = parse(
+        ReportFlags,
+        argv,
         prog="python -m sdbench report",
         description="Make tables, plots and a page from records and from other people's figures.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--results", type=Path, default=Path("results"), help="(default: results)")
-    arguments = parser.parse_args(argv)
-    print(rebuild(arguments.results))
+    ).config
+    print(rebuild(flags.results))
     return 0
 
 
 def rebuild(results: Path) -> str:
-    """Make everything in a results folder that is made from something else in it.
+    """Make the tables, plots and pages of a results folder.
 
     Args:
-        results: Holds README.md and, as far as there are any, runs/, quoted/, modelled/ and pages/.
+        results: The folder. It has README.md and may have runs/, quoted/, modelled/, numerics/,
+            pages/ and ladder.md.
 
     Returns:
-        A summary of what was made, and of the plots that have no data.
+        What was made, and which plots have no data, in words.
 
     Raises:
-        ConfigError: If a file is not what it should be. Nothing is written then.
+        ConfigError: If a file cannot be read or used. Nothing is written then.
     """
     records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
     trained = [record for record in records if kind_of(record) == BENCHMARK]
@@ -149,7 +158,7 @@ def _draw_plots(
 def _make_ladder(
     ended_well: Sequence[dict[str, Any]], losses: Sequence[loss_band.LossRun]
 ) -> dict[str, list[Table]]:
-    """Tables of the speed-ups by the names of their places; those without rows are left out."""
+    """Tables of the speed-ups, by the names of their places in ladder.md."""
     configurations = read_configurations(ended_well)
     pairs = make_pair_tables(configurations)
     return {
@@ -161,13 +170,13 @@ def _make_ladder(
 
 
 def load_losses(results: Path) -> list[loss_band.LossRun]:
-    """Runs whose losses are compared.
+    """Load the runs whose losses are compared.
 
     Args:
         results: The results folder.
 
     Raises:
-        ConfigError: A record, or the losses of a run, cannot be read.
+        ConfigError: If a record, or the losses of a run, cannot be read.
     """
     return [
         loss_band.read_run(_load_record(path), path.parent)

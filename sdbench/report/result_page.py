@@ -1,6 +1,6 @@
-"""Pages about one result each, filled from the records of its runs.
+"""The generated parts of a page about one result.
 
-A person writes who measured, what is not reported and why, and footnotes. Everything else is made
+A person writes who measured, what is not reported and why, and footnotes. Everything else comes
 from the records of the runs that the page's marker names by patterns:
 
     <!-- begin generated: runs 202611*_sd2-base-256px-* -->
@@ -11,7 +11,6 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.report.markers import BEGIN, fill_blocks
+from sdbench.report.runs import group_runs, notes_cell, rates_cell, summary_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown
-from sdbench.report.terminal import NOT_KNOWN, format_rate, format_rates
-from sdbench.report.throughput_table import describe_notes, group_runs
+from sdbench.report.terminal import NOT_KNOWN, format_rate
+from sdbench.settings.data import ONLINE
 
 # Runs of each configuration by its letter.
 Groups = Mapping[str, list[dict[str, Any]]]
@@ -31,7 +31,7 @@ RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
 
 
 def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
-    """Make the generated parts of a page again.
+    """Fill the generated parts of a page.
 
     Args:
         text: The page.
@@ -39,7 +39,7 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
         path: The page's file, for messages.
 
     Raises:
-        ConfigError: If the page lacks a marker, or no run fits a pattern.
+        ConfigError: If the page lacks a marker, or no run matches a pattern.
     """
     marker = RUNS_MARKER.search(text)
     if marker is None:
@@ -77,7 +77,7 @@ def _select(
 
 
 def _describe_dates(runs: Sequence[dict[str, Any]]) -> str:
-    """The number of runs and the time of the first and the last, as the end of a sentence."""
+    """The number of runs, and when the first and the last began, as the end of a sentence."""
     starts = sorted(run["started_utc"] for run in runs)
     first, last = (f"{moment[:10]} {moment[11:16]}" for moment in (starts[0], starts[-1]))
     return f"in {len(runs)} runs that began between {first} and {last} UTC."
@@ -97,12 +97,15 @@ def _format_runs(runs: Sequence[dict[str, Any]]) -> str:
             "## Throughput",
             "Throughput by configuration. Three or more runs have a 95 % interval between runs (t "
             "on the logs of their rates).",
-            _throughput_table(groups),
+            make_table(itertools.starmap(_throughput_row, groups.items()), left=["notes"]),
         ),
         (
             None,
             "Every run. Its interval is within the run (t over block means of its steps).",
-            _runs_table(groups),
+            make_table(
+                [_run_row(letter, run) for letter, group in groups.items() for run in group],
+                left=["notes"],
+            ),
         ),
         (
             BREAKDOWN,
@@ -132,7 +135,7 @@ def _models_table(groups: Groups) -> Table:
             "weights": workload["weights"],
             "model FLOP per image, 10^9": _grouped_cell(round(workload["flops_per_image"] / 1e9)),
             "resolution, px": config["image_size"],
-            "encoders": "in the step" if config["latents"] == "online" else config["latents"],
+            "encoders": "in the step" if config["latents"] == ONLINE else config["latents"],
         }
         if row not in rows:
             rows.append(row)
@@ -163,7 +166,7 @@ def _facts_table(
     *,
     heading: str,
 ) -> Table:
-    """A row for each fact, with the value that all runs share or each value once."""
+    """A row for each fact, with every distinct value of the runs."""
     return make_table(
         {"what": name, heading: _join(value_of(run) for run in runs)}
         for name, value_of in facts.items()
@@ -186,63 +189,43 @@ def _settings_table(groups: Groups) -> Table:
     return make_table(rows, left=left)
 
 
-def _throughput_table(groups: Groups) -> Table:
-    rows = []
-    for letter, group in groups.items():
-        config, summaries = group[0]["config"], [run["summary"] for run in group]
-        rates = [summary["images_per_second"] for summary in summaries]
-        medians = {
-            heading: median_cell((summary.get(name) for summary in summaries), num_digits=digits)
-            for heading, name, digits in (
-                ("step p50, s", "step_time_p50_s", 4),
-                ("data wait, %", "data_wait_percent", 2),
-                ("achieved TFLOP/s", "achieved_tflops_per_device", 3),
-                ("of a matrix product, %", "mfu_of_matmul_percent", 3),
-            )
-        }
-        peak_gib = max(summary["peak_memory_gib"] for summary in summaries)
-        rows.append(
-            {
-                "configuration": f"({letter})",
-                "preset": config["preset"],
-                "precision": config["precision"],
-                "global batch": config["batch_size"],
-                "runs": len(group),
-                "images/s (95 % interval)": Cell(format_rates(summaries), statistics.median(rates)),
-                "step p50, s": medians.pop("step p50, s"),
-                "data wait, %": medians.pop("data wait, %"),
-                "peak memory, GiB": make_cell(peak_gib, num_digits=3),
-                **medians,
-                "notes": make_cell(describe_notes(group), unknown=""),
-            }
-        )
-    return make_table(rows, left=["notes"])
+def _throughput_row(letter: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    config = runs[0]["config"]
+    return {
+        "configuration": f"({letter})",
+        "preset": config["preset"],
+        "precision": config["precision"],
+        "global batch": config["batch_size"],
+        "runs": len(runs),
+        "images/s (95 % interval)": rates_cell(runs),
+        "step p50, s": summary_cell(runs, "step_time_p50_s"),
+        "data wait, %": summary_cell(runs, "data_wait_percent", num_digits=2),
+        "peak memory, GiB": make_cell(
+            max(run["summary"]["peak_memory_gib"] for run in runs), num_digits=3
+        ),
+        "achieved TFLOP/s": summary_cell(runs, "achieved_tflops_per_device", num_digits=3),
+        "of a matrix product, %": summary_cell(runs, "mfu_of_matmul_percent", num_digits=3),
+        "notes": notes_cell(runs),
+    }
 
 
-def _runs_table(groups: Groups) -> Table:
-    rows = []
-    for letter, run in ((letter, run) for letter, group in groups.items() for run in group):
-        summary = run["summary"]
-        rows.append(
-            {
-                "configuration": f"({letter})",
-                "run": run["run_id"],
-                "images/s (95 % interval)": Cell(
-                    format_rate(summary), summary["images_per_second"]
-                ),
-                "warm-up steps": _num_warmup_steps(run),
-                "measured steps": summary["num_measured_steps"],
-                "step p50, s": summary["step_time_p50_s"],
-                "step p95, s": summary["step_time_p95_s"],
-                "loss, first to last": f"{summary['loss_first']:.4f} to {summary['loss_last']:.4f}",
-                "notes": make_cell(describe_notes([run]), unknown=""),
-            }
-        )
-    return make_table(rows, left=["notes"])
+def _run_row(letter: str, run: dict[str, Any]) -> dict[str, Any]:
+    summary = run["summary"]
+    return {
+        "configuration": f"({letter})",
+        "run": run["run_id"],
+        "images/s (95 % interval)": Cell(format_rate(summary), summary["images_per_second"]),
+        "warm-up steps": _num_warmup_steps(run),
+        "measured steps": summary["num_measured_steps"],
+        "step p50, s": summary["step_time_p50_s"],
+        "step p95, s": summary["step_time_p95_s"],
+        "loss, first to last": f"{summary['loss_first']:.4f} to {summary['loss_last']:.4f}",
+        "notes": notes_cell([run]),
+    }
 
 
 def _breakdown_table(groups: Groups) -> Table:
-    """Seconds and shares by phase, a pair of columns per configuration; no rows if none has any."""
+    """Seconds and shares by phase, two columns per profiled configuration; no rows without one."""
     rows: dict[str, dict[str, Any]] = {}
     for letter, group in groups.items():
         known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
@@ -259,7 +242,7 @@ def _breakdown_table(groups: Groups) -> Table:
 
 
 def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
-    """How the runs were measured, from their settings."""
+    """A paragraph on how the runs were measured, from their settings."""
     configs = [run["config"] for run in runs]
 
     def all_of(name: str) -> str:
@@ -282,7 +265,7 @@ def _describe_method(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _num_warmup_steps(run: dict[str, Any]) -> int:
-    """Steps before the measured window; old records have the setting only, which they kept to."""
+    """Steps before the measured window. Old records have only the setting, which was kept."""
     return run["summary"].get("num_warmup_steps", run["config"]["warmup_batches"])
 
 
@@ -298,7 +281,7 @@ def _format_versions(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _join(values: Any) -> str:
-    """Each value once, in words."""
+    """The distinct values, joined by "or"."""
     texts = (make_cell(NOT_KNOWN if value is None else value).text for value in values)
     return " or ".join(dict.fromkeys(texts))
 

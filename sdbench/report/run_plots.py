@@ -1,4 +1,4 @@
-"""Charts of the phases of a step and of step times, for the latest run of each configuration."""
+"""Charts of the phases of a step and of step times, from the latest run of each configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.throughput_table import group_runs
+from sdbench.report.runs import group_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,16 +30,16 @@ PARTS = {
     "other": "other",
 }
 SHADED_PHASES = {"warmup": ("warm-up", "#BBBBBB"), "profiled": ("profiled", "#DDCC77")}
-# A narrower part has no number in it.
+# A narrower part has no label.
 MIN_LABELLED_PERCENT = 4
 MAX_BARS = 12
 MAX_TRACES = 4
-# A trace of more steps is drawn as the range of each of so many groups of them.
+# Longer traces are drawn as the mean and range of this many groups of steps.
 MAX_STEPS_DRAWN = 300
 
 
 def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
-    """Shares of a step by phase.
+    """Draw the share of each phase in a step.
 
     Args:
         records: Records of training runs with the status ok.
@@ -77,14 +77,14 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
 
 
 def draw_step_times(records: Sequence[dict[str, Any]], runs: Path) -> Plot | None:
-    """Every step's time, with warm-up shaded.
+    """Draw the time of every step, with warm-up shaded.
 
     Args:
         records: Records of training runs with the status ok.
-        runs: The folder of the runs' folders.
+        runs: The folder that holds the folders of the runs.
 
     Returns:
-        The chart, or None if no run has its steps beside it.
+        The chart, or None if no run's folder has a table of steps.
     """
     traced = [
         record for record in _latest(records) if (runs / record["run_id"] / STEPS_NAME).exists()
@@ -153,7 +153,7 @@ def _draw_bar(ax: Axes, record: dict[str, Any], *, y: float) -> None:
 
 
 def _is_dark(colour: str) -> bool:
-    """Whether white is easier to read on it than black (luma of ITU-R BT.601)."""
+    """Whether white text is easier to read on a colour than black (luma of ITU-R BT.601)."""
     red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue < 130
 

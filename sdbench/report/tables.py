@@ -1,4 +1,4 @@
-"""A table of cells, which markdown, HTML and the terminal show alike."""
+"""Tables of results, and their text in markdown and for a terminal."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sdbench.base.escape import for_markdown
+from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
 
-# The most rows that a page shows; the CSV files have all.
+# Rows that a page shows of a table.
 MAX_ROWS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The text that a cell shows and the value that it is sorted by (None sorts last)."""
+    """The text of a cell, and the value that the column is sorted by (None sorts last)."""
 
     text: str
     value: float | str | None
 
 
+# The cell of a figure that does not exist, such as the gain of the baseline over itself.
+EMPTY = Cell("", None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column's heading and whether its cells are aligned right."""
+    """The heading of a column, and whether its cells are right-aligned."""
 
     name: str
     is_number: bool = False
@@ -35,9 +39,9 @@ class Table:
     """A table with a caption.
 
     Attributes:
-        name: Anchor of the table in a page, e.g. ``512px-online``.
+        name: Anchor of the table in an HTML page, e.g. ``512px-online``.
         caption: One line of plain text.
-        columns: As many as every row has cells.
+        columns: One for each cell of a row.
         rows: Cells by row.
     """
 
@@ -83,14 +87,14 @@ def make_table(
     caption: str = "",
     left: Collection[str] = (),
 ) -> Table:
-    """A table from rows by heading; columns are in the order in which headings first occur.
+    """Make a table from rows by heading. Columns are in the order in which headings first occur.
 
     Args:
         rows: Cells, or values for `make_cell`. A heading that a row lacks is an unknown value.
         name: See `Table`.
         caption: See `Table`.
-        left: Headings of columns that are aligned left; so is every column with a text in it.
-            The others are aligned right.
+        left: Headings of columns to left-align. Columns with text are left-aligned anyway, all
+            others are right-aligned.
     """
     rows = [
         {heading: value if isinstance(value, Cell) else make_cell(value) for heading, value in row}
@@ -107,11 +111,11 @@ def make_table(
 
 
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
-    """A value as a cell.
+    """Make a cell of a value.
 
     Args:
-        value: Text, a number, a yes or no, or None.
-        num_digits: Significant figures of a float; whole numbers are shown in full.
+        value: Text, a number, a bool or None.
+        num_digits: Significant figures of a float. Integers are shown in full.
         unknown: Text for None.
     """
     if value is None:
@@ -121,6 +125,11 @@ def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> C
     if isinstance(value, float):
         return Cell(format_number(value, num_digits=num_digits), value)
     return Cell(str(value), value if isinstance(value, int) else str(value))
+
+
+def optional_cell(value: Any) -> Cell:
+    """The cell of a value, empty for None."""
+    return make_cell(value, unknown="")
 
 
 def median_cell(
@@ -133,23 +142,34 @@ def median_cell(
 
 
 def to_markdown(table: Table) -> str:
-    """The table without its caption."""
+    """The table in markdown, without its caption."""
     lines = [
-        _line(for_markdown(column.name) for column in table.columns),
-        "|" + "|".join("---:" if column.is_number else "---" for column in table.columns) + "|",
-        *(_line(for_markdown(cell.text) for cell in row) for row in table.shown_rows),
+        [column.name for column in table.columns],
+        *([cell.text for cell in row] for row in table.shown_rows),
     ]
-    if table.num_hidden_rows:
-        lines += ["", f"{table.num_hidden_rows} more rows are in the CSV file."]
-    return "\n".join(lines)
+    heading, *rows = (f"| {' | '.join(map(for_markdown, line))} |" for line in lines)
+    marks = ("---:" if column.is_number else "---" for column in table.columns)
+    rest = ["", f"{table.num_hidden_rows} more rows are left out."] if table.num_hidden_rows else []
+    return "\n".join([heading, f"|{'|'.join(marks)}|", *rows, *rest])
 
 
 def to_captioned_markdown(tables: Iterable[Table]) -> str:
-    """Tables one below the other, each under its caption."""
+    """Tables in markdown, each below its caption."""
     return "\n\n".join(
         f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}" for table in tables
     )
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def to_terminal(table: Table) -> str:
+    """The table in aligned columns of plain text, without its caption."""
+    lines = [[for_terminal(column.name) for column in table.columns]]
+    lines += [[for_terminal(cell.text) for cell in row] for row in table.rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for cell, width, column in zip(line, widths, table.columns, strict=True)
+        ).rstrip()
+        for line in lines
+    )

@@ -1,4 +1,4 @@
-"""The printed result of a run, and how rates and numbers are shown everywhere."""
+"""The printed result of a training run, and the format of rates and numbers in every output."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FLAG_MEANINGS = {
 
 
 def format_summary(record: dict[str, Any]) -> str:
-    """The short table at the end of a run.
+    """Format the result that is printed at the end of a run.
 
     Args:
         record: A record with the status ok.
 
     Returns:
-        Lines of name and value; unknown is n/a.
+        Lines of name and value; a value that is not known is n/a.
     """
     summary = record["summary"]
     rows = [
@@ -40,7 +40,7 @@ def format_summary(record: dict[str, Any]) -> str:
         ("peak memory", f"{summary['peak_memory_gib']:.1f} GiB per rank"),
         ("GPU utilisation", _percent(summary["gpu_utilization_percent"])),
         ("MFU", _mfu(record)),
-        *_measured_later(summary),
+        *_optional_lines(summary),
         ("loss first / last", f"{summary['loss_first']:.4f} / {summary['loss_last']:.4f}"),
     ]
     # Records made before samples were counted have neither.
@@ -48,12 +48,17 @@ def format_summary(record: dict[str, Any]) -> str:
         number = record["workload"].get(f"num_{name}_samples")
         if number:
             rows.append((f"{name} samples", f"{number}, {meaning}"))
+    return align(rows)
+
+
+def align(rows: Sequence[tuple[str, str]]) -> str:
+    """Lines of name and value, the values below each other."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines about figures that old records lack, or that a run was told not to measure."""
+def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines for figures that are not in every record: it is old, or they were not measured."""
     rows = []
     if summary.get("matmul_tflops") is not None:
         rows.append(
@@ -83,7 +88,7 @@ def _measured_later(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_breakdown(breakdown: dict[str, Any]) -> str:
-    """Shares of a profiled step, the largest first; those below half a percent are left out."""
+    """Shares of a profiled step by phase in percent, largest first, without those below 0.5."""
     shares = {
         phase: 100 * seconds / breakdown["step_time_s"]
         for phase, seconds in breakdown["seconds"].items()
@@ -104,7 +109,7 @@ def _straggler(rank: dict[str, Any]) -> str:
 
 
 def _startup(startup: dict[str, Any]) -> str:
-    """Seconds to the first measured step by phase; those below a hundredth are left out."""
+    """Seconds to the first measured step by phase, without those below 0.01 s."""
     parts = [
         f"{phase.replace('_', ' ')} {seconds:.2f}"
         for phase, seconds in startup["seconds"].items()
@@ -126,7 +131,7 @@ def _gpu_state(gpu: dict[str, Any]) -> str:
 
 
 def format_rate(summary: dict[str, Any]) -> str:
-    """Images/s with its interval, to four significant figures."""
+    """Images/s of a run with its interval, to four significant figures."""
     rate = format_number(summary["images_per_second"])
     interval = summary["images_per_second_interval"]
     if interval is None:
@@ -138,7 +143,8 @@ def format_rate(summary: dict[str, Any]) -> str:
 def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
     """Images/s of runs of one configuration.
 
-    Three or more have a median and a between-runs interval; fewer have the within-run one each.
+    Three or more runs: the median and a between-runs interval. Fewer: each with its within-run
+    interval.
     """
     # A run that encoded too few batches has none.
     summaries = [summary for summary in summaries if summary["images_per_second"] is not None]
@@ -153,7 +159,7 @@ def format_rates(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def format_number(value: float, *, num_digits: int = 4) -> str:
-    """A number to so many significant figures, and without an exponent up to a million."""
+    """A number to `num_digits` significant figures, without an exponent below a million."""
     return f"{float(f'{value:.{num_digits}g}'):g}"
 
 

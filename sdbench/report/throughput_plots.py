@@ -1,8 +1,8 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
-They are the three charts of seed 003 under its names, from quoted, measured and modelled rows. Only
-figures of one resolution and one place of the encoders share axes. A figure that is the only one of
-its series is in the tables only.
+They are the three charts of seed 003 under its names, from quoted, measured and modelled rows. Axes
+show figures of one resolution and one place of the encoders. A series of a single figure is not
+drawn.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import group
+from sdbench.report.figures import MEASURED, describe_source, device_of
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.throughput_table import describe_work
+from sdbench.report.runs import describe_work
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# How the line of a series is drawn, as arguments of `Axes.plot`.
-Look = Callable[["Series"], dict[str, Any]]
+# Gives the arguments of `Axes.plot` for the line of a series.
+Style = Callable[["Series"], dict[str, Any]]
 
 MICRO_BATCH = "sd_p4de_p5"
 SPEED_UP = "p5-model-scaling-stable-diff"
 SCALING = "p5-model-scaling-stable-diff-throughput"
 NAMES = (MICRO_BATCH, SPEED_UP, SCALING)
-# More panels than this, or more series in one, cannot be read.
+# More panels, or more series in one, cannot be read.
 MAX_PANELS = 4
 MAX_SERIES = 8
 MAX_TICKS = 12
-# Named in a legend only where it is another one.
+# A legend names the model only if it is another one.
 USUAL_MODEL = "sd2-base"
 PANEL_HEIGHT_INCHES = 2.9
 LEGEND_LINE_INCHES = 0.17
@@ -39,7 +40,7 @@ LEGEND_LINE_INCHES = 0.17
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Images/s at one micro-batch or number of GPUs, with the ends of the runs' intervals."""
+    """Images/s at one micro-batch or number of GPUs, with the ends of their intervals."""
 
     rate: float
     low: float
@@ -48,15 +49,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Figures that differ in one quantity only.
+    """Figures that differ in the micro-batch or in the number of GPUs only.
 
     Attributes:
         device: Name of the device.
-        settings: Their other common settings, as text.
-        kind: measured, quoted or modelled.
-        source: Where they come from.
-        has_ema: Whether an EMA was kept; None where that is not told.
-        points: By micro-batch or number of GPUs, ascending.
+        settings: Their other settings, as text.
+        kind: ``measured``, ``quoted`` or ``modelled``.
+        source: Where the figures come from.
+        has_ema: Whether an EMA was kept; None if not known.
+        points: Figures by micro-batch or number of GPUs, in ascending order.
     """
 
     device: str
@@ -69,7 +70,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Series that may share axes."""
+    """Series on common axes."""
 
     title: str
     series: Sequence[Series]
@@ -153,9 +154,10 @@ def _collect(
     settings_of: Callable[[dict[str, Any]], list[str | None]],
     first_panel: tuple[Any, ...],
 ) -> list[tuple[tuple[Any, ...], list[Series]]]:
-    """Sort rows into panels and series; what makes no line anywhere is left out.
+    """Sort rows into panels and series.
 
-    The seed's panel comes first, then those with the most points.
+    Series without a line are left out. Panels are in descending order of their number of points,
+    after `first_panel`, that of the seed.
     """
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -178,12 +180,12 @@ def _collect(
 
 
 def _line_of(series: Series) -> tuple[str, str, str]:
-    """Key that a single figure shares with a line, beside which it is drawn (e.g. without EMA)."""
+    """Key that series with and without EMA share: a single figure is drawn beside such a line."""
     return series.device, series.settings, series.source
 
 
 def _with_speed_up(panel: Panel) -> Panel:
-    """Only the series that begin at the panel's smallest number of GPUs, and go on."""
+    """The panel with only the lines that begin at its smallest number of GPUs."""
     smallest = min(min(series.points) for series in panel.series)
     series = [one for one in panel.series if smallest in one.points and len(one.points) > 1]
     return dataclasses.replace(panel, series=series)
@@ -194,7 +196,7 @@ def _num_points(series: Sequence[Series]) -> int:
 
 
 def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
-    """The median of the runs, and how far their intervals reach."""
+    """The median of the runs, with the lowest and the highest end of their intervals."""
     rate = statistics.median(row["images_per_second"] for row in rows)
     lows = [row.get("images_per_second_low") or row["images_per_second"] for row in rows]
     highs = [row.get("images_per_second_high") or row["images_per_second"] for row in rows]
@@ -211,7 +213,7 @@ def _settings(row: dict[str, Any]) -> list[Any]:
 
 
 def _describe_batch(row: dict[str, Any]) -> str | None:
-    """The global batch of a series over micro-batches: one size, or one that grows with them."""
+    """The global batch of a row, or that it is a single micro-batch on each device."""
     if not row.get("global_batch"):
         return None
     if row["global_batch"] == (row.get("micro_batch") or 0) * (_num_devices(row) or 0):
@@ -220,7 +222,12 @@ def _describe_batch(row: dict[str, Any]) -> str | None:
 
 
 def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
-    """Whether the work of a step was kept (strong scaling) or grew with the GPUs (weak scaling)."""
+    """Find the batches in which a row was scaled.
+
+    Returns:
+        A function from a row to its global batch as text (strong scaling), or to its images per GPU
+        (weak scaling).
+    """
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         names = ("image_size", "latents", "ema", "micro_batch")
@@ -249,7 +256,7 @@ def _draw(
     *,
     name: str,
     title: str,
-    draw_panel: Callable[[Axes, Panel, Callable[[Series], dict[str, Any]]], None],
+    draw_panel: Callable[[Axes, Panel, Style], None],
 ) -> Plot | None:
     if not panels:
         return None
@@ -261,7 +268,7 @@ def _draw(
     colours = _number(series.device for series in every_series)
     sources = _number(series.source for series in every_series)
 
-    def look_of(series: Series) -> dict[str, Any]:
+    def style_of(series: Series) -> dict[str, Any]:
         colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
         return {
             "color": colour,
@@ -287,14 +294,14 @@ def _draw(
     )
     for ax, panel in zip(axes, shown, strict=True):
         ax.set_title(shorten(panel.title, length=90))
-        draw_panel(ax, panel, look_of)
+        draw_panel(ax, panel, style_of)
         # Below the axes, where it covers no line.
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
     return render(figure, name=name, title=title)
 
 
-def _draw_micro_batch_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
-    _draw_lines(ax, panel, look_of)
+def _draw_micro_batch_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
+    _draw_lines(ax, panel, style_of)
     micro_batches = sorted({x for series in panel.series for x in series.points})
     if len(micro_batches) <= MAX_TICKS:
         ax.set_xticks(micro_batches)
@@ -304,7 +311,7 @@ def _draw_micro_batch_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
     ax.set_ylabel("images/s")
 
 
-def _draw_speed_up_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
+def _draw_speed_up_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
     smallest = min(min(series.points) for series in panel.series)
     largest = max(max(series.points) for series in panel.series)
     ax.plot(
@@ -314,19 +321,19 @@ def _draw_speed_up_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
         linestyle=":",
         label="ideal",
     )
-    _draw_lines(ax, panel, look_of, relative_to=smallest)
+    _draw_lines(ax, panel, style_of, relative_to=smallest)
     _label_gpu_counts(ax, panel)
     ax.set_ylabel(f"speed-up over {smallest} GPUs")
 
 
-def _draw_scaling_panel(ax: Axes, panel: Panel, look_of: Look) -> None:
-    _draw_lines(ax, panel, look_of)
+def _draw_scaling_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
+    _draw_lines(ax, panel, style_of)
     _label_gpu_counts(ax, panel)
     ax.set_ylabel("images/s")
 
 
 def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
-    """Logarithmic axes, so that 8 and 512 GPUs can both be read."""
+    """Make both axes logarithmic, so that 8 and 512 GPUs can both be read."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
 
     counts = {x for series in panel.series for x in series.points}
@@ -341,17 +348,17 @@ def _label_gpu_counts(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel("GPUs")
 
 
-def _draw_lines(ax: Axes, panel: Panel, look_of: Look, *, relative_to: int | None = None) -> None:
-    """Draw each series with its intervals, as it is or over its own figure at one x."""
+def _draw_lines(ax: Axes, panel: Panel, style_of: Style, *, relative_to: int | None = None) -> None:
+    """Draw each series with its intervals, or both over its figure at `relative_to`."""
     for series in panel.series:
-        look, points = look_of(series), series.points.values()
+        style, points = style_of(series), series.points.values()
         scale = 1.0 if relative_to is None else 1 / series.points[relative_to].rate
-        ax.plot(list(series.points), [point.rate * scale for point in points], **look)
+        ax.plot(list(series.points), [point.rate * scale for point in points], **style)
         ax.vlines(
             list(series.points),
             [point.low * scale for point in points],
             [point.high * scale for point in points],
-            color=look["color"],
+            color=style["color"],
             linewidth=1,
         )
 
@@ -363,12 +370,12 @@ def _label(series: Series, *, number: int) -> str:
 
 
 def _number(names: Iterable[str]) -> dict[str, int]:
-    """1 for the first, 2 for the next that differs, and so on."""
+    """Number the distinct names from 1, in order."""
     return {name: number for number, name in enumerate(dict.fromkeys(names), start=1)}
 
 
 def _device(row: dict[str, Any]) -> str:
-    return row.get("gpu") or row.get("device") or "device not told"
+    return device_of(row) or "device not told"
 
 
 def _count_devices(number: int | None) -> str:
@@ -382,8 +389,7 @@ def _num_devices(row: dict[str, Any]) -> int | None:
 
 
 def _source(row: dict[str, Any]) -> str:
-    """Measured runs are all of one source: the published records."""
-    if row["kind"] == "measured":
+    """Where a figure comes from; of measured ones, the folder of the published runs."""
+    if row["kind"] == MEASURED:
         return "results/runs"
-    parts = (row.get("source"), row.get("submitter"), row.get("read_from"))
-    return ", ".join(str(part) for part in parts if part) or "source not told"
+    return describe_source(row) or "source not told"

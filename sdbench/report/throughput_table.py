@@ -1,41 +1,43 @@
-"""Tables of training throughput: measured, quoted and modelled figures.
+"""Tables of training throughput, with measured, quoted and modelled rows in this order.
 
-One table per resolution and place of the encoders: a step with the encoders in it is about 1.5
-times the work of one on latents, and an image of 512 px four times that of 256. Measured rows come
-first, then quoted, then modelled ones.
+Each resolution and place of the encoders has a table of its own: a step with the encoders in it is
+about 1.5 times the work of a step on latents, and an image of 512 px four times that of one of 256.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
-from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
-from sdbench.report.terminal import FLAG_MEANINGS, format_number, format_rates
-
-LATENTS_IN_WORDS = {
-    "online": "the encoders run in the step (online)",
-    "precomputed": "latents and text embeddings made beforehand (precomputed)",
-    "moments": "VAE moments made beforehand, text encoder in the step (moments)",
-}
+from sdbench.record.configuration import as_key, describe_other_settings, settings_of
+from sdbench.report.figures import describe_source, device_of
+from sdbench.report.runs import (
+    describe_device,
+    describe_work,
+    group_runs,
+    notes_cell,
+    peak_memory_cell,
+    rates_cell,
+    summary_cell,
+)
+from sdbench.report.tables import EMPTY, Cell, Table, make_table, median_cell, optional_cell
+from sdbench.report.terminal import format_number
 
 
 def make_tables(
     records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]] = ()
 ) -> list[Table]:
-    """Sort measured, quoted and modelled figures into tables.
+    """Make the tables of throughput.
 
-    The runs of one configuration are one row: three or more have a between-runs interval, fewer
-    have the within-run interval of each run.
+    The runs of one configuration are one row, with a between-runs interval of three or more runs,
+    or the within-run interval of each of fewer.
 
     Args:
         records: Records of training runs with the status ok.
         figures: Rows of quoted and modelled tables, with their kind.
 
     Returns:
-        One table per resolution and place of the encoders; those with measured rows come first.
+        One table for each resolution and place of the encoders, those with measured rows first.
     """
     rows: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     groups = group_runs(records)
@@ -58,27 +60,15 @@ def make_tables(
     ]
 
 
-def describe_work(*, image_size: int | None, latents: str | None) -> str:
-    """The resolution and the place of the encoders in words."""
-    size = "resolution not told" if image_size is None else f"{image_size} px"
-    place = "place of the encoders not told" if latents is None else latents
-    return f"{size}, {LATENTS_IN_WORDS.get(place, place)}"
-
-
-def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Group runs by configuration, in the order in which each configuration first occurs."""
-    return list(group(records, key_of=lambda record: as_key(settings_of(record))).values())
-
-
 def describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
-    """The kind of scaling that configurations show, which differ in the number of devices only.
+    """Find the configurations that together show strong or weak scaling.
 
     Args:
-        records: One of each configuration.
+        records: One record of each configuration.
 
     Returns:
-        For each: ``strong`` if others have the same global batch, ``weak`` if others have the same
-        batch per device, both in a grid, and None if it stands alone.
+        For each: ``strong`` if others have the same global batch on another number of devices,
+        ``weak`` if others have the same batch per device, both joined by a comma, or None.
     """
     sized = ("num_devices", "num_nodes", "batch_size")
     series: dict[tuple[Any, ...], set[int]] = {}
@@ -95,23 +85,6 @@ def describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
     return [", ".join(key[0] for key in pair if len(series[key]) > 1) or None for pair in keys]
 
 
-def describe_notes(records: Sequence[dict[str, Any]]) -> str | None:
-    """Flags of the runs and uncommitted changes of their code, in words; None without any."""
-    flags = [flag for record in records for flag in record["summary"].get("flags", ())]
-    # A flag of another version of the suite speaks for itself.
-    notes = [f"{flag}: {FLAG_MEANINGS.get(flag, flag)}" for flag in dict.fromkeys(flags)]
-    if any(record["git"]["dirty"] for record in records):
-        notes.append("the code had uncommitted changes")
-    return "; ".join(notes) or None
-
-
-def describe_device(record: dict[str, Any]) -> str:
-    """The device that trained; for a CPU with its number of cores."""
-    machine = record["machine"]
-    cores = f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
-    return f"{machine['device_name']}{cores}"
-
-
 def _other_settings(record: dict[str, Any]) -> str | None:
     config = record["config"]
     shown = [describe_other_settings(record), f"num_workers {config['num_workers']}"]
@@ -124,9 +97,6 @@ def _other_settings(record: dict[str, Any]) -> str | None:
 
 def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> dict[str, Any]:
     first, config = records[0], records[0]["config"]
-    summaries = [record["summary"] for record in records]
-    rates = [summary["images_per_second"] for summary in summaries]
-    peak_memory_gib = max(summary["peak_memory_gib"] for summary in summaries)
     settings = {
         "model": first["workload"]["architecture"],
         "px": config["image_size"],
@@ -143,19 +113,17 @@ def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> 
         "device": describe_device(first),
         "devices": first["ranks"]["world_size"],
         "runs": len(records),
-        "images/s (95 % interval)": Cell(format_rates(summaries), statistics.median(rates)),
-        "images/s per device": median_cell(
-            summary["images_per_second_per_device"] for summary in summaries
+        "images/s (95 % interval)": rates_cell(records),
+        "images/s per device": summary_cell(records, "images_per_second_per_device"),
+        **{name: optional_cell(value) for name, value in settings.items()},
+        "step p50, s": summary_cell(records, "step_time_p50_s"),
+        "peak memory, GiB": peak_memory_cell(records),
+        "MFU, %": summary_cell(records, "mfu_percent", num_digits=3),
+        "MFU of measured matmul, %": summary_cell(records, "mfu_of_matmul_percent", num_digits=3),
+        "power, W": median_cell(
+            (record["summary"].get("gpu") or {}).get("power_w") for record in records
         ),
-        **{name: make_cell(value, unknown="") for name, value in settings.items()},
-        "step p50, s": median_cell(summary["step_time_p50_s"] for summary in summaries),
-        "peak memory, GiB": Cell(f"{peak_memory_gib:.1f}", peak_memory_gib),
-        "MFU, %": median_cell((summary["mfu_percent"] for summary in summaries), num_digits=3),
-        "MFU of measured matmul, %": median_cell(
-            (summary.get("mfu_of_matmul_percent") for summary in summaries), num_digits=3
-        ),
-        "power, W": median_cell((summary.get("gpu") or {}).get("power_w") for summary in summaries),
-        "notes": make_cell(describe_notes(records), unknown=""),
+        "notes": notes_cell(records),
         "source": _source_of(records),
     }
 
@@ -175,12 +143,10 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
         text += f" ({format_number(low)} to {format_number(high)})"
     num_workers = figure.get("num_workers")
     other_settings = None if num_workers is None else f"num_workers {num_workers}"
-    source = (figure.get(name) for name in ("source", "submitter", "read_from"))
     return {
         "kind": figure["kind"],
-        "device": figure.get("gpu") or figure.get("device"),
+        "device": device_of(figure),
         "devices": num_devices,
-        "runs": None,
         "images/s (95 % interval)": Cell(text, rate),
         "images/s per device": rate / num_devices if num_devices else None,
         "model": figure.get("model"),
@@ -190,13 +156,13 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
         "EMA": figure.get("ema"),
         "global batch": figure.get("global_batch"),
         "micro-batch": figure.get("micro_batch"),
-        "scaling": make_cell(None, unknown=""),
-        "other settings": make_cell(other_settings, unknown=""),
+        "scaling": EMPTY,
+        "other settings": optional_cell(other_settings),
         "step p50, s": figure.get("step_time_p50_s"),
         "peak memory, GiB": figure.get("peak_memory_gib"),
         "MFU, %": figure.get("mfu_percent"),
         "MFU of measured matmul, %": figure.get("mfu_of_matmul_percent"),
         "power, W": figure.get("power_w"),
-        "notes": make_cell(figure.get("reason"), unknown=""),
-        "source": ", ".join(str(part) for part in source if part is not None) or None,
+        "notes": optional_cell(figure.get("reason")),
+        "source": describe_source(figure),
     }

@@ -1,1 +1,1 @@
-"""Running a plan: its outcome, progress and logs."""
+"""Runs a task: the runner, the outcome of a run, and its progress and logs."""

@@ -1,9 +1,9 @@
-"""The record of a run, from its first moment to its end, and what ended it.
+"""The record of a run from start to end, and the reason of its end.
 
-A run whose figures were measured is `ok`, with an exit code of 0, also when the disk has filled up
-by then: its record has had space since the start and is written first. What does not fit besides
-(the log, steps.csv, runs.csv) is missing, with a warning on the terminal. A full disk that stops
-the work itself, or cannot take the record, is a failure.
+When the disk fills up during a run, the run is still `ok` with exit code 0 once its figures are
+measured: space for the record is reserved at the start, and it is written first. Other files that
+do not fit (the log, steps.csv, runs.csv) are left out with a warning. A full disk that stops the
+work itself, or leaves no space for the record, is a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.cause import LOST
+from sdbench.base.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RunError,
+)
 from sdbench.base.secrets import redact
 from sdbench.base.stop import Terminated, ignore_terminations
 from sdbench.ranks.distributed import is_about_connections
@@ -26,7 +33,6 @@ from sdbench.ranks.heartbeat import Heartbeat
 from sdbench.record import provenance, store
 from sdbench.record.store import RunFolder
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 TERMINATION_REASONS = {
     signal.SIGTERM: "a scheduler stopped the run, or its launcher did as another rank ended",
     signal.SIGHUP: "the terminal was closed; a run under nohup goes on",
@@ -35,15 +41,23 @@ TERMINATION_REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A bad end: the record's status and reason, and the program's exit code."""
+    """A bad end.
+
+    Attributes:
+        status: Of the record.
+        reason: Of the record.
+        exit_code: Of the program.
+        cause: Class of the error, or `LOST`, for `report_cause`.
+    """
 
     status: str
     reason: str
     exit_code: int
+    cause: str
 
 
 class RunRecord:
-    """The record of a run of any kind from its first moment to its end."""
+    """The record of a run of any task, from its start to its end."""
 
     def __init__(
         self,
@@ -54,15 +68,15 @@ class RunRecord:
         program: str,
         kind: str,
     ) -> None:
-        """Begin: not written yet.
+        """Begin a record; it is not written yet.
 
         Args:
-            folder: Where it goes.
+            folder: Of the run.
             command: Arguments of the program.
-            described: What is known before the run: its config, the machine and, by the kind's
-                schema, more.
-            program: What was started, as one types it.
-            kind: Of the task.
+            described: Fields that are known before the run: config, machine and others of the
+                kind's schema.
+            program: The command before the arguments, e.g. ``benchmark.py``.
+            kind: Of the task, see `Task.kind`.
         """
         self._folder = folder
         self._started_s = time.perf_counter()
@@ -83,10 +97,10 @@ class RunRecord:
         }
 
     def write_unfinished(self) -> None:
-        """Leave a record that holds if the process is killed, and keep space for the last one.
+        """Write the record of a killed run, and reserve space for the last version.
 
         Raises:
-            ConfigError: The disk is full.
+            ConfigError: The folder cannot be written, or the disk is full.
         """
         try:
             self._folder.reserve_space()
@@ -100,16 +114,16 @@ class RunRecord:
             ) from None
 
     def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the result.
+        """Write the record of a run that has succeeded.
 
         Args:
-            fields: Of the record, known only now; mappings are merged into those that are there.
+            fields: Further fields; mappings are merged into existing ones.
 
         Returns:
             The whole record, without secrets.
 
         Raises:
-            RunError: It cannot be written.
+            RunError: The record cannot be written.
         """
         merged = dict(fields)
         for name, value in fields.items():
@@ -119,7 +133,7 @@ class RunRecord:
         return self._end(status=store.OK, reason=None, **merged)
 
     def end_badly(self, failure: Failure) -> None:
-        """Write why, unless another rank has done so: the first one knows the cause."""
+        """Write status and reason, unless another rank has: the first rank to fail knows why."""
         if self._folder.claim_failure():
             try:
                 self._end(status=failure.status, reason=failure.reason)
@@ -140,7 +154,7 @@ class RunRecord:
 
 @contextlib.contextmanager
 def warn_if_not_written(name: str) -> Iterator[None]:
-    """Go on without a file that the figures, which are in the record by now, do not depend on."""
+    """Turn an error of writing a file into a warning; for files beside the record."""
     try:
         yield
     except OSError as error:
@@ -148,13 +162,13 @@ def warn_if_not_written(name: str) -> Iterator[None]:
 
 
 def explain(error: BaseException, *, rank: int | None = None) -> Failure:
-    """What a run ended with, to be called as soon as it has.
+    """Turn the error that ended a run into a status, a reason and an exit code.
 
-    Prints the traceback of an error that nobody foresaw. From now on terminations are ignored.
+    Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored.
 
     Args:
-        error: What was raised.
-        rank: The rank that it was raised on; None where a run has no ranks.
+        error: The error.
+        rank: The rank that raised it; None where a task has no ranks.
     """
     ignore_terminations()
     exit_code = EXIT_FAILED
@@ -165,7 +179,7 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         reason = f"{error.number.name}: {TERMINATION_REASONS[error.number]}"
     elif isinstance(error, RunError):
         status, reason = error.status, str(error)
-    elif isinstance(error, ConfigError):  # one that only the work itself could bring to light
+    elif isinstance(error, ConfigError):  # bad input that only the work itself could find
         status, reason, exit_code = store.FAILED, str(error), EXIT_BAD_INPUT
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         status = store.FAILED
@@ -178,32 +192,36 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         reason = f"{type(error).__name__}: {error}"
         status = store.OOM if _is_out_of_memory(error) else store.FAILED
     reason = redact(reason if rank is None else f"rank {rank}: {reason}")
-    return Failure(status, reason, exit_code)
+    return Failure(status, reason, exit_code, cause=type(error).__name__)
 
 
 def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:
-    """What a run of several ranks ended with: an error that another rank caused names that one.
+    """As `explain`, for a run of several ranks: names the rank that caused the error.
 
     Args:
-        error: What was raised.
+        error: The error.
         heartbeat: Has listened for the other ranks.
-        rank: The rank that it was raised on.
+        rank: The rank that raised it.
     """
     failure = explain(error, rank=rank)
     # A launcher ends ranks by SIGTERM as another one is lost, and never by SIGHUP.
     is_terminated = isinstance(error, Terminated) and error.number == signal.SIGTERM
     if not is_terminated and not is_about_connections(error):
         return failure
+    # Asked first: looking for the lost ones takes a while.
+    has_timed_out = not is_terminated and heartbeat.has_step_timed_out()
     lost = heartbeat.find_lost()
     if lost is not None:
-        status = store.TIMEOUT if "Timed out" in failure.reason else store.FAILED
-        return Failure(status, f"{lost}; {failure.reason}", EXIT_FAILED)
-    elsewhere = heartbeat.failed_elsewhere()
-    return failure if elsewhere is None else Failure(*elsewhere, EXIT_FAILED)
+        reason = f"{lost}; {failure.reason}"
+        if has_timed_out:
+            return dataclasses.replace(failure, status=store.TIMEOUT, reason=reason)
+        return dataclasses.replace(failure, status=store.FAILED, reason=reason, cause=LOST)
+    status, reason = heartbeat.failed_elsewhere() or (failure.status, failure.reason)
+    return dataclasses.replace(failure, status=status, reason=reason)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch says "CUDA out of memory" on a GPU and "can't allocate memory" on a CPU."""
+    """Whether it is a MemoryError, or torch's error of a GPU or a CPU without memory."""
     message = str(error)
     return (
         isinstance(error, MemoryError)

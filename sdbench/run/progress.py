@@ -1,4 +1,4 @@
-"""Progress of a training loop."""
+"""Shows the progress of a training loop."""
 
 from __future__ import annotations
 
@@ -9,37 +9,64 @@ from sdbench.measure.timer import WARMUP
 
 
 class StepProgress:
-    """Shows the steps of a training loop, as an observer of them; the first and the last always."""
+    """An observer that shows steps as they end; the first and the last are always shown.
 
-    def __init__(self, *, images_per_step: int, enabled: bool) -> None:
-        """Prepare the display.
+    Where a run has periods of steps, the first step and the periods are shown.
+    """
+
+    def __init__(
+        self,
+        *,
+        images_per_step: int,
+        enabled: bool,
+        first_step: int = 0,
+        steps_per_period: int | None = None,
+    ) -> None:
+        """Prepare; nothing is shown yet.
 
         Args:
             images_per_step: Global batch.
-            enabled: False on every rank but the first.
+            enabled: Whether to show anything; only the first rank does.
+            first_step: Steps that an earlier process has trained.
+            steps_per_period: Steps between two calls of `period_ends`, if there are any.
         """
         self._images_per_step = images_per_step
         self._enabled = enabled
+        self._first_step = first_step
+        self._steps_per_period = steps_per_period
         self._progress: Progress | None = None
 
     def loop_begins(self) -> None:
         """The first step is about to begin."""
-        self._progress = Progress(0, unit="step", enabled=self._enabled)
+        self._progress = Progress(0, unit="step", num_done=self._first_step, enabled=self._enabled)
 
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """A step has ended; a run that has not settled may get longer."""
+        """A step has ended; `num_steps` may have grown since the last one."""
         progress = self._progress
         assert progress is not None
-        progress.total = num_steps
+        progress.total = self._first_step + num_steps
 
         def note() -> str:
             images_per_second = progress.rate * self._images_per_step
             name = "warm-up" if phase == WARMUP else phase
             return f"{name}, {images_per_second:.3g} images/s, loss {loss():.4f}"
 
-        progress.advance(note=note, is_due=index == 0 or index + 1 == num_steps)
+        if self._steps_per_period is not None and (index or self._steps_per_period == 1):
+            progress.count(1)
+        else:
+            progress.advance(note=note, is_due=index == 0 or index + 1 == num_steps)
+
+    def period_ends(self, figures: str) -> None:
+        """Show the figures of the steps since the last period."""
+        assert self._progress is not None
+        self._progress.show(lambda: figures)
+
+    def leave_out(self, seconds: float) -> None:
+        """What has just been done for so long was no training."""
+        assert self._progress is not None
+        self._progress.leave_out(seconds)
 
     def close(self) -> None:
         """The loop has ended, well or not."""

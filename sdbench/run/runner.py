@@ -1,23 +1,24 @@
-"""The runner of every task: from a command line to a record and an exit code.
+"""`run`, the runner of every task: from a command line to a record and an exit code.
 
     request -> plan, agreed among the ranks -> folder, record, heartbeat -> work -> record
 
-A request that cannot be run leaves no record; a run that has begun leaves one however it ends.
+A request that cannot be run leaves no record; a run that has begun always leaves one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
+import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.refusal import report_refusal
+from sdbench.base.cause import report_cause
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from sdbench.base.stop import (
     STOP_SIGNALS,
     Terminated,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Time for what was measured before a failure to be written.
+PARTIAL_WITHIN_S = 30.0
 # Errors that every rank raises: the first one prints them.
 _SHARED: list[Exception] = []
 
@@ -58,16 +61,18 @@ def run(
         is_known_to_all = isinstance(error, ConfigError) or error in _SHARED
         if ranks.rank == 0 or not is_known_to_all:
             print(f"error: {error}", file=sys.stderr)
-            report_refusal(error)
-        if isinstance(error, RunError):
-            return 1
-        let_first_rank_end(ranks)
-        return 2
+            report_cause(type(error).__name__, str(error))
+        if isinstance(error, ConfigError):
+            let_first_rank_end(ranks)
+        return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except Terminated as stop:
         print(f"{stop.number.name} before there was a run", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
+    except Exception as error:
+        report_cause(type(error).__name__, f"{type(error).__name__}: {error}")
+        raise
 
 
 def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
@@ -77,13 +82,12 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
     clock = startup.StartupClock(before_main_s=startup.seconds_before_now())
     log = OutputLog()
     with log.capture(), stop_signals_raise(), contextlib.ExitStack() as resources:
-        with no_garbage_expected():
+        with garbage_collection_paused():
             from sdbench.measure.hardware import inspect_machine
             from sdbench.ranks.heartbeat import Heartbeat
             from sdbench.run.task import Run
 
-            module, name = entry.split(":")
-            task = getattr(importlib.import_module(module), name)(request, resources)
+            task = pkgutil.resolve_name(entry)(request, resources)
             clock.ends(startup.IMPORTS)
             machine = inspect_machine(local_rank=ranks.local_rank)
             _agree(task, machine=machine, ranks=ranks, command=command)
@@ -92,7 +96,7 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
         if config is not None:
             if ranks.rank == 0:
                 print(config)
-            return 0
+            return EXIT_OK
         num_restarts = max(distributed.gather(distributed.num_restarts(), ranks))
 
         def begin() -> Path:
@@ -107,18 +111,18 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
 
 
 @contextlib.contextmanager
-def no_garbage_expected() -> Iterator[None]:
-    """Imports make a million objects to stay: looking for garbage in them takes 0.7 s."""
+def garbage_collection_paused() -> Iterator[None]:
+    """Do not collect garbage during imports: a million objects that stay take 0.7 s to search."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # also later no collection looks at them, in a measured step least of all
+        gc.freeze()  # no later collection, which may be in a measured step, searches them either
         gc.enable()
 
 
 def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> None:
-    """Resolve on every rank and connect them; an error on one of them is raised on all."""
+    """Resolve the request on every rank and connect the ranks; all raise the error of one."""
     from sdbench.run.outcome import explain
 
     if ranks.world_size > 1 and not task.is_distributed:
@@ -149,7 +153,7 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
     if errors:
         _SHARED.append(errors[0])
         raise errors[0]
-    # Nodes may have unlike numbers of cores, and these follow from them.
+    # These follow from the number of cores, which may differ between nodes.
     of_node = {"num_workers", "num_threads"}
     config = task.for_record(num_restarts=0)["config"]
     config = {name: value for name, value in config.items() if name not in of_node}
@@ -158,7 +162,7 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
 
 
 def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
-    """Act on the first rank; every rank returns, or raises, what that one does."""
+    """Run the action on the first rank; every rank returns its result or raises its error."""
     answer: Any = None
     if ranks.rank == 0:
         try:
@@ -186,18 +190,21 @@ def _make_record(task: Task, folder: Path, command: list[str], *, num_restarts: 
 
 
 def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
-    """Do the work, and leave a record whatever happens."""
+    """Do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
+    from sdbench.record.store import TIMEOUT
     from sdbench.run.outcome import Failure, explain, explain_among_ranks
 
     def end_badly(failure: Failure) -> int:
         record.end_badly(failure)
+        report_cause(failure.cause, failure.reason)
         print(f"{failure.status}: {failure.reason}\nrecord: {run.folder}", file=sys.stderr)
         return failure.exit_code
 
     def end_as_one_is_lost(lost: str) -> None:
-        """In another thread, while the main one waits for ever: NCCL knows no dead neighbour."""
-        os._exit(end_badly(Failure("timeout", f"{lost} (--dist_timeout)", exit_code=1)))
+        """Called in another thread: the main one may wait in NCCL, which detects no dead rank."""
+        reason = f"{lost} (--dist_timeout)"
+        os._exit(end_badly(Failure(TIMEOUT, reason, EXIT_FAILED, cause=TIMEOUT)))
 
     has_begun = False
     try:
@@ -207,7 +214,7 @@ def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
         run.clock.ends(startup.PLAN)
         fields = task.work(run)
         run.heartbeat.end("ok")
-        ignore_terminations(STOP_SIGNALS)  # what has been measured is not given up any more
+        ignore_terminations(STOP_SIGNALS)  # a signal no longer loses what has been measured
     except BaseException as error:  # also Ctrl-C: the record has to say why
         if isinstance(error, ConfigError) and not has_begun:
             raise  # there is no place for a record
@@ -217,9 +224,25 @@ def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
             failure = explain(error)
         exit_code = end_badly(failure)
         run.heartbeat.end(failure.status, failure.reason)
+        if ranks.rank == 0:
+            _write_partial(task, run.folder, exit_code=exit_code)
         return exit_code
     if ranks.rank == 0:
         content = record.end_well(fields)
         print(f"\n{task.conclude(content, run.folder)}\n\nrecord: {run.folder}")
     distributed.disconnect()
-    return 0
+    return EXIT_OK
+
+
+def _write_partial(task: Task, folder: Path, *, exit_code: int) -> None:
+    """Have a task write what it measured before it failed; ends the process if that hangs."""
+    # The steps are read from the device, which may have failed, or never answer again.
+    timer = threading.Timer(PARTIAL_WITHIN_S, os._exit, [exit_code])
+    timer.daemon = True
+    timer.start()
+    try:
+        task.write_partial(folder)
+    except Exception as error:
+        print(f"warning: the steps could not be written: {error}", file=sys.stderr)
+    finally:
+        timer.cancel()

@@ -1,4 +1,4 @@
-"""What the runner asks of a task."""
+"""`Task`: the methods of a task that the runner calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run whose record has begun.
+    """A run that has begun.
 
     Attributes:
         folder: Of the run, the same on every rank.
         clock: Splits the start-up into phases.
-        heartbeat: Wants to be told of every training step.
+        heartbeat: Has to be told of every training step.
     """
 
     folder: Path
@@ -35,15 +35,17 @@ class Run:
 class Task(abc.ABC):
     """One run of a task. The methods are called in the order in which they stand here.
 
+    Of the last two, `write_partial` is called after a failure and `conclude` after success.
+
     Attributes:
         kind: Key of the task in `TASKS` and, where its records have a schema, in
             `store.SCHEMA_FILES`.
-        program: What starts the task, as one types it.
+        program: The command that starts the task, e.g. ``benchmark.py``.
         record_name: File name of its record.
         is_distributed: Whether several ranks can share the work.
-        timeout_s: How long these wait for each other.
-        request: What was asked for.
-        resources: Is closed when the run is over.
+        timeout_s: How long ranks wait for each other.
+        request: What the user asked for.
+        resources: Closed when the run is over.
     """
 
     kind: ClassVar[str]
@@ -58,29 +60,29 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Decide what was left open and check all of it; on every rank, before they are connected.
+        """Fill in open settings and check all; on every rank, before the ranks are connected.
 
         Raises:
             ConfigError: The request cannot be run here.
-            RunError: What it needs cannot be reached.
+            RunError: Data or models that it needs cannot be reached.
         """
 
     def printed_config(self) -> str | None:
-        """What --print_config prints instead of a run; None for a run."""
+        """The text that --print_config prints instead of a run; None for a run."""
         return None
 
     @abc.abstractmethod
     def make_folder(self) -> Path:
-        """Make the folder of the run, and open what else it writes to; on the first rank.
+        """Make the folder of the run and open other outputs; on the first rank.
 
         Raises:
-            ConfigError: It is taken, or cannot be written.
-            RunError: It cannot be reached.
+            ConfigError: An output exists already, or cannot be written.
+            RunError: An output cannot be reached.
         """
 
     @abc.abstractmethod
     def for_person(self) -> str:
-        """What is about to run, in a few lines."""
+        """A few lines that say what is about to run."""
 
     @abc.abstractmethod
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
@@ -95,18 +97,26 @@ class Task(abc.ABC):
         """Do the work; on every rank.
 
         Returns:
-            The fields of the record that are known now, ``summary`` among them; mappings are merged
-            into those of `for_record`. Read on the first rank.
+            Further fields of the record, ``summary`` among them; mappings are merged into those of
+            `for_record`. Only the first rank's are used.
         """
+
+    def write_partial(self, folder: Path) -> None:
+        """Write what was measured before `work` ended with an error; on the first rank.
+
+        Args:
+            folder: Of the run. Its record has been written, and the other ranks know of the error.
+        """
+        return
 
     @abc.abstractmethod
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
-        """Write further files when the record is written; on the first rank.
+        """Write further files after the record; on the first rank.
 
         Args:
             content: The record.
             folder: Of the run.
 
         Returns:
-            The result for a person.
+            The result as text for the terminal.
         """

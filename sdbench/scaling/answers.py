@@ -8,9 +8,8 @@ from typing import Any
 
 from sdbench.base.escape import for_terminal
 from sdbench.report.figures import as_text
-from sdbench.report.tables import Cell, make_cell, make_table
+from sdbench.report.tables import Cell, make_cell, make_table, to_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
-from sdbench.report.text_table import to_terminal
 from sdbench.scaling.candidates import LIKELY, Candidate, Limits
 from sdbench.scaling.cost import PRICES_FILE, Amount, Estimate, Recipe, Tariff
 from sdbench.scaling.points import IMAGE_SIZE, Row, known_values
@@ -20,12 +19,12 @@ AMOUNTS = ("days_to_train", "gpu_hours", "cost_usd", "energy_kwh")
 
 
 def format_lines(lines: Sequence[str]) -> str:
-    """Facts, one a line."""
+    """Lines of plain text for a terminal."""
     return "\n".join(for_terminal(line) for line in lines)
 
 
 def describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
-    """The figures that a law was fitted to, and the terms that they cannot tell."""
+    """Lines on the figures that a law was fitted to, and on terms that they do not determine."""
     kinds = [
         f"{column} {as_text(known_values(rows, column)[0])}"
         for column in ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
@@ -38,7 +37,7 @@ def describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
 
 
 def format_law(law: StepLaw) -> str:
-    """Constants with their intervals, and the error of the law at each figure."""
+    """Tables of the constants with their intervals, and of the error at each figure."""
     constants = [
         {"constant": term, "seconds": value, "95 % interval": _range(low, high)}
         for term in law.terms
@@ -65,11 +64,11 @@ def format_law(law: StepLaw) -> str:
 
 
 def format_predictions(predictions: Sequence[Prediction], *, asked_images: int | None) -> str:
-    """A table of predictions.
+    """Make the table of predictions.
 
     Args:
-        predictions: From the fewest GPUs on.
-        asked_images: The global batch that was asked for; None where it grows with the GPUs.
+        predictions: In ascending order of GPUs.
+        asked_images: The global batch that was asked for; None for weak scaling.
     """
     rows = []
     for one in predictions:
@@ -95,12 +94,12 @@ def format_predictions(predictions: Sequence[Prediction], *, asked_images: int |
 def prediction_rows(
     predictions: Sequence[Prediction], *, common: Mapping[str, Any], asked_images: int | None
 ) -> list[dict[str, Any]]:
-    """Predictions as rows of a table of figures.
+    """Make the rows of the CSV file of predictions.
 
     Args:
-        predictions: From the fewest GPUs on.
+        predictions: In ascending order of GPUs.
         common: Values of all rows: source, image_size and the columns of `KIND_OF_WORK`.
-        asked_images: The global batch that was asked for; None where it grows with the GPUs.
+        asked_images: The global batch that was asked for; None for weak scaling.
     """
     rows = []
     for one in predictions:
@@ -133,7 +132,7 @@ def prediction_rows(
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:
-    """A recipe with its stages and source."""
+    """Lines on a recipe, its stages and its source."""
     stages = ", then ".join(
         f"{stage.num_images:,} images at {stage.image_size} px" for stage in recipe.stages
     )
@@ -141,7 +140,7 @@ def describe_recipe(recipe: Recipe) -> list[str]:
 
 
 def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None) -> list[str]:
-    """Price and power with their sources, or the rows to add."""
+    """Lines on price and power with their sources, or on the rows to add for them."""
     name = gpu or "a GPU that is not named"
     lines = []
     for title, tariff, unit, key in (
@@ -160,14 +159,19 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
 
 
 def format_estimates(estimates: Sequence[Estimate]) -> str:
-    """Days, GPU-hours, cost and energy by GPU count."""
+    """Make the table of days, GPU-hours, cost and energy by GPU count."""
     return to_terminal(make_table(map(_cost, estimates)))
 
 
 def estimate_rows(
     estimates: Sequence[Estimate], *, common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Estimates as rows of a CSV file; `common` has source, gpu, recipe and latents."""
+    """Make the rows of the CSV file of estimates.
+
+    Args:
+        estimates: One for each number of GPUs.
+        common: Values of all rows: source, gpu, recipe and latents.
+    """
     return [
         {
             "source": common["source"],
@@ -187,7 +191,7 @@ def estimate_rows(
 
 
 def describe_limits(limits: Limits) -> str:
-    """The limits of a plan."""
+    """The limits of a plan, e.g. ``10 days and 5,000 USD``."""
     parts = []
     if limits.max_days is not None:
         parts.append(f"{format_number(limits.max_days)} days")
@@ -197,7 +201,7 @@ def describe_limits(limits: Limits) -> str:
 
 
 def format_candidates(candidates: Sequence[Candidate], *, best: Candidate | None) -> str:
-    """All candidates, with the best marked."""
+    """Make the table of candidates, with a mark at the best."""
     rows = [
         {
             **_cost(one.estimate),
@@ -215,7 +219,7 @@ def format_candidates(candidates: Sequence[Candidate], *, best: Candidate | None
 
 
 def advise(candidates: Sequence[Candidate], best: Candidate | None, limits: Limits) -> str:
-    """A sentence that says which candidate to take, or how near the limits the nearest come."""
+    """Advise which candidate to take, or name the fastest and the cheapest if none fits."""
     if best is None:
         fastest = min((one.estimate for one in candidates), key=lambda one: one.days_to_train[0])
         cheapest = min((one.estimate for one in candidates), key=lambda one: one.gpu_hours[0])
@@ -248,7 +252,7 @@ def _describe_estimate(one: Estimate, predictions: Sequence[Prediction] = ()) ->
 
 
 def _setup(setup: Setup) -> dict[str, Any]:
-    """GPUs, images and micro-batches, e.g. ``2 of 4``, or ``2 of 4, the last of 1``."""
+    """Columns of a step: GPUs, images, and micro-batches, e.g. ``2 of 4, the last of 1``."""
     micro_batches = f"{setup.num_micro_batches} of {min(setup.micro_batch, setup.device_batch)}"
     if setup.num_micro_batches > 1 and setup.last_micro_batch < setup.micro_batch:
         micro_batches += f", the last of {setup.last_micro_batch}"
@@ -287,6 +291,6 @@ def _range(low: float, high: float | None) -> str:
 
 
 def _gain(one: Prediction, first: Prediction) -> tuple[float, float]:
-    """Speed-up over the first prediction, and its share of the ideal."""
+    """Speed-up over the first prediction, and that speed-up over the ideal one."""
     speed_up = one.images_per_second / first.images_per_second
     return speed_up, speed_up * first.setup.num_gpus / one.setup.num_gpus

@@ -1,7 +1,7 @@
-"""Chooses the number of GPUs for a deadline or a sum.
+"""Chooses the number of GPUs for a deadline or a budget.
 
-Every GPU count is tried with the micro-batch that is fastest there. With a deadline, the cheapest
-candidate that keeps it is the best; with a sum alone, the fastest that costs no more.
+Every GPU count is tried with its fastest micro-batch. With a deadline, the best candidate is the
+cheapest that keeps it; with a budget alone, the fastest within it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ YES, LIKELY, NO = "yes", "likely", "no"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most days and dollars that a training may take; None is no limit."""
+    """The most days and dollars that a training may take; None for no limit."""
 
     max_days: float | None = None
     max_cost_usd: float | None = None
 
     def kept_by(self, estimate: Estimate) -> str:
-        """Whether an estimate keeps them: yes, with its whole interval; likely; or no."""
+        """Whether an estimate keeps the limits: yes, with its whole interval; likely; or no."""
         pairs = ((estimate.days_to_train, self.max_days), (estimate.cost_usd, self.max_cost_usd))
         answers = [_is_within(amount, limit) for amount, limit in pairs if limit is not None]
         return next(answer for answer in (NO, LIKELY, YES) if answer in answers)
@@ -32,12 +32,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """A number of GPUs to train on.
 
     Attributes:
-        estimate: What it takes.
-        predictions: What the law gives for each stage, in order.
-        fits: Whether it keeps the limits: yes, likely or no.
+        estimate: Time, cost and energy.
+        predictions: Prediction of the law for each stage, in order.
+        fits: Whether it keeps the limits: ``yes``, ``likely`` or ``no``.
     """
 
     estimate: Estimate
@@ -56,20 +56,20 @@ def make_candidates(
     price: Tariff | None = None,
     power: Tariff | None = None,
 ) -> list[Candidate]:
-    """Try every GPU count.
+    """Make a candidate for every GPU count.
 
     Args:
         recipe: The training.
         laws: The law of each resolution of the recipe.
         gpu_counts: GPU counts to try.
         global_batch: Images of an optimizer step.
-        micro_batches: Micro-batches to choose from; none takes those of the figures.
-        limits: What the training may take.
+        micro_batches: Micro-batches to choose from; empty for those of the figures.
+        limits: Limits of the training.
         price: Dollars per GPU-hour.
         power: Watts per board.
 
     Raises:
-        ConfigError: If a GPU count does not go with the batch, or a law does not know a
+        ConfigError: If there are more GPUs than images in a step, or the figures have no such
             micro-batch.
     """
     candidates = []
@@ -92,9 +92,9 @@ def make_candidates(
 
 
 def choose_best(candidates: Sequence[Candidate], *, limits: Limits) -> Candidate | None:
-    """The candidate to take, or None if none keeps the limits.
+    """The best candidate, or None if none keeps the limits.
 
-    One that keeps them with its whole interval goes before one that likely does.
+    Candidates that keep them with their whole interval come before those that likely do.
     """
     for fits in (YES, LIKELY):
         kept = [candidate for candidate in candidates if candidate.fits == fits]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import datetime
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sdbench.scaling.cost import PRICES_FILE, RECIPES_FILE
+from sdbench.report.compare import CompareFlags
+from sdbench.settings import request
+from sdbench.settings.kinds import DATE, PATH, POSITIVE, POSITIVE_NUMBER, TEXT
+from sdbench.settings.setting import REQUIRED, setting, shared
 
 DEFAULT_GPU_COUNTS = "8,16,...,1024"
+OUT_HELP = "write the rows, of the kind modelled, as CSV"
 
 EPILOG = """\
 examples:
@@ -94,11 +97,115 @@ examples:
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableFlags:
+    """The figures that a command works with."""
+
+    tables: tuple[Path, ...] = setting(
+        PATH, (), "figures in CSV", is_positional=True, takes_several=True, spelling="[TABLE ...]"
+    )
+    where: tuple[str, ...] = shared(CompareFlags, "where")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitFlags(TableFlags):
+    """Flags of fit, and of whatever fits the step law."""
+
+    micro_batch: int | None = setting(
+        POSITIVE,
+        None,
+        "micro-batch of the rows that do not tell theirs, and of what is predicted",
+    )
+    gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeFlags:
+    """What is trained, and what a GPU-hour costs."""
+
+    recipe: str = setting(TEXT, REQUIRED, "a training of --recipes")
+    recipes: Path | None = setting(
+        PATH, None, "YAML file of trainings (default: sdbench/scaling/recipes.yaml)"
+    )
+    price: str | None = setting(TEXT, None, "a row of --prices, or dollars per GPU-hour")
+    prices: Path | None = setting(
+        PATH, None, "YAML file of prices and powers (default: sdbench/scaling/prices.yaml)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictFlags(FitFlags):
+    """Flags of predict."""
+
+    num_gpus: str = setting(TEXT, REQUIRED, "e.g. 8,16,64 or 8,16,...,512")
+    global_batch: int | None = setting(POSITIVE, None, "(default: that of the figures)")
+    device_batch: int | None = setting(POSITIVE, None, "images of each GPU, weak scaling")
+    out: Path | None = setting(PATH, None, OUT_HELP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostFlags(RecipeFlags, TableFlags):
+    """Flags of cost."""
+
+    images_per_second: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "IMAGE_SIZE=RATE, instead of a table: images/s of all GPUs together",
+        takes_several=True,
+    )
+    num_gpus: str | None = setting(TEXT, None, "only these (default: all of the table)")
+    gpu: str | None = setting(TEXT, None, "GPU to look up (default: that of the figures)")
+    out: Path | None = setting(PATH, None, OUT_HELP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanFlags(RecipeFlags, FitFlags):
+    """Flags of plan."""
+
+    num_gpus: str | None = setting(
+        TEXT, None, f"numbers to try (default: {DEFAULT_GPU_COUNTS}, up to the batch)"
+    )
+    global_batch: int | None = setting(POSITIVE, None, "(default: that of the recipe)")
+    max_days: float | None = setting(POSITIVE_NUMBER, None, "longest that it may take")
+    by: datetime.date | None = setting(DATE, None, "date by which it has to be done")
+    start: datetime.date | None = setting(DATE, None, "date on which it starts (default: today)")
+    max_cost: float | None = setting(POSITIVE_NUMBER, None, "most that it may cost, in USD")
+
+
+class Command(NamedTuple):
+    """One of the commands.
+
+    Attributes:
+        flags: Dataclass of its settings.
+        summary: What it gives, in a line.
+        description: What it does.
+        epilog: Examples.
+    """
+
+    flags: type
+    summary: str
+    description: str
+    epilog: str
+
+
 COMMANDS = {
-    "fit": ("time per micro-batch, overhead per step, communication", FIT_DESCRIPTION, FIT_EPILOG),
-    "predict": ("throughput on other numbers of GPUs", PREDICT_DESCRIPTION, PREDICT_EPILOG),
-    "cost": ("days, GPU-hours, cost and energy of a training", COST_DESCRIPTION, COST_EPILOG),
-    "plan": (
+    "fit": Command(
+        FitFlags,
+        "time per micro-batch, overhead per step, communication",
+        FIT_DESCRIPTION,
+        FIT_EPILOG,
+    ),
+    "predict": Command(
+        PredictFlags,
+        "throughput on other numbers of GPUs",
+        PREDICT_DESCRIPTION,
+        PREDICT_EPILOG,
+    ),
+    "cost": Command(
+        CostFlags, "days, GPU-hours, cost and energy of a training", COST_DESCRIPTION, COST_EPILOG
+    ),
+    "plan": Command(
+        PlanFlags,
         "the number of GPUs and the micro-batch for a deadline or a sum",
         PLAN_DESCRIPTION,
         PLAN_EPILOG,
@@ -106,100 +213,24 @@ COMMANDS = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> tuple[str, Any]:
     """Read a command line.
 
     Args:
         argv: A command and its arguments; None takes those of the process.
 
     Returns:
-        The values of its flags; ``command`` is fit, predict, cost or plan.
+        A key of `COMMANDS` and the values of its flags.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m sdbench scaling",
+    prog = "python -m sdbench scaling"
+    name, rest = request.choose_command(
+        {name: command.summary for name, command in COMMANDS.items()},
+        argv,
+        prog=prog,
         description="Throughput against GPU count; days, cost and energy of a training.",
         epilog=EPILOG,
-        formatter_class=raw,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (help_text, description, epilog) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=help_text, description=description, epilog=epilog, formatter_class=raw
-        )
-        _add_flags(command.add_argument, name)
-    return parser.parse_args(argv)
-
-
-def _add_flags(add: Callable[..., Any], command: str) -> None:
-    add("tables", nargs="*", type=Path, metavar="TABLE", help="figures in CSV")
-    add(
-        "--where",
-        nargs="+",
-        default=[],
-        metavar="COLUMN=VALUE",
-        help="use only the rows with these values, or with the only one that begins so",
-    )
-    if command != "cost":
-        add(
-            "--micro_batch",
-            type=_positive_int,
-            metavar="N",
-            help="micro-batch of the rows that do not tell theirs, and of what is predicted",
-        )
-        add(
-            "--gpus_per_node",
-            type=_positive_int,
-            default=8,
-            metavar="N",
-            help="for the communication between nodes (default: 8)",
-        )
-    if command in ("cost", "plan"):
-        add("--recipe", required=True, metavar="NAME", help="a training of recipes.yaml")
-        _add_file(add, "--recipes", RECIPES_FILE)
-        add("--price", metavar="NAME", help="which row of prices, or dollars per GPU-hour")
-        _add_file(add, "--prices", PRICES_FILE)
-    if command == "predict":
-        add("--num_gpus", required=True, metavar="LIST", help="e.g. 8,16,64 or 8,16,...,512")
-        count = {"type": _positive_int, "metavar": "N"}
-        add("--global_batch", **count, help="(default: that of the figures)")
-        add("--device_batch", **count, help="images of each GPU, weak scaling")
-    if command == "cost":
-        add(
-            "--images_per_second",
-            nargs="+",
-            default=[],
-            metavar="IMAGE_SIZE=RATE",
-            help="instead of a table: images/s of all GPUs together",
-        )
-        add("--num_gpus", metavar="LIST", help="only these (default: all of the table)")
-        add("--gpu", metavar="NAME", help="GPU to look up (default: that of the figures)")
-    if command in ("predict", "cost"):
-        add("--out", type=Path, metavar="FILE", help="write the rows, of the kind modelled, as CSV")
-    if command == "plan":
-        add("--num_gpus", metavar="LIST", help=f"(default: {DEFAULT_GPU_COUNTS}, up to the batch)")
-        add("--global_batch", type=_positive_int, metavar="N", help="(default: that of the recipe)")
-        add("--max_days", type=_positive_float, metavar="DAYS", help="longest that it may take")
-        date = {"type": datetime.date.fromisoformat, "metavar": "YYYY-MM-DD"}
-        add("--by", **date, help="date by which it has to be done")
-        add("--start", **date, help="date on which it starts (default: today)")
-        add("--max_cost", type=_positive_float, metavar="USD", help="most that it may cost")
-
-
-def _add_file(add: Callable[..., Any], flag: str, path: Path) -> None:
-    shown = "/".join(path.parts[-3:])
-    add(flag, type=Path, default=path, metavar="FILE", help=f"in place of {shown}")
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return number
-
-
-def _positive_float(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
+    flags, _, description, epilog = COMMANDS[name]
+    prog = f"{prog} {name}"
+    parsed = request.parse(flags, rest, prog=prog, description=description, epilog=epilog)
+    return name, parsed.config

@@ -3,7 +3,7 @@
     days = sum over the stages of images / images_per_second / 86,400
     GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
 
-The interval of the throughput is carried through, as if every stage were off in the same direction.
+Intervals assume that the throughput of every stage deviates in the same direction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.yaml_file import read_mapping
 from sdbench.report.figures import find_name
 
-# A number and the low and high end of its 95 % interval; NaN is not known, or without a bound.
+# A number, and the low and the high end of its 95 % interval. NaN: not known, or unbounded.
 Amount = np.ndarray
 
 SECONDS_PER_DAY = 86_400
@@ -39,14 +39,14 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A training.
+    """A training of one or more stages.
 
     Attributes:
         name: Its key in the file of recipes.
         about: What is trained, in words.
         source: Where its numbers come from.
         global_batch: Images of an optimizer step.
-        stages: One after the other.
+        stages: The stages, in order.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Tariff:
 
     Attributes:
         value: Dollars per GPU-hour, or watts per board.
-        source: Where that comes from, and of what date.
-        others: Names of other rows that would apply.
+        source: Where the value comes from, with a date.
+        others: Names of other rows that apply to this GPU.
     """
 
     value: float
@@ -73,14 +73,14 @@ class Tariff:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a training takes on so many GPUs.
+    """Time, cost and energy of a training.
 
     Attributes:
-        num_gpus: GPUs.
-        days_to_train: Wall-clock days of training alone, without interruptions and evaluation.
+        num_gpus: Number of GPUs.
+        days_to_train: Days of training alone, without interruptions and evaluation.
         gpu_hours: GPU-hours.
-        cost_usd: Dollars; not known without a price.
-        energy_kwh: Of the GPU boards alone; not known without their power.
+        cost_usd: Dollars; NaN without a price.
+        energy_kwh: Energy of the GPU boards alone; NaN without their power.
     """
 
     num_gpus: int
@@ -91,7 +91,7 @@ class Estimate:
 
 
 def make_amount(value: float, low: float | None = None, high: float | None = None) -> Amount:
-    """A number with the ends of its 95 % interval, where it has one."""
+    """A number with the ends of its 95 % interval, or NaN for an end that is not known."""
     return np.array([value, low, high], dtype=float)
 
 
@@ -103,12 +103,12 @@ def estimate(
     price: Tariff | None = None,
     power: Tariff | None = None,
 ) -> Estimate:
-    """Work out what a training takes.
+    """Estimate time, cost and energy of a training.
 
     Args:
         recipe: The training.
         rates: Images/s of all GPUs together, by resolution.
-        num_gpus: GPUs.
+        num_gpus: Number of GPUs.
         price: Dollars per GPU-hour.
         power: Watts per board.
 
@@ -141,11 +141,11 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
     """Read one recipe.
 
     Args:
-        name: Its key, or the beginning of one.
+        name: Its key, or the beginning of exactly one key.
         path: YAML file of recipes.
 
     Raises:
-        ConfigError: If the file is none of recipes, or has no such one.
+        ConfigError: If the file cannot be read, or has no such recipe.
     """
     content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
     key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
@@ -169,18 +169,18 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
 def load_price(
     gpu: str | None, *, chosen: str | None = None, path: Path = PRICES_FILE
 ) -> Tariff | None:
-    """The price of an hour of a GPU.
+    """Read the price of a GPU-hour.
 
     Args:
-        gpu: Its name; None if the figures do not tell it.
-        chosen: Name of a price, or a number of dollars; None takes the first row for this GPU.
+        gpu: Name of the GPU; None if it is not known.
+        chosen: Name of a price, or a number of dollars. None: the first row for this GPU.
         path: YAML file of prices.
 
     Returns:
         The price, or None if there is no row for this GPU.
 
     Raises:
-        ConfigError: If the file is none of prices, or has no price of that name.
+        ConfigError: If the file cannot be read, or has no price of that name.
     """
     if chosen is not None and _is_number(chosen):
         return Tariff(_positive(float(chosen), path=path), "given with --price")
@@ -195,7 +195,7 @@ def load_price(
 
 
 def load_power(gpu: str | None, *, path: Path = PRICES_FILE) -> Tariff | None:
-    """The maximum power of the board of a GPU, in watts; None without a row for it."""
+    """Read the maximum power of a GPU board, in watts; None without a row for this GPU."""
     rows = _load_tariffs(path, "power", per="GPU board", unit="W")
     return _first([row for row in rows if _is_for(gpu, row)])
 
@@ -208,7 +208,7 @@ def _first(rows: Sequence[dict[str, Any]]) -> Tariff | None:
 
 
 def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
-    """A table may name the machine too: ``H100-SXM5-80GB (p5.48xlarge)``."""
+    """Whether a row is for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``."""
     return gpu is not None and (gpu in row["gpus"] or gpu.split(" (")[0] in row["gpus"])
 
 

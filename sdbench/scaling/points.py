@@ -1,4 +1,4 @@
-"""Figures of one kind of GPU and one kind of work, from tables and from the command line."""
+"""Reads figures of one kind of GPU and one kind of work from tables and the command line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sdbench.report.figures import (
     select_rows,
 )
 from sdbench.scaling.cost import Amount, make_amount
-from sdbench.statistics.intervals import between_runs_interval
+from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
 
 Row = dict[str, Any]
 # Images/s of all GPUs together, by number of GPUs and by resolution.
 Rates = dict[int, dict[int, Amount]]
 
-# Figures that differ in one of these follow different laws.
+# Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
 MODELLED = "modelled"
@@ -36,11 +36,11 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
 
     Args:
         paths: Tables in CSV.
-        where: Conditions as the user gave them, ``COLUMN=VALUE``.
+        where: Conditions of the form ``COLUMN=VALUE``.
         required: Columns that every table must have.
 
     Raises:
-        ConfigError: If a file is no such table, or no row is left.
+        ConfigError: If a file cannot be read, lacks a column, or no row is left.
     """
     rows = mark_copies(row for path in paths for row in read_figures(path, required=required))
     rows = select_rows(rows, parse_conditions(where, flag="--where"), flag="--where")
@@ -62,7 +62,7 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
 
 
 def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -> None:
-    """Refuse rows with two values in a column; empty cells are not compared.
+    """Refuse rows that differ in a column. Empty cells do not count.
 
     Raises:
         ConfigError: If one of the columns has two values.
@@ -84,14 +84,14 @@ def known_values(rows: Sequence[Row], column: str) -> list[Any]:
 
 
 def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[Point]:
-    """The points that a law is fitted to, without modelled rows.
+    """Make the points that a law is fitted to. Modelled rows are left out.
 
     Args:
         rows: Rows of one kind of work and one image size.
-        micro_batch: That of rows that do not tell theirs.
+        micro_batch: Micro-batch of the rows that have none.
 
     Raises:
-        ConfigError: If a row does not tell how its step was made.
+        ConfigError: If a row has no batch or no micro-batch.
     """
     return [
         Point(_make_setup(row, micro_batch=micro_batch), float(row["images_per_second"]))
@@ -101,7 +101,7 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
 
 
 def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
-    """The step of a global batch, in which every GPU gets the same whole number of images.
+    """Divide a global batch so that every GPU has the same number of images; the rest is dropped.
 
     Raises:
         ConfigError: If there are more GPUs than images.
@@ -120,9 +120,9 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
     size = row.get("micro_batch") or micro_batch
     images = row.get("images_per_step") or row.get("global_batch")
     if not isinstance(size, int):
-        raise _untold(row, "micro_batch", flag="--micro_batch, for the rows that do not tell it")
+        raise _missing(row, "micro_batch", flag="--micro_batch, for the rows that do not tell it")
     if images is None:
-        raise _untold(row, "global_batch", flag="the column global_batch or images_per_step")
+        raise _missing(row, "global_batch", flag="the column global_batch or images_per_step")
     num_gpus = row["num_gpus"]
     if row.get("images_per_step") and images % num_gpus:
         raise ConfigError(
@@ -134,7 +134,7 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
     return split_batch(global_batch=images, num_gpus=num_gpus, micro_batch=size)
 
 
-def _untold(row: Row, column: str, *, flag: str) -> ConfigError:
+def _missing(row: Row, column: str, *, flag: str) -> ConfigError:
     return ConfigError(
         f"a row does not tell its {column} as a whole number",
         value=as_text(row.get(column)),
@@ -144,14 +144,14 @@ def _untold(row: Row, column: str, *, flag: str) -> ConfigError:
 
 
 def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
-    """Throughput as the user gives it.
+    """Parse the throughput given on the command line.
 
     Args:
-        texts: ``IMAGE_SIZE=IMAGES_PER_SECOND``.
-        gpu_counts: Its number of GPUs: one number.
+        texts: Texts of the form ``IMAGE_SIZE=IMAGES_PER_SECOND``.
+        gpu_counts: The number of GPUs, as the only item.
 
     Raises:
-        ConfigError: If a text has another form, or there is not one number of GPUs.
+        ConfigError: If a text has another form, or there are several numbers of GPUs or none.
     """
     given = parse_conditions(texts, flag="--images_per_second")
     try:
@@ -178,20 +178,20 @@ def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
 def find_rates(
     rows: Sequence[Row], sizes: Collection[int], *, gpu_counts: Sequence[int]
 ) -> tuple[Rates, list[str]]:
-    """Throughput of a table at some resolutions.
+    """Find the throughput at each resolution in a table.
 
     Args:
         rows: Figures of one kind of work, of any resolution.
         sizes: The resolutions that are needed, in pixels.
-        gpu_counts: Numbers of GPUs to look at; none takes all of them.
+        gpu_counts: Numbers of GPUs to use; empty for all in the table.
 
     Returns:
-        The rates for the numbers of GPUs that have all resolutions, or for all numbers if none has;
+        The rates for each number of GPUs with all resolutions, or for every number if none has all;
         and a line about each number of GPUs that is left out.
 
     Raises:
-        ConfigError: If there is no such number of GPUs, or several figures for one resolution that
-            are no runs of one configuration.
+        ConfigError: If there is no such number of GPUs, or a resolution has several figures that
+            are not runs of one configuration.
     """
     by_gpus = group(
         [row for row in rows if not gpu_counts or row["num_gpus"] in gpu_counts],
@@ -219,7 +219,7 @@ def find_rates(
 
 
 def _rate_of(rows: Sequence[Row]) -> Amount:
-    """Images/s of one configuration; three or more runs have an interval between them."""
+    """Images/s of one configuration, with a between-runs interval of three or more runs."""
     check_one_kind(rows, ("kind", "micro_batch", "global_batch"))
     figures = [float(row["images_per_second"]) for row in rows]
     if len(rows) == 1:
@@ -227,16 +227,15 @@ def _rate_of(rows: Sequence[Row]) -> Amount:
         return make_amount(figures[0], *ends)
     if any(row.get("kind") != MEASURED for row in rows):
         check_one_kind(rows, ("source",))
-    mean = math.exp(math.fsum(map(math.log, figures)) / len(figures))
-    interval = between_runs_interval(figures)
+    mean, interval = mean_rate(figures), between_runs_interval(figures)
     return make_amount(mean, interval.low, interval.high) if interval else make_amount(mean)
 
 
 def parse_counts(text: str, *, flag: str) -> list[int]:
-    """GPU counts from ``8,16,32`` or ``8,16,...,512``, which goes on doubling or adding.
+    """Parse GPU counts: ``8,16,32``, or ``8,16,...,512``, which continues by factor or difference.
 
     Raises:
-        ConfigError: For anything else.
+        ConfigError: If the text has another form.
     """
     try:
         return _expand(text.split(","))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,26 @@ from sdbench.record.row import format_csv
 from sdbench.report.figures import as_text, write_out
 from sdbench.scaling import answers
 from sdbench.scaling.candidates import Limits, choose_best, make_candidates
-from sdbench.scaling.command_line import DEFAULT_GPU_COUNTS, parse
-from sdbench.scaling.cost import Recipe, Tariff, estimate, load_power, load_price, load_recipe
+from sdbench.scaling.command_line import (
+    DEFAULT_GPU_COUNTS,
+    CostFlags,
+    FitFlags,
+    PlanFlags,
+    PredictFlags,
+    RecipeFlags,
+    TableFlags,
+    parse,
+)
+from sdbench.scaling.cost import (
+    PRICES_FILE,
+    RECIPES_FILE,
+    Recipe,
+    Tariff,
+    estimate,
+    load_power,
+    load_price,
+    load_recipe,
+)
 from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
@@ -42,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        ConfigError: For figures that the command cannot work with.
+        ConfigError: If the figures do not suffice, or the flags contradict each other.
     """
-    arguments = parse(argv)
+    command, arguments = parse(argv)
     commands = {"fit": run_fit, "predict": run_predict, "cost": run_cost, "plan": run_plan}
-    return commands[arguments.command](arguments)
+    return commands[command](arguments)
 
 
-def run_fit(arguments: argparse.Namespace) -> int:
-    """Print the constants and the error at each figure."""
+def run_fit(arguments: FitFlags) -> int:
+    """Fit the law, and print the constants and the error at each figure."""
     rows = _read(arguments)
     law = _fit(rows, arguments)
     print(answers.format_lines(answers.describe_figures(rows, law)))
@@ -58,8 +75,8 @@ def run_fit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_predict(arguments: argparse.Namespace) -> int:
-    """Print, and on request write, what the law gives for other GPU counts."""
+def run_predict(arguments: PredictFlags) -> int:
+    """Print the predictions for other GPU counts, and write them to the file of --out."""
     rows = _read(arguments)
     law = _fit(rows, arguments)
     micro_batch = _one_micro_batch(law, arguments)
@@ -84,9 +101,9 @@ def run_predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_cost(arguments: argparse.Namespace) -> int:
-    """Print, and on request write, what a recipe takes."""
-    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
+def run_cost(arguments: CostFlags) -> int:
+    """Print time, cost and energy of a recipe, and write them to the file of --out."""
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
     rows = [] if arguments.images_per_second else _read(arguments)
     check_one_kind(rows)
     gpu = arguments.gpu or _only(rows, "gpu")
@@ -111,9 +128,9 @@ def run_cost(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the candidates and which of them to take."""
-    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
+def run_plan(arguments: PlanFlags) -> int:
+    """Print the candidates for a training, and which of them to take."""
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
     limits = _limits(arguments)
     rows = _read(arguments)
     check_one_kind(rows)
@@ -124,7 +141,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             "a sum is set and the price of this GPU is not known",
             value=gpu,
             allowed="a GPU with a row under prices, or a price",
-            flag=f"--price, or a row for it in {arguments.prices.name}",
+            flag=f"--price, or a row for it in {(arguments.prices or PRICES_FILE).name}",
         )
     laws = _laws_of(rows, recipe, arguments)
     global_batch = arguments.global_batch or recipe.global_batch
@@ -151,13 +168,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tariffs(gpu: str | None, arguments: argparse.Namespace) -> tuple[Tariff | None, Tariff | None]:
+def _tariffs(gpu: str | None, arguments: RecipeFlags) -> tuple[Tariff | None, Tariff | None]:
     """Price and power of a GPU."""
-    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
-    return price, load_power(gpu, path=arguments.prices)
+    path = arguments.prices or PRICES_FILE
+    return load_price(gpu, chosen=arguments.price, path=path), load_power(gpu, path=path)
 
 
-def _read(arguments: argparse.Namespace) -> list[Row]:
+def _read(arguments: TableFlags) -> list[Row]:
     if not arguments.tables:
         raise ConfigError(
             "no table is given",
@@ -170,15 +187,13 @@ def _read(arguments: argparse.Namespace) -> list[Row]:
     )
 
 
-def _fit(rows: Sequence[Row], arguments: argparse.Namespace) -> StepLaw:
+def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
     check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
     points = make_points(rows, micro_batch=arguments.micro_batch)
     return fit_law(points, gpus_per_node=arguments.gpus_per_node)
 
 
-def _laws_of(
-    rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace
-) -> dict[int, StepLaw]:
+def _laws_of(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[int, StepLaw]:
     laws = {}
     for stage in recipe.stages:
         chosen = [row for row in rows if row.get(IMAGE_SIZE) == stage.image_size]
@@ -194,7 +209,7 @@ def _laws_of(
     return laws
 
 
-def _one_micro_batch(law: StepLaw, arguments: argparse.Namespace) -> int:
+def _one_micro_batch(law: StepLaw, arguments: FitFlags) -> int:
     if arguments.micro_batch is not None:
         return arguments.micro_batch
     if len(law.micro_batches) > 1:
@@ -207,8 +222,8 @@ def _one_micro_batch(law: StepLaw, arguments: argparse.Namespace) -> int:
     return law.micro_batches[0]
 
 
-def _global_batch(rows: Sequence[Row], arguments: argparse.Namespace) -> int | None:
-    """The batch of strong scaling; None where it grows with the GPUs."""
+def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
+    """The global batch of strong scaling; None for weak scaling."""
     if arguments.device_batch is not None:
         if arguments.global_batch is not None:
             raise ConfigError(
@@ -233,13 +248,11 @@ def _global_batch(rows: Sequence[Row], arguments: argparse.Namespace) -> int | N
 
 
 def _only(rows: Sequence[Row], column: str) -> Any:
-    """The first value of a column; None for an empty one."""
+    """The first value of a column; None if the column is empty."""
     return next(iter(known_values(rows, column)), None)
 
 
-def _rates(
-    rows: Sequence[Row], recipe: Recipe, arguments: argparse.Namespace
-) -> tuple[Rates, list[str]]:
+def _rates(rows: Sequence[Row], recipe: Recipe, arguments: CostFlags) -> tuple[Rates, list[str]]:
     """Images/s by number of GPUs and by resolution, and a line about each number left out."""
     counts = parse_counts(arguments.num_gpus, flag="--num_gpus") if arguments.num_gpus else []
     if not arguments.images_per_second:
@@ -254,7 +267,7 @@ def _rates(
     return parse_rates(arguments.images_per_second, gpu_counts=counts), []
 
 
-def _gpu_counts_to_try(arguments: argparse.Namespace, global_batch: int) -> list[int]:
+def _gpu_counts_to_try(arguments: PlanFlags, global_batch: int) -> list[int]:
     if arguments.num_gpus is not None:
         return parse_counts(arguments.num_gpus, flag="--num_gpus")
     counts = parse_counts(DEFAULT_GPU_COUNTS, flag="--num_gpus")
@@ -279,7 +292,7 @@ def _source_of(rows: Sequence[Row]) -> str:
     return f"{len(sources)} sources" if len(sources) > 3 else " and ".join(map(as_text, sources))
 
 
-def _limits(arguments: argparse.Namespace) -> Limits:
+def _limits(arguments: PlanFlags) -> Limits:
     if (arguments.max_days, arguments.by, arguments.max_cost) == (None, None, None):
         raise ConfigError(
             "no limit is given to plan for",

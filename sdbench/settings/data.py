@@ -18,6 +18,8 @@ from sdbench.settings.kinds import (
 )
 from sdbench.settings.setting import setting
 
+ONLINE, PRECOMPUTED = "online", "precomputed"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -43,10 +45,11 @@ class DataSettings:
         TEXT, None, "several MDS data sets and their shares of an epoch: PLACE=PROPORTION,..."
     )
     latents: str = setting(
-        one_of("online", "precomputed"),
-        "online",
+        one_of(ONLINE, PRECOMPUTED),
+        ONLINE,
         "encode images and captions in the step, or read encoded ones "
         "(python -m sdbench precompute makes them)",
+        identifies=True,
     )
     shuffle: bool = setting(SWITCH, True, "visit the samples in a new order each epoch")
     crop: str = setting(one_of("center", "random"), "center", "where the largest square is cut out")
@@ -91,3 +94,8 @@ class DataSettings:
     )
     num_workers: int | None = setting(NOT_NEGATIVE, None, "data loader workers per rank")
     prefetch_factor: int = setting(POSITIVE, 2, "batches each worker keeps ready")
+
+    @property
+    def wants_latents(self) -> bool:
+        """Whether samples are latents with text embeddings, not images with captions."""
+        return self.latents == PRECOMPUTED

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import datetime
+import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-from sdbench.base.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,7 @@ class RowOf:
         self._table, self._others = table, others
 
     def _choices(self) -> tuple[str, ...]:
-        module, name = self._table.split(":")
-        return (*self._others, *getattr(importlib.import_module(module), name))
+        return (*self._others, *pkgutil.resolve_name(self._table))
 
     @property
     def allowed(self) -> str:
@@ -54,23 +53,6 @@ class RowOf:
     def parse(self, value: Any) -> str:
         """Take one of the choices, or raise ValueError."""
         return _parse_choice(value, self._choices())
-
-
-def parse_value(name: str, value: Any, *, kind: Kind | RowOf) -> Any:
-    """Bring the value of a flag or a key to its kind.
-
-    Raises:
-        ConfigError: It is of another kind.
-    """
-    try:
-        return kind.parse(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"--{name} has a value of the wrong kind",
-            value=value,
-            allowed=kind.allowed,
-            flag=f"--{name}",
-        ) from None
 
 
 def whole_number(minimum: int, maximum: float = float("inf")) -> Kind:
@@ -115,6 +97,15 @@ def positive_or(word: str) -> Kind:
     return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar)
 
 
+def list_of(kind: Kind) -> Kind:
+    """Values of a kind with commas between them, as a tuple."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        return tuple(map(kind.parse, str(value).split(",")))
+
+    return Kind(f"{kind.allowed}; several with commas between them", parse, f"{kind.metavar},...")
+
+
 def _parse_choice(value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError
@@ -122,6 +113,19 @@ def _parse_choice(value: Any, choices: tuple[str, ...]) -> str:
 
 
 def _parse_conditions(value: Any) -> dict[str, str]:
+    return {str(name): str(condition) for name, condition in _parse_mapping(value).items()}
+
+
+def _parse_parts(value: Any) -> dict[str, dict[str, Any]]:
+    parts = _parse_mapping(value)
+    for given in parts.values():
+        ((form, source),) = _parse_mapping(given).items()
+        if not isinstance(source, {"pretrained": str, "params": dict}.get(form, ())):
+            raise ValueError
+    return parts
+
+
+def _parse_mapping(value: Any) -> dict[Any, Any]:
     if isinstance(value, str):
         import yaml
 
@@ -131,7 +135,7 @@ def _parse_conditions(value: Any) -> dict[str, str]:
             raise ValueError from None
     if not isinstance(value, dict):
         raise ValueError
-    return {str(name): str(condition) for name, condition in value.items()}
+    return value
 
 
 def _parse_text(value: Any) -> str:
@@ -140,13 +144,17 @@ def _parse_text(value: Any) -> str:
     return value
 
 
+def _parse_path(value: Any) -> Path:
+    return Path(_parse_text(value))
+
+
 def _parse_switch(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
     return value
 
 
-def _parse_precision_target(value: Any) -> float:
+def _parse_share(value: Any) -> float:
     is_percent = isinstance(value, str) and value.endswith("%")
     share = float(value.removesuffix("%")) / 100 if is_percent else float(value)
     if isinstance(value, bool) or not 0 < share < 1:
@@ -155,7 +163,7 @@ def _parse_precision_target(value: Any) -> float:
 
 
 def _parse_duration(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[1-9][0-9]*(ba|ep)", value):
+    if not isinstance(value, str) or not re.fullmatch(r"[1-9][0-9]*(ba|ep|sp)", value):
         raise ValueError
     return value
 
@@ -167,6 +175,8 @@ def _is_positive(value: float) -> bool:
 POSITIVE = whole_number(1)
 NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
+PATH = Kind("a path", _parse_path, "PATH")
+DATE = Kind("a date", datetime.date.fromisoformat, "YYYY-MM-DD")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
@@ -177,5 +187,11 @@ CONDITIONS = Kind(
     _parse_conditions,
     "YAML",
 )
-PRECISION_TARGET = Kind("a share above 0, e.g. 1% or 0.01", _parse_precision_target)
-DURATION = Kind("a number of batches or epochs, e.g. 48ba or 5ep", _parse_duration)
+PARTS = Kind(
+    "parts with a place or with all numbers, e.g. {vae: {pretrained: FOLDER}, unet: {params: "
+    "{in_channels: 4, sample_size: 64}}}",
+    _parse_parts,
+    "YAML",
+)
+SHARE = Kind("a share above 0 and below 100 %, e.g. 1% or 0.01", _parse_share)
+DURATION = Kind("a number of batches, epochs or samples, e.g. 48ba, 5ep or 6000sp", _parse_duration)

@@ -1,4 +1,4 @@
-"""Settings of the measurement: window, record, Weights & Biases."""
+"""Settings of any run, of the measurement, and of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sdbench.settings.kinds import (
     DURATION,
     NOT_NEGATIVE,
     POSITIVE,
-    PRECISION_TARGET,
     SECONDS,
+    SHARE,
     SWITCH,
     TEXT,
     RowOf,
@@ -19,10 +19,10 @@ from sdbench.settings.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuringSettings:
-    """What is measured, for how long, and where the record goes."""
+class RunSettings:
+    """Who trains, by which recipe, and where the record goes."""
 
-    GROUP = "what is measured"
+    GROUP = "the run"
 
     preset: str = setting(
         one_of("fast", "seed"),
@@ -34,6 +34,32 @@ class MeasuringSettings:
         "composer",
         "who runs the training loop: MosaicML Composer, or a lean loop without a trainer",
     )
+    seed: int = setting(
+        NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True, identifies=True
+    )
+    dist_timeout: float = setting(
+        SECONDS,
+        600.0,
+        "seconds after which a rank that does not come or falls silent ends the run on all ranks",
+        only_measures=True,
+    )
+    results_dir: str = setting(
+        TEXT, "runs", "folder that gets one folder per run", only_measures=True
+    )
+    check_memory: bool = setting(
+        SWITCH,
+        True,
+        "refuse a run whose estimated peak memory the machine lacks",
+        only_measures=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuringSettings:
+    """What is measured, and for how long."""
+
+    GROUP = "what is measured"
+
     warmup_batches: int | None = setting(
         NOT_NEGATIVE, None, "batches trained before the measured window", only_measures=True
     )
@@ -51,7 +77,7 @@ class MeasuringSettings:
         only_measures=True,
     )
     target_precision: float | None = setting(
-        PRECISION_TARGET,
+        SHARE,
         None,
         "double the measured window until the 95 % interval is within so much of the rate",
         only_measures=True,
@@ -85,22 +111,6 @@ class MeasuringSettings:
         None,
         "end of the run, e.g. 48ba or 5ep; warm-up, window and profile lie inside it "
         "(default: it ends with them)",
-        only_measures=True,
-    )
-    seed: int = setting(NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True)
-    dist_timeout: float = setting(
-        SECONDS,
-        600.0,
-        "seconds after which a rank that does not come or falls silent ends the run on all ranks",
-        only_measures=True,
-    )
-    results_dir: str = setting(
-        TEXT, "runs", "folder that gets one folder per run", only_measures=True
-    )
-    check_memory: bool = setting(
-        SWITCH,
-        True,
-        "refuse a run whose estimated peak memory the machine lacks",
         only_measures=True,
     )
 

@@ -1,7 +1,7 @@
 """`parse` turns a command line, a YAML file and a preset into a checked, frozen configuration.
 
-Precedence: defaults < preset < `--config` file < flags. A setting that is still None after that is
-one that the program chooses for the machine it is on.
+Precedence: defaults < preset < `--config` file < ``key=value`` < flags. A setting that is still
+None after that is one that the program chooses for the machine it is on.
 """
 
 from __future__ import annotations
@@ -9,15 +9,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from sdbench.base.errors import ConfigError
+from sdbench.settings.file import CONFIG_FLAG, is_assignment, read_values
 from sdbench.settings.kinds import SWITCH
 from sdbench.settings.setting import REQUIRED, Setting, declarations, presets_of
 
 ConfigT = TypeVar("ConfigT")
+PartT = TypeVar("PartT")
+
+
+class Translation(NamedTuple):
+    """What the config file of another program says in this one's settings.
+
+    Attributes:
+        values: Settings by name.
+        keys: Name of a setting to the key of the file that it comes from.
+        notes: Sentences on what has no effect here.
+    """
+
+    values: Mapping[str, Any] = {}
+    keys: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_TRANSLATED = Translation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +48,26 @@ class Request(Generic[ConfigT]):
         config: Merged from defaults, preset, file and flags; None where nobody said.
         origin: Name of each setting to where its value came from: default, preset, file or flag.
         print_config: The user wants to see the resolved config instead of a run.
+        rest: The arguments behind ``--``, for another program.
+        translation: Of a file in another program's form.
     """
 
     config: ConfigT
     origin: Mapping[str, str]
     print_config: bool
+    rest: tuple[str, ...] = ()
+    translation: Translation = NOTHING_TRANSLATED
 
     def is_users(self, name: str) -> bool:
         """Whether the user gave this setting a value, in a flag or in a file."""
         return self.origin[name] in ("file", "flag")
+
+    def part(self, config_type: type[PartT]) -> Request[PartT]:
+        """The request for the settings of one dataclass that `config` inherits from."""
+        names = declarations(config_type)
+        config = config_type(**{name: getattr(self.config, name) for name in names})
+        origin = {name: self.origin[name] for name in names}
+        return dataclasses.replace(self, config=config, origin=origin)
 
 
 def parse(
@@ -47,6 +78,8 @@ def parse(
     epilog: str,
     prog: str | None = None,
     takes_file: bool = False,
+    translate: Callable[[dict[str, Any]], Translation] | None = None,
+    rest: str | None = None,
 ) -> Request[ConfigT]:
     """Read a command line.
 
@@ -56,22 +89,30 @@ def parse(
         description: Text above the flags in the help.
         epilog: Text below them: the examples.
         prog: Name of the program; None takes that of the process.
-        takes_file: Whether the command has ``--config`` and ``--print_config``.
+        takes_file: Whether the command has ``--config``, ``--print_config`` and arguments
+            ``key=value``.
+        translate: Takes from the content of a file what it has in another program's form.
+        rest: What may follow ``--``, in the words of the usage line; None: nothing.
 
     Raises:
         ConfigError: For an unknown flag or key, a value of the wrong kind, or an unreadable file.
     """
+    arguments, behind = list(sys.argv[1:] if argv is None else argv), []
+    if rest is not None and "--" in arguments:
+        position = arguments.index("--")
+        arguments, behind = arguments[:position], arguments[position + 1 :]
+    if takes_file:
+        arguments = [f"--{text}" if text.startswith("config=") else text for text in arguments]
     settings = declarations(config_type)
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = _make_parser(
+        prog, usage=_describe_usage(settings, rest), description=description, epilog=epilog
     )
     if takes_file:
         parser.add_argument(
-            "--config", metavar="FILE", help="YAML file whose keys are the flag names below"
+            CONFIG_FLAG,
+            metavar="FILE",
+            help="YAML file whose keys are the flag names below; ${key} is another value, ??? one "
+            "that the command line has to give, by a flag or as key=value",
         )
         parser.add_argument(
             "--print_config",
@@ -79,9 +120,11 @@ def parse(
             help="print every value of the run, and who chose it, then stop",
         )
     _add_arguments(parser, settings)
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, others = parser.parse_known_args(arguments)
+    assignments = [other for other in others if takes_file and is_assignment(other)]
+    unknown = [other for other in others if other not in assignments]
     if unknown:
-        known = [f"--{one.flag_name}" for one in settings.values() if not one.is_positional]
+        known = [declared.flag for declared in settings.values() if not declared.is_positional]
         raise_unknown(unknown[0], known=known, where="flag")
     given = vars(namespace)
     flags = {
@@ -89,8 +132,14 @@ def parse(
         for name, declared in settings.items()
         if given[name] is not None
     }
+    file, translation = {}, NOTHING_TRANSLATED
     path = given.get("config")
-    file = {} if path is None else _read_file(path, settings)
+    if path is not None or assignments:
+        content, assigned = read_values(path, assignments, flags=flags, names=settings)
+        flags = _parse_values(assigned, settings) | flags
+        if translate is not None:
+            translation = translate(content)
+        file = _parse_values({**translation.values, **content}, settings)
     preset = {}
     if "preset" in settings:
         chosen = {**file, **flags}.get("preset", settings["preset"].default)
@@ -101,92 +150,132 @@ def parse(
     for layer_name, layer in (("preset", preset), ("file", file), ("flag", flags)):
         merged.update(layer)
         origin.update(dict.fromkeys(layer, layer_name))
-    return Request(config_type(**merged), origin, given.get("print_config", False))
+    print_config = given.get("print_config", False)
+    return Request(config_type(**merged), origin, print_config, tuple(behind), translation)
+
+
+def _parse_values(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    for key in values:
+        if key not in settings:
+            raise_unknown(str(key), known=list(settings), where="key")
+    # `key:` with nothing behind it means "not said", so that --print_config output is a valid file.
+    return {key: settings[key].parse(value) for key, value in values.items() if value is not None}
+
+
+def choose_command(
+    commands: Mapping[str, str],
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
+    epilog: str,
+) -> tuple[str, list[str]]:
+    """Read the name of a command at the head of a command line.
+
+    Args:
+        commands: What each command does, by its name.
+        argv: The command and its arguments; None takes those of the process.
+        prog: Name of the program.
+        description: Text above the commands in the help.
+        epilog: Text below them: the examples.
+
+    Returns:
+        The command and its arguments.
+
+    Raises:
+        ConfigError: There is no such command.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    first = arguments[0] if arguments else None
+    if first in commands:
+        return first, arguments[1:]
+    if first is not None and not first.startswith("-"):
+        raise_unknown(first, known=list(commands), where="command", flag="COMMAND")
+    parser = _make_parser(
+        prog, usage="%(prog)s COMMAND ...", description=description, epilog=epilog
+    )
+    choices = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, help_text in commands.items():
+        choices.add_parser(name, help=help_text)
+    parser.parse_args(arguments[:1])
+    raise AssertionError("argparse prints its help or refuses a line without a command")
+
+
+def _make_parser(
+    prog: str | None, *, usage: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=prog,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _describe_usage(settings: Mapping[str, Setting], rest: str | None) -> str:
+    """The usage line: what is required by name, the other flags in one word."""
+    words = ["%(prog)s"]
+    for declared in settings.values():
+        if declared.is_positional:
+            words.append(declared.flag)
+        elif declared.default is REQUIRED:
+            words.append(f"{declared.flag} {declared.kind.metavar}")
+    return " ".join([*words, "[FLAGS]", *([] if rest is None else ["--", rest])])
 
 
 def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setting]) -> None:
     groups: dict[str, Any] = {"": parser}
     for name, declared in settings.items():
+        is_required = declared.default is REQUIRED
+        several: dict[str, Any] = {}
+        if declared.takes_several:
+            several["nargs"] = "+" if is_required or not declared.is_positional else "*"
         if declared.is_positional:
-            parser.add_argument(name, metavar=name.upper(), help=declared.help)
+            parser.add_argument(name, metavar=declared.flag, help=describe(declared), **several)
             continue
         if declared.group not in groups:
             groups[declared.group] = parser.add_argument_group(declared.group)
         group = groups[declared.group]
         if declared.kind is SWITCH:
-            add_switch(group, name, default=declared.default, help_text=declared.help)
+            add = functools.partial(group.add_argument, dest=name, action="store_const")
+            add(declared.flag, const=True, help=describe(declared))
+            add(f"--no_{name}", const=False, help=argparse.SUPPRESS)
         else:
             group.add_argument(
-                f"--{declared.flag_name}",
+                declared.flag,
                 dest=name,
                 metavar=declared.kind.metavar,
-                required=declared.default is REQUIRED,
+                required=is_required,
                 help=describe(declared),
+                **several,
             )
 
 
 def describe(declared: Setting) -> str:
-    """The help of a flag: what it does, its choices and its default."""
-    text = declared.help
-    if " | " in declared.kind.allowed:
+    """The help of a flag: what it does, its choices, its default and how it is switched off."""
+    if not declared.help:
+        return argparse.SUPPRESS
+    text, is_switch = declared.help, declared.kind is SWITCH
+    if " | " in declared.kind.allowed and not is_switch:
         text += f"; {declared.kind.allowed}"
-    if declared.default not in (None, REQUIRED):
-        text += f" (default: {declared.default})"
-    elif declared.presets:
-        by_preset = ", ".join(f"{name}: {value}" for name, value in declared.presets.items())
-        text += f" ({by_preset})"
+    notes = [declared.default_in_words, f"--no_{declared.name}" if is_switch else ""]
+    if any(notes):
+        text += f" ({'; '.join(filter(None, notes))})"
     return text.replace("%", "%%")
 
 
-def add_switch(parser: Any, name: str, *, default: bool, help_text: str) -> None:
-    """Add the flags ``--<name>`` and ``--no_<name>``; without either the value is None.
+def raise_unknown(
+    given: str, *, known: Sequence[str], where: str, flag: str | None = None
+) -> NoReturn:
+    """Refuse a name, with the nearest of the known ones.
 
     Args:
-        parser: An argparse parser, or a group of one.
-        name: Of the value.
-        default: What None will mean, for the help.
-        help_text: What it does.
-    """
-    shown = "on" if default else "off"
-    parser.add_argument(
-        f"--{name}",
-        action="store_const",
-        const=True,
-        help=f"{help_text} (default: {shown}; --no_{name})",
-    )
-    parser.add_argument(
-        f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS
-    )
-
-
-def _read_file(path: str, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the config file cannot be read ({error})",
-            value=path,
-            allowed="a readable YAML file of flag names and values",
-            flag="--config",
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            "the config file does not hold keys and values",
-            value=type(content).__name__,
-            allowed="lines such as `batch_size: 2048`",
-            flag="--config",
-        )
-    for key in content:
-        if key not in settings:
-            raise_unknown(str(key), known=list(settings), where="key in the config file")
-    # `key:` with nothing behind it means "not said", so that --print_config output is a valid file.
-    return {key: settings[key].parse(value) for key, value in content.items() if value is not None}
-
-
-def raise_unknown(given: str, *, known: list[str], where: str) -> None:
-    """Refuse a name, with the nearest of the known ones.
+        given: The name, as it was given.
+        known: Names or flags that there are.
+        where: What the name was to be, e.g. ``flag``.
+        flag: What changes it; None: the flag of the nearest name.
 
     Raises:
         ConfigError: Always.
@@ -197,5 +286,5 @@ def raise_unknown(given: str, *, known: list[str], where: str) -> None:
         f"unknown {where}",
         value=given,
         allowed=f"the names that --help lists, the nearest is {nearest}",
-        flag=nearest if nearest.startswith("--") else f"--{nearest}",
+        flag=flag or (nearest if nearest.startswith("--") else f"--{nearest}"),
     )

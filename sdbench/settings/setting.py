@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sdbench.settings.kinds import Kind, RowOf, parse_value
+from sdbench.base.errors import ConfigError
+from sdbench.settings.kinds import Kind, RowOf
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
@@ -25,7 +26,7 @@ MLPERF = "NVIDIA's submissions to MLPerf Training"
 CPU, GPU = "cpu", "cuda"
 ANY_NUMBER = "N"
 
-# What a speed-up has to meet in a run to do anything there.
+# What a run must have for a speed-up to have an effect.
 RANKS = "several ranks"
 EMA = "a moving average"
 ENCODERS = "encoders in the step"
@@ -37,6 +38,11 @@ COMPILED = "something compiled"
 EXACT, SAME_FP32, BF16, BF16_WEIGHTS = 0.0, 2e-6, 2e-3, 2e-2
 
 
+def in_words(value: Any) -> str:
+    """A value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class PerDevice(NamedTuple):
     """A preset's value that differs by device."""
 
@@ -44,7 +50,7 @@ class PerDevice(NamedTuple):
     cpu: Any
 
     def __str__(self) -> str:
-        return f"{self.gpu} on a GPU, {self.cpu} on a CPU"
+        return f"{in_words(self.gpu)} on a GPU, {in_words(self.cpu)} on a CPU"
 
 
 def of_device(value: Any, *, on_gpu: bool) -> Any:
@@ -56,7 +62,7 @@ def of_device(value: Any, *, on_gpu: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What a rule looks at: the settings so far, the machine, the place of this process."""
+    """What a rule decides by: the settings so far, the machine and the ranks."""
 
     config: BenchmarkConfig
     machine: Machine
@@ -120,18 +126,21 @@ class Setting:
 
     Attributes:
         name: The field's, also the YAML key.
-        group: Heading in the help; empty for the one of argparse.
+        group: Heading in the help; empty for that of argparse.
         kind: What values it takes.
         default: None: chosen for the machine. `REQUIRED`: there is none.
-        help: What it does.
+        help: What it does; empty: the help does not list it.
         presets: Its value in each preset, by name; empty where presets leave it alone.
         rules: What its values need.
         rungs: Its steps of the ladder of speed-ups.
-        acts_with: What a run must have for the setting to do anything; None: nothing.
-        only_measures: It says how to measure, how long or where to write, not what a step does.
-        before: What every run did before there was the setting; None: as old as any record.
-        spelling: Its flag without the dashes, where that differs from the name.
+        acts_with: What a run must have for the setting to have an effect; None: nothing.
+        only_measures: It decides how and how long to measure, or where to write, not what a step
+            does.
+        before: Its value in records older than the setting; None: no record is older.
+        spelling: Its flag without the dashes, or its word in the usage, where that is not the name.
         is_positional: It is an argument without a flag.
+        identifies: A run that is resumed must have the value that it began with.
+        takes_several: It takes values with blanks between them; its value is a tuple.
     """
 
     kind: Kind | RowOf
@@ -147,11 +156,23 @@ class Setting:
     before: Any = None
     spelling: str | None = None
     is_positional: bool = False
+    identifies: bool = False
+    takes_several: bool = False
 
     @property
-    def flag_name(self) -> str:
-        """Its flag without the dashes."""
-        return self.spelling or self.name
+    def flag(self) -> str:
+        """What a command line has for it: its flag, or its word in the usage line."""
+        if self.is_positional:
+            return self.spelling or self.name.upper()
+        return f"--{self.spelling or self.name}"
+
+    @property
+    def default_in_words(self) -> str:
+        """Its default, or its value in each preset; empty where the program chooses."""
+        if self.presets:
+            return ", ".join(f"{name}: {in_words(value)}" for name, value in self.presets.items())
+        is_told = self.default not in (None, REQUIRED, ())
+        return f"default: {in_words(self.default)}" if is_told else ""
 
     def parse(self, value: Any) -> Any:
         """Bring a value to its kind.
@@ -159,7 +180,20 @@ class Setting:
         Raises:
             ConfigError: It is of another kind.
         """
-        return parse_value(self.flag_name, value, kind=self.kind)
+        if self.takes_several:
+            return tuple(map(self._parse_one, value))
+        return self._parse_one(value)
+
+    def _parse_one(self, value: Any) -> Any:
+        try:
+            return self.kind.parse(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{self.flag} has a value of the wrong kind",
+                value=value,
+                allowed=self.kind.allowed,
+                flag=self.flag,
+            ) from None
 
 
 def setting(
@@ -198,7 +232,7 @@ def declarations(config_type: type) -> dict[str, Setting]:
         found[field.name] = dataclasses.replace(
             field.metadata["setting"],
             name=field.name,
-            group=getattr(declaring, "GROUP", ""),
+            group=vars(declaring).get("GROUP", ""),
             default=field.default,
         )
     return found

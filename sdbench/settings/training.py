@@ -25,8 +25,9 @@ class ModelSettings:
     model_name: str = setting(
         TEXT,
         "sd2-base",
-        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, tiny), "
-        "a local diffusers folder, or a hub id",
+        "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
+        "tiny), a local diffusers folder, or a hub id",
+        identifies=True,
     )
     model_revision: str | None = setting(
         TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
@@ -37,7 +38,9 @@ class ModelSettings:
         "draw the weights of a folder or hub id instead of loading them",
         before=False,
     )
-    image_size: int | None = setting(POSITIVE, None, "side of the square images in pixels")
+    image_size: int | None = setting(
+        POSITIVE, None, "side of the square images in pixels", identifies=True
+    )
     weights_seed: int | None = setting(
         NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
     )
@@ -50,7 +53,10 @@ class BatchSettings:
     GROUP = "batch"
 
     batch_size: int | None = setting(
-        POSITIVE, None, "global batch: images per optimizer step over all ranks"
+        POSITIVE,
+        None,
+        "global batch: images per optimizer step over all ranks",
+        identifies=True,
     )
     device_train_microbatch_size: int | str = setting(
         positive_or("auto"),
@@ -73,6 +79,8 @@ class UpdateSettings:
 
     GROUP = "training"
 
-    use_ema: bool = setting(SWITCH, False, "keep a moving average of the U-Net weights")
+    use_ema: bool = setting(
+        SWITCH, False, "keep a moving average of the U-Net weights", identifies=True
+    )
     lr: float = setting(POSITIVE_NUMBER, 1e-4, "constant learning rate")
     weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")

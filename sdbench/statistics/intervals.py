@@ -1,4 +1,4 @@
-"""Confidence intervals of throughput and comparisons of sets of runs.
+"""Confidence intervals of throughput, and comparisons of sets of runs.
 
 The run is the unit of replication: an interval from the steps of one run is labelled
 within-run, one from several runs between-runs. A rate is images over time, never a mean of rates.
@@ -50,7 +50,7 @@ class Interval:
         high: Upper end; infinity where the data allow no bound.
         level: Confidence level, 0.95.
         kind: ``within-run`` or ``between-runs``.
-        num_samples: Blocks or runs that it rests on.
+        num_samples: Number of blocks or runs that it is computed from.
     """
 
     low: float
@@ -65,12 +65,12 @@ class Comparison:
     """The ratio of the rates of two sets of runs, with its interval and verdict.
 
     Attributes:
-        ratio: Geometric-mean rate of the first over that of the second.
-        interval: Welch t interval of the ratio on logs, None with fewer than two runs on a side.
+        ratio: Geometric-mean rate of the candidate over that of the baseline.
+        interval: Welch t interval of the ratio on logs; None with fewer than two runs on a side.
         verdict: ``faster``, ``slower``, ``no difference shown`` or ``not tested``.
         log_variance: Squared standard error of the logarithm of the ratio; None if not tested.
         degrees_of_freedom: Of that variance, by Welch and Satterthwaite; None if not tested.
-        p_value: Chance of a difference this large where there is none; None if not tested.
+        p_value: Chance of a difference at least this large if there is none; None if not tested.
     """
 
     ratio: float
@@ -86,7 +86,7 @@ class Steadiness:
     """Whether a window of steps has settled.
 
     Attributes:
-        is_steady: Neither trend nor halves show a change that is both large and more than noise.
+        is_steady: Whether neither trend nor halves show a change that is large and beyond noise.
         trend: Theil-Sen slope times the window's length, as a fraction of the median step time.
         halves_difference: Mean of the second half over that of the first, minus 1.
     """
@@ -100,9 +100,9 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     """Interval of images/s from the steps of one run, by block means.
 
     Consecutive steps are correlated, so an interval over single steps is too narrow. The means of
-    at most 20 blocks of consecutive steps are less so, and a t interval over them is turned into a
-    rate. Short blocks of strongly correlated steps are still too alike: where the lag-1 correlation
-    of the steps asks for a wider interval, that one is taken.
+    at most 20 blocks of consecutive steps are less correlated: a t interval over them is converted
+    to a rate. Where the lag-1 correlation of the steps gives a wider interval, that one is taken,
+    since the means of short blocks are still correlated.
 
     Args:
         step_times_s: Times of the measured steps in order, in seconds.
@@ -125,9 +125,9 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
 
 
 def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
-    """Whether a window may end, since its mean step time is known well enough.
+    """Whether the mean step time is known precisely enough to end the window.
 
-    To be asked at points that were fixed beforehand, never after every step.
+    Ask at steps that were fixed beforehand, not after every step.
 
     Args:
         step_times_s: Times of the steps so far, in seconds.
@@ -140,10 +140,10 @@ def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
 
 
 def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
-    """Whether a window of steps has settled, by its slope and by its halves.
+    """Check whether a window of steps has settled, by its slope and by its halves.
 
-    Both are taken over block means, so that a single slow step does not decide, and both count only
-    where they exceed what the spread of the blocks explains.
+    Both are computed from block means, so that a single slow step does not decide, and count only
+    where they exceed the noise of the blocks.
 
     Args:
         step_times_s: Times of the steps in order, in seconds.
@@ -178,14 +178,14 @@ def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
 
 
 def count_outliers(step_times_s: Sequence[float]) -> int:
-    """Steps far from the median. They are counted and kept, never left out."""
+    """Number of steps far from the median. No step is left out for it."""
     times_s = np.asarray(step_times_s)
     distances = np.abs(times_s - np.median(times_s))
     return int((distances > OUTLIER_MADS * np.median(distances)).sum())
 
 
 def between_runs_interval(rates: Sequence[float]) -> Interval | None:
-    """Interval of the typical rate of a run: t on the logs of the runs' rates.
+    """Interval of the geometric-mean rate of runs: t on the logs of their rates.
 
     Args:
         rates: Images/s of each run.
@@ -208,17 +208,17 @@ def between_runs_interval(rates: Sequence[float]) -> Interval | None:
 def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparison:
     """Compare two sets of runs by the ratio of their geometric-mean rates.
 
-    Faster or slower is only said when the 95 % Welch interval excludes 1 and the change exceeds
-    2 %. Simulated (tests/test_statistics_simulated.py): runs that differ by 1 % and whose steps are
-    correlated. Welch is a little wide with three runs a side, where its interval covers the truth
-    in 96 to 97 %; a pooled variance would cover 95 %, but only while both sides vary alike.
+    The verdict is faster or slower only if the 95 % Welch interval excludes 1 and the change is
+    more than 2 %. In simulations of runs that differ by 1 % (tests/test_statistics_simulated.py),
+    the interval of three runs on each side covers the truth in 96 to 97 %. A pooled variance would
+    cover it in 95 %, but only if both sides vary alike.
 
     Args:
         rates: Images/s of each run of the candidate.
         baseline_rates: Images/s of each run of the baseline.
 
     Returns:
-        Ratio, interval and verdict.
+        The ratio of the candidate over the baseline, with interval and verdict.
     """
     logs, baseline_logs = np.log(rates), np.log(baseline_rates)
     difference = float(logs.mean() - baseline_logs.mean())
@@ -229,17 +229,24 @@ def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparis
     return _judge(difference, parts, num_samples=num_samples)
 
 
-def geometric_mean(comparisons: Sequence[Comparison]) -> Comparison:
-    """The typical ratio of several configurations, each compared with its own baseline.
+def mean_rate(rates: Sequence[float]) -> float:
+    """Geometric mean of the rates of runs; of a single run, exactly its rate."""
+    if len(rates) == 1:
+        return rates[0]
+    return math.exp(math.fsum(map(math.log, rates)) / len(rates))
 
-    It speaks of these configurations, not of others: its interval has the run-to-run variation in
-    it and not how the ratios differ.
+
+def geometric_mean(comparisons: Sequence[Comparison]) -> Comparison:
+    """The geometric mean of the ratios of several configurations to their baselines.
+
+    Its interval covers the variation between runs, and not how the ratios differ: it holds for
+    these configurations and for no others.
 
     Args:
         comparisons: At least one comparison; no run may be in two of them.
 
     Returns:
-        The geometric mean; without an interval, and not tested, if one of them is.
+        The mean. It is not tested and has no interval if one of the comparisons is not tested.
     """
     mean = float(np.mean([math.log(comparison.ratio) for comparison in comparisons]))
     if any(comparison.interval is None for comparison in comparisons):
@@ -254,17 +261,16 @@ def geometric_mean(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def correct_verdicts(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Judge many comparisons together, so that one by chance among them is not called a difference.
+    """Correct the verdicts of several comparisons for their number, by Holm's method.
 
-    Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979): in order of their p
-    values, the first of m has to pass 5 %/m, the next 5 %/(m - 1), until one does not pass. The
-    intervals stay those of each comparison alone.
+    Of m p values in ascending order, the first has to pass 5 %/m, the next 5 %/(m - 1), until one
+    does not pass (Scandinavian Journal of Statistics 6, 1979). Intervals are not changed.
 
     Args:
         comparisons: Comparisons, tested or not.
 
     Returns:
-        The same with the verdicts that remain.
+        The same comparisons, with `NO_DIFFERENCE` for a verdict that does not pass.
     """
     corrected = list(comparisons)
     tested = [index for index, one in enumerate(corrected) if one.interval is not None]
@@ -285,7 +291,7 @@ def _judge(
     Args:
         difference: The difference.
         parts: Variance and degrees of freedom of each independent part of it.
-        num_samples: Runs on the side with fewest.
+        num_samples: Number of runs on the smaller side.
     """
     from scipy import special
 

@@ -3,12 +3,12 @@
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
     num_micro_batches = ceil(device_batch / micro_batch), device_batch = floor(global_batch / N)
 
-and the images in a step are N x device_batch, which is less than the global batch where it does not
-divide. On many GPUs with small micro-batches, training is bound by the host, and a micro-batch of 1
-or 2 images takes nearly the time of one of 4: this is why the law counts micro-batches. With
-several micro-batch sizes in the table, device_batch x time_per_image_s joins it, and where nodes
-differ enough to show it, (nodes - 1) / nodes x communication_s: the share of a ring all-reduce
-between nodes that is not hidden behind the backward pass.
+and the images in a step are N x device_batch, less than the global batch if N does not divide it.
+The law counts micro-batches because training with small ones is bound by the host: a micro-batch of
+1 or 2 images takes nearly the time of one of 4. Figures of several micro-batch sizes add the term
+device_batch x time_per_image_s. Figures of several nodes, if they determine it, add (nodes - 1) /
+nodes x communication_s: the part of a ring all-reduce between nodes that does not overlap with the
+backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MICRO_BATCH = "time per micro-batch"
 IMAGE = "time per image"
 OVERHEAD = "overhead per step"
 COMMUNICATION = "communication"
-# A constant below this is a rounding error: nothing in a step takes less than a nanosecond.
+# A constant below this is a rounding error of the fit.
 NO_TIME_S = 1e-9
 
 
@@ -65,8 +65,8 @@ class Point:
     """One figure of a table.
 
     Attributes:
-        setup: How its step was made.
-        images_per_second: What was measured.
+        setup: How its step is divided.
+        images_per_second: Measured images/s of all GPUs.
     """
 
     setup: Setup
@@ -85,11 +85,11 @@ class Prediction:
     Attributes:
         setup: The setup.
         step_time_s: Seconds of a step.
-        images_per_second: Images of all GPUs.
+        images_per_second: Images/s of all GPUs.
         images_per_second_low: Lower end of the 95 % interval of a figure measured there.
-        images_per_second_high: Upper end; None if it has no bound.
-        is_extrapolated: Whether it has fewer or more GPUs than every figure that was fitted, or a
-            smaller or larger micro-batch.
+        images_per_second_high: Upper end; None if there is no bound.
+        is_extrapolated: Whether its number of GPUs or its micro-batch lies outside the range of the
+            figures.
     """
 
     setup: Setup
@@ -106,12 +106,12 @@ class StepLaw:
 
     Attributes:
         terms: Names of the terms in it.
-        seconds: The constant of each term.
-        covariance: Of the constants.
+        seconds: The constant of each term, in seconds.
+        covariance: Covariance of the constants, (terms, terms).
         relative_error: Standard deviation of a figure from the law, as a fraction.
-        degrees_of_freedom: Points less terms.
-        gpus_per_node: What counts as a node for the communication term.
-        points: What was fitted.
+        degrees_of_freedom: Number of points minus number of terms.
+        gpus_per_node: GPUs of a node, for the communication term.
+        points: The points that were fitted.
         notes: Terms that the points do not determine, in words.
     """
 
@@ -125,24 +125,24 @@ class StepLaw:
     notes: tuple[str, ...]
 
     def constant(self, term: str) -> tuple[float, float, float]:
-        """A term's seconds with the 95 % interval: value, low, high."""
+        """The constant of a term with its 95 % interval in seconds: value, low, high."""
         index = self.terms.index(term)
         half = t_quantile(self.degrees_of_freedom) * math.sqrt(self.covariance[index, index])
         return self.seconds[index], max(0.0, self.seconds[index] - half), self.seconds[index] + half
 
     @property
     def micro_batches(self) -> list[int]:
-        """The micro-batch sizes that were fitted."""
+        """The micro-batch sizes of the points."""
         return sorted({point.setup.micro_batch for point in self.points})
 
     def predict(self, setup: Setup) -> Prediction:
-        """Predict a figure measured with this setup.
+        """Predict the figure of a setup.
 
-        The interval holds the doubt about the constants and the distance of single figures from
+        The interval covers the error of the constants and the deviation of single figures from
         the law.
 
         Raises:
-            ConfigError: If nothing is known about this micro-batch.
+            ConfigError: If no figure has this micro-batch and the law has no term per image.
         """
         if IMAGE not in self.terms and setup.micro_batch not in self.micro_batches:
             raise ConfigError(
@@ -153,8 +153,8 @@ class StepLaw:
             )
         row = _make_row(setup, self.terms, gpus_per_node=self.gpus_per_node)
         step_time_s = float(row @ np.asarray(self.seconds))
-        doubt = float(row @ self.covariance @ row) / step_time_s**2
-        half = t_quantile(self.degrees_of_freedom) * math.sqrt(doubt + self.relative_error**2)
+        variance = float(row @ self.covariance @ row) / step_time_s**2
+        half = t_quantile(self.degrees_of_freedom) * math.sqrt(variance + self.relative_error**2)
         rate = setup.images_per_step / step_time_s
         gpus = [point.setup.num_gpus for point in self.points]
         sizes = self.micro_batches
@@ -171,7 +171,7 @@ class StepLaw:
         )
 
     def errors(self) -> list[float]:
-        """The error of the law at each figure, as a fraction of the figure."""
+        """The relative error of the law at each point."""
         return [
             self.predict(point.setup).images_per_second / point.images_per_second - 1
             for point in self.points
@@ -186,7 +186,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         gpus_per_node: GPUs of a node.
 
     Raises:
-        ConfigError: If there are too few different points.
+        ConfigError: If there are too few different points to fit the terms.
     """
     notes: list[str] = []
     several_sizes = len({point.setup.micro_batch for point in points}) > 1
@@ -222,7 +222,7 @@ def _fit_terms(
 
     steps_s = np.array([point.step_time_s for point in points])
     rows = _make_rows(points, terms, gpus_per_node=gpus_per_node) / steps_s[:, None]
-    # No term takes less than no time.
+    # No term has a negative time.
     seconds, _ = optimize.nnls(rows, np.ones(len(points)))
     kept = [term for term, value in zip(terms, seconds, strict=True) if value > NO_TIME_S]
     if kept != list(terms):
@@ -255,16 +255,16 @@ def _make_rows(points: Sequence[Point], terms: Sequence[str], *, gpus_per_node: 
 
 
 def communication_share(num_nodes: int) -> float:
-    """The share of the communication constant in a step.
+    """The factor of the communication constant for a number of nodes.
 
-    Of what a ring all-reduce exchanges, each of n nodes sends (n - 1) / n twice: once to add it up,
-    once to hand the sums on. The constant is the time for all of it twice.
+    In a ring all-reduce, each of n nodes sends (n - 1) / n of the data twice: once to sum it, once
+    to distribute the sums. The constant is the time to send all of the data twice.
     """
     return (num_nodes - 1) / num_nodes
 
 
 def _make_row(setup: Setup, terms: Sequence[str], *, gpus_per_node: int) -> np.ndarray:
-    """The factor of each term's constant in a step."""
+    """The factor of each term's constant in the time of a step."""
     num_nodes = math.ceil(setup.num_gpus / gpus_per_node)
     counts = {
         MICRO_BATCH: setup.num_micro_batches,

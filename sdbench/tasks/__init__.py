@@ -4,6 +4,8 @@
 TASKS = {
     "benchmark": "sdbench.tasks.benchmark:Benchmark",
     "feed": "sdbench.tasks.feed:Feed",
+    "generate": "sdbench.tasks.generate:Generate",
     "precompute": "sdbench.tasks.encode.precompute:Precompute",
     "profile": "sdbench.tasks.profile.task:ProfileStep",
+    "train": "sdbench.tasks.train.task:Train",
 }

@@ -12,33 +12,34 @@ from sdbench.base.errors import RunError
 from sdbench.base.secrets import redact_values
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
-from sdbench.plan import describe
-from sdbench.plan.resolve import Plan, resolve
+from sdbench.plan.resolve import Plan
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.nccl_log import SOCKETS, NcclLog
 from sdbench.record.row import append_row
-from sdbench.record.store import BENCHMARK, STEPS_NAME, RunFolder
+from sdbench.record.store import BENCHMARK, INVALID, STEPS_NAME, RunFolder
 from sdbench.report.terminal import format_summary
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
-from sdbench.run.runner import no_garbage_expected
-from sdbench.run.task import Run, Task
+from sdbench.run.runner import garbage_collection_paused
+from sdbench.run.task import Run
 from sdbench.run.wandb_log import WandbLog
+from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
     from sdbench.measure.summary import Measurements
     from sdbench.measure.watch import Observer, StepWatch
 
 
-class Benchmark(Task):
-    """Measures how fast this machine trains; its request is a `Request`."""
+class Benchmark(TrainingTask):
+    """Measures how fast this machine trains."""
 
     kind = BENCHMARK
     program = "benchmark.py"
-    plan: Plan
     _nccl_log: NcclLog
     _measurements: Measurements
+    _wandb_log: WandbLog
+    _watch: StepWatch | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -48,24 +49,12 @@ class Benchmark(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self._nccl_log = NcclLog(ranks, device_type=machine.device_type)
-        self.plan = resolve(self.request, machine=machine, ranks=ranks)
-
-    def printed_config(self) -> str | None:
-        """The plan as a config file."""
-        return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
+        super().resolve(machine, ranks)
 
     def make_folder(self) -> Path:
         """A new one in --results_dir."""
         machine = self.plan.machine.slug
         return RunFolder.create(self.plan.config.results_dir, machine=machine, name=self.plan.name)
-
-    def for_person(self) -> str:
-        """The plan in words."""
-        return describe.for_person(self.plan)
-
-    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
-        """The plan as a record has it."""
-        return describe.for_record(self.plan, self.request, num_restarts=num_restarts)
 
     def work(self, run: Run) -> dict[str, Any]:
         """Build the job, train it, and merge what all ranks measured."""
@@ -76,17 +65,19 @@ class Benchmark(Task):
         plan, clock = self.plan, run.clock
         config, ranks, machine = plan.config, plan.ranks, plan.machine
         wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
+        self._wandb_log = wandb_log
         settings = dataclasses.asdict(config)
         wandb_log.start(config=redact_values(settings), folder=run.folder)
         tuning.set_up_process(config)
         clock.ends(startup.PLAN)
-        with no_garbage_expected():
+        with garbage_collection_paused():
             fit = load_engine(config.engine)
         clock.ends(startup.IMPORTS)
         matmul_tflops = _measure_peak(plan) if config.measure_peak else None
         clock.ends(startup.PEAK)
         progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
         watch = _make_watch(plan, run, observers=[clock, run.heartbeat, progress, wandb_log])
+        self._watch = watch
         job = pretrain.build(plan, phase=watch.phases.phase)
         if ranks.rank == 0:
             print(
@@ -96,6 +87,7 @@ class Benchmark(Task):
         clock.ends(startup.BUILD)
         with contextlib.closing(progress):
             measurements = fit(job, config, watch)
+        wandb_log.close()
 
         merged = merge_measurements(distributed.gather(measurements, ranks))
         num_steps = len(merged.timings.steps)
@@ -104,7 +96,7 @@ class Benchmark(Task):
             raise RunError(
                 f"the loaders delivered {merged.num_images} images; {num_steps} steps of "
                 f"{job.images_per_step} are {num_expected}",
-                status="invalid",
+                status=INVALID,
             )
         network = self._nccl_log.read_network()
         summary = summarize(
@@ -135,6 +127,15 @@ class Benchmark(Task):
             "ranks": {} if network is None else {"network": network},
         }
 
+    def write_partial(self, folder: Path) -> None:
+        """Write steps.csv, and log to W&B, the steps that the first rank has timed."""
+        if self._watch is None:
+            return
+        if steps := self._watch.timer.steps():
+            with warn_if_not_written(STEPS_NAME):
+                RunFolder(folder).write_steps(steps)
+        self._wandb_log.close()
+
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """Write steps.csv and the row of runs.csv."""
         with warn_if_not_written(STEPS_NAME):
@@ -161,7 +162,7 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
     from sdbench.measure.window import WindowPolicy
 
     config, ranks = plan.config, plan.ranks
-    looks = WindowPolicy(
+    policy = WindowPolicy(
         max_warmup_steps=config.max_warmup_batches,
         max_measured_steps=config.max_measure_batches,
         target_precision=config.target_precision,
@@ -171,7 +172,7 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         num_warmup_steps=config.warmup_batches,
         num_measured_steps=config.measure_batches,
         num_profiled_steps=config.profile_batches,
-        look=looks,
+        policy=policy,
         num_steps=None if config.max_duration is None else plan.num_steps,
         cuda_device=ranks.local_rank if plan.machine.device_type == "cuda" else None,
         observers=observers,

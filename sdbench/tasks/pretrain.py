@@ -9,26 +9,37 @@ from typing import Any
 import torch
 
 from sdbench import data
-from sdbench.engines.job import EmaSpec, TrainJob
+from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.flops import count_flops
+from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.tuning import tune_model
 
 # mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
 EMA_HALF_LIFE_BATCHES = 1000
-# Sub-models of `StableDiffusion`; VAE and text encoder stay as they are.
-TRAINED = ("unet",)
+# Sub-models of `StableDiffusion` that are trained, with the factors of their learning rates; the
+# others stay as they are.
+UNET_ALONE = {"unet": 1.0}
 
 
-def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
+def build(
+    plan: Plan,
+    *,
+    phase: PhaseObserver,
+    objective: Objective = PLAIN,
+    rate_factors: dict[str, float] = UNET_ALONE,
+) -> TrainJob:
     """Build model and loader, and describe the rest.
 
     Args:
         plan: The resolved run.
         phase: The model enters it around the work of each sub-model.
+        objective: What the U-Net learns.
+        rate_factors: The sub-models that are trained, each with its learning rate as a multiple of
+            the config's.
 
     Returns:
         The job for an engine.
@@ -41,23 +52,29 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
         attention=config.attention,
-        encoders=config.latents == "online",
-        trained=TRAINED,
+        encoders=not plan.source.wants_latents,
+        trained=rate_factors,
         device=plan.machine.device_type,
         phase=phase,
+        objective=objective,
     )
     tune_model(model, config)
     flops = count_flops(plan.architecture, image_size=config.image_size)
     flops_per_image = flops.unet_forward_backward
-    if config.latents == "online":
-        flops_per_image += flops.vae_encode + flops.text_encode
+    if not plan.source.wants_latents:
+        # A backward pass takes twice the operations of the forward pass.
+        num_passes = 3 if "text_encoder" in rate_factors else 1
+        flops_per_image += flops.vae_encode + num_passes * flops.text_encode
     return TrainJob(
         model=model,
-        trained={name: getattr(model, name) for name in TRAINED},
+        trained={
+            name: TrainedModule(getattr(model, name), config.lr * factor, config.weight_decay)
+            for name, factor in rate_factors.items()
+        },
         loss=_loss,
         loader=data.build(plan.source),
         make_optimizer=functools.partial(make_optimizer, config=config),
-        schedule=_constant,
+        schedule=constant,
         ema=_ema_spec(config) if config.use_ema else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
@@ -76,7 +93,7 @@ def _ema_spec(config: Any) -> EmaSpec:
 
 
 def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
-    if config.encoder_batch_size == "microbatch" or config.latents == "precomputed":
+    if config.encoder_batch_size == "microbatch" or config.wants_latents:
         return None
     return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 
@@ -85,5 +102,6 @@ def _loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return StableDiffusion.loss(*output)
 
 
-def _constant(step: int) -> float:
+def constant(step: int) -> float:
+    """The schedule of a learning rate that stays."""
     return 1.0

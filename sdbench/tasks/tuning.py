@@ -21,12 +21,13 @@ def set_up_process(config: Any) -> None:
         config: The resolved config.
 
     Raises:
-        ConfigError: As `private_folder`.
+        ConfigError: Kernels are compiled, and there is no folder to keep them in.
     """
-    # torch loads what it has compiled before, by default from a folder in /tmp that anybody can
-    # make. Each machine has its own: their processors may differ.
-    kernels = private_folder(f"kernels-{os.uname().nodename}")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    if config.compile != "none" or config.group_norm == "fused":
+        # torch loads what it has compiled before, by default from a folder in /tmp that anybody can
+        # make. Each machine has its own: their processors may differ.
+        kernels = private_folder(f"kernels-{os.uname().nodename}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     torch.set_num_threads(config.num_threads)
     # Threads inherit it, so it comes before torch starts any for a first computation.
     torch.set_flush_denormal(config.flush_denormals)
@@ -46,12 +47,9 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
         model: Built and on its device; changed in place.
         config: The resolved config.
     """
-    convolutional = [module for module in (model.unet, model.vae) if module is not None]
-    for module in convolutional:
-        if config.unit_divisions == "drop":
-            blocks.drop_unit_divisions(module)
-        if config.group_norm == "fused":
-            blocks.fuse_group_norms(module)
+    for module in (model.unet, model.vae):
+        if module is not None:
+            tune_blocks(module, config)
     if config.convolution == "matmul":
         use_matrix_products(model.unet)
     blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
@@ -68,3 +66,11 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
         target = module.encoder if module is model.vae else module
         # In place, so that the names of the weights stay as they are.
         target.compile(mode=config.compile_mode, dynamic=False)
+
+
+def tune_blocks(module: torch.nn.Module, config: Any) -> None:
+    """Change the blocks of a U-Net or VAE in place, as the config asks."""
+    if config.unit_divisions == "drop":
+        blocks.drop_unit_divisions(module)
+    if config.group_norm == "fused":
+        blocks.fuse_group_norms(module)

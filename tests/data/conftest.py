@@ -6,7 +6,6 @@ import io
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,16 +17,6 @@ def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, file_format)
     return buffer.getvalue()
-
-
-def make_png(value: int) -> bytes:
-    """A grey picture of 60 x 40 pixels, all of `value`, so that a sample can be recognised."""
-    return encode(Image.fromarray(np.full((40, 60, 3), value, dtype=np.uint8)))
-
-
-@pytest.fixture
-def png():
-    return make_png
 
 
 @pytest.fixture

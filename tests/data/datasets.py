@@ -172,3 +172,18 @@ WRITERS = {
     "parquet latents": write_parquet_latents,
     "folder": write_folder,
 }
+
+
+def read_mds(folder: Path) -> list[dict]:
+    """The samples of MDS data, by Streaming's own reader."""
+    from streaming.base.format.mds.reader import MDSReader
+
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
+    return [reader[index] for reader in readers for index in range(len(reader))]
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """The content of each file below a folder, by its path there."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

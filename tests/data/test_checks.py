@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sdbench import data
-from sdbench.settings.config import FIELDS
+from sdbench.settings.config import SETTINGS
 from tests.refusals import refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
@@ -145,7 +145,7 @@ def test_what_is_elsewhere_is_told_from_its_name(place, expected):
 
 
 def test_the_flag_knows_every_format():
-    assert set(FIELDS["data_format"].metadata["kind"].allowed.split(" | ")) == {
+    assert set(SETTINGS["data_format"].kind.allowed.split(" | ")) == {
         "auto",
         *data.SOURCES,
     }

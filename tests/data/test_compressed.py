@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from streaming.base.compression import compress
-from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
 from data import main as data_main
@@ -18,6 +17,7 @@ from sdbench import data
 from sdbench.cli import main as sdbench_main
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
+from tests.data.datasets import read_mds
 
 
 @pytest.fixture(params=["zstd"])
@@ -35,12 +35,6 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
         for path in [folder, *folder.rglob("*")]
         if path.is_file()
     } | {".": (folder.stat().st_mtime_ns, "")}
-
-
-def read_mds(folder: Path) -> list[dict]:
-    shards = json.loads((folder / "index.json").read_text())["shards"]
-    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
-    return [reader[index] for reader in readers for index in range(len(reader))]
 
 
 def tensors(folder: Path, **changes) -> dict[str, torch.Tensor]:
@@ -66,7 +60,7 @@ def test_training_sees_the_samples_of_the_twin(packed, mds_folder, shuffle, num_
     assert state(packed) == before
 
 
-@pytest.mark.parametrize(("packed", "num_workers"), [("br", "0"), ("gz", "2")], indirect=["packed"])
+@pytest.mark.parametrize(("packed", "num_workers"), [("br", "0"), ("gz", "1")], indirect=["packed"])
 def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, num_workers, capsys):
     before = state(packed)
     workers = ("--num_workers", num_workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 from PIL import Image
-from streaming.base.format.mds.reader import MDSReader
 
 from sdbench.base.errors import RunError
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.convert import main as convert
 from tests.data import datasets
+from tests.data.datasets import read_files, read_mds
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -26,17 +25,6 @@ ROOT = Path(__file__).parents[2]
 def main(*arguments: object) -> int:
     """Convert in this process, unless told otherwise."""
     return convert(["--num_workers", "0", *map(str, arguments)])
-
-
-def read_mds(folder: Path) -> list[dict]:
-    shards = json.loads((folder / "index.json").read_text())["shards"]
-    readers = [MDSReader.from_json(str(folder), None, dict(shard)) for shard in shards]
-    return [reader[index] for reader in readers for index in range(len(reader))]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def test_there_and_back_through_all_formats(tmp_path, mds_folder):
@@ -158,7 +146,7 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     assert main(*job) == 0
     assert "resuming: 2 of 5 shards are there" in capsys.readouterr().out
     assert len(calls) == 25 + 29
-    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
 
 
 def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
@@ -184,7 +172,7 @@ def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
     assert 3 <= num_there < 40
     assert main(*job) == 0
     assert main(folder, tmp_path / "undisturbed", "--samples_per_shard", 1) == 0
-    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
     captions = [row["caption"] for row in read_mds(tmp_path / "out")]
     assert captions == [f"picture {number}" for number in range(40)]
 

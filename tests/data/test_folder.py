@@ -6,7 +6,7 @@ import pytest
 
 from data import main as data_main
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
@@ -57,19 +57,19 @@ def test_a_table_of_captions(name, header, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    ("table", "value"),
     [
-        ("file;caption\na;b\n", "lacks a column: got 'file;caption'"),
-        ("file,caption\n", "has a captions.csv without rows"),
-        ("file,caption\na.PNG,\nb.jpeg\n", "None of the 2 images has a caption"),
-        ("file,caption\nx.png,a\ny.png,b\n", "None of the files that .*captions.csv names is th"),
-        (b"file,caption\na.PNG,\xe4\n", r"row at line 2 of .*cannot be read \('utf-8'"),
+        ("file;caption\na;b\n", "file;caption"),
+        ("file,caption\n", "{folder}"),
+        ("file,caption\na.PNG,\nb.jpeg\n", "{folder}"),
+        ("file,caption\nx.png,a\ny.png,b\n", "{folder}"),
+        (b"file,caption\na.PNG,\xe4\n", "{folder}/captions.csv"),
     ],
 )
-def test_a_table_that_is_of_no_use(table, message, folder):
+def test_a_table_that_is_of_no_use(table, value, folder):
     content = table if isinstance(table, bytes) else table.encode()
     (folder / "captions.csv").write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with refused(value=value.format(folder=folder)):
         data.check(make_config(folder))
 
 

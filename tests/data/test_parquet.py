@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import RunError
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -20,6 +20,7 @@ from tests.refusals import refused
 
 NUM_ROWS = 8
 LATENT, TEXT = "latents_32", "text_embedding"
+OTHER_MODEL = "--model_name or --image_size"
 
 
 def make_config(place: Path, **changes) -> SourceConfig:
@@ -105,15 +106,14 @@ def test_a_width_that_only_looks_right_is_refused(tmp_path):
     narrow = [value[:, :4] for value in arrays("text_embedding")]
     columns = {LATENT: as_bytes(arrays("latent"), "<f4"), TEXT: as_bytes(narrow, "<f4")}
     place = write(tmp_path / "a.parquet", columns)
-    message = r"text_embedding: 1232 bytes; \(77, 8\) is 2464 as float32.*width 8.*--model_name"
-    with pytest.raises(ConfigError, match=message):
+    with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
         data.check(latents_config(place))
 
 
 @pytest.mark.parametrize("way", ["flat lists", "float32 bytes"])
 def test_float16_captions_beside_wider_latents_could_be_narrow_ones(way, tmp_path):
     columns = {LATENT: WAYS[way](arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
-    with pytest.raises(ConfigError, match=r"text_embedding: 1232 bytes; \(77, 8\) is 2464"):
+    with refused(OTHER_MODEL, value="32 px, embeddings of width 8"):
         data.check(latents_config(write(tmp_path / "a.parquet", columns)))
     columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"), "<f4")}
     assert data.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
@@ -124,8 +124,16 @@ def test_the_last_file_is_looked_at_before_a_run(tmp_path):
         text = [value[:, :width] for value in arrays("text_embedding")]
         columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(text)}
         write(tmp_path / "data" / f"{number}.parquet", columns)
-    with pytest.raises(ConfigError, match=r"1.parquet.*text_embedding: 616 bytes.*--model_name"):
+    with refused(OTHER_MODEL, value="32 px, embeddings of width 8") as caught:
         data.check(latents_config(tmp_path / "data"))
+    assert "1.parquet" in caught.value.what
+
+
+def test_local_files_need_no_folder_for_copies(tmp_path, monkeypatch):
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    columns = {LATENT: as_bytes(arrays("latent")), TEXT: as_bytes(arrays("text_embedding"))}
+    assert data.check(latents_config(write(tmp_path / "a.parquet", columns))) == NUM_ROWS
 
 
 def test_whole_numbers_are_no_latents(tmp_path):
@@ -145,7 +153,7 @@ def test_samples_may_be_pickled_after_a_read(tmp_path):
     ("value", "message"),
     [
         (None, "row 1 of row group 1, latents_32: no value."),
-        (b"123", r"latents_32: 3 bytes; \(4, 4, 4\) is 128 as float16."),
+        (b"123", r"latents_32: 3 bytes; \(4, 4, 4\) is 128 as float16 or 256 as float32."),
         (np.full(64, np.nan, "<f2").tobytes(), "latent: a value is NaN"),
     ],
 )
@@ -213,7 +221,7 @@ def test_damaged_files_are_named(tmp_path):
     whole = place.read_bytes()
     loader = data.build(make_config(place))
     place.write_bytes(whole[:40] + bytes(400) + whole[440:])
-    with pytest.raises(RunError, match=r"parquet file .*a.parquet is damaged or missing"):
+    with pytest.raises(RunError, match="a.parquet is damaged or missing"):
         list(loader)
     place.write_bytes(whole)
     os.truncate(place, len(whole) // 2)

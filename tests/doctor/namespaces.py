@@ -1,4 +1,4 @@
-"""Namespaces and a shifted clock, to break a machine for one process and no other."""
+"""Namespaces, to break a machine for one process and no other."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-from tests.debian import find_program
 
 
 def enter(*kinds: str, programs: tuple[str, ...] = ()) -> list[str]:
@@ -31,16 +28,3 @@ def enter(*kinds: str, programs: tuple[str, ...] = ()) -> list[str]:
     if subprocess.run([*command, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip(f"namespaces cannot be made here: {shlex.join(command)} fails")
     return command
-
-
-def find_faketime(folder: Path) -> Path:
-    """The library that shifts the clock of the process that it is loaded into.
-
-    Args:
-        folder: Where its package is unpacked if it is not installed.
-    """
-    find_program("faketime", package="libfaketime", folder=folder)
-    for place in (folder / "usr/lib", Path("/usr/lib"), Path("/usr/lib64")):
-        for path in (*place.glob("*/faketime/libfaketime.so.1"), *place.glob("faketime/*.so.1")):
-            return path
-    pytest.skip("libfaketime.so.1 is not where its packages have it")

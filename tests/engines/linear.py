@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from sdbench.engines.job import TrainJob
+from sdbench.engines.job import TrainedModule, TrainJob
 from sdbench.measure.watch import make_watch
 
 BATCH_SIZE, MICROBATCH, NUM_STEPS, NUM_FEATURES = 8, 2, 5, 6
@@ -77,10 +77,10 @@ def make_parts(*, num_ranks=1, rank=0, **changes) -> TrainJob:
     device_batch = BATCH_SIZE // num_ranks
     fields = {
         "model": model,
-        "trained": {"unet": model.unet},
+        "trained": {"unet": TrainedModule(model.unet, lr=LEARNING_RATE, weight_decay=0.0)},
         "loss": mean_squared_error,
         "loader": CountingLoader(Pairs(), batch_size=device_batch, sampler=sampler),
-        "make_optimizer": lambda placed: torch.optim.SGD(placed.parameters(), lr=LEARNING_RATE),
+        "make_optimizer": torch.optim.SGD,
         "schedule": lambda step: SCHEDULE[min(step, NUM_STEPS - 1)],
         "ema": None,
         "images_per_step": BATCH_SIZE,
@@ -98,6 +98,7 @@ def make_config(**changes) -> SimpleNamespace:
         "precision": "fp32",
         "device_train_microbatch_size": MICROBATCH,
         "seed": 17,
+        "optimizer_params": "trainable",
         "copy_stream": "compute",
         "cuda_graph": False,
         "sharding": "none",

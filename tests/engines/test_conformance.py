@@ -15,13 +15,15 @@ import benchmark
 from sdbench.base.errors import RunError
 from sdbench.engines import ENGINES, load_engine
 from sdbench.engines.device_batches import Batches
-from sdbench.engines.job import EmaSpec
+from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.measure.phases import PHASES
 from sdbench.measure.watch import make_watch
 from sdbench.record.store import load_record
 from tests.engines.linear import (
     BATCH_SIZE,
+    LEARNING_RATE,
     MICROBATCH,
+    NUM_FEATURES,
     NUM_STEPS,
     LinearModel,
     Pairs,
@@ -63,7 +65,7 @@ def test_losses_weights_and_counts_are_those_of_the_reference(engine):
     measurements = load_engine(engine)(job, make_config(), watch_with(listener))
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(job.trained["unet"].weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.model.unet.weight.detach()[0], weights[-1])
     steps = measurements.timings.steps
     assert [step.phase for step in steps] == ["warmup"] * 2 + ["measured"] * 3
     assert listener.indices == list(range(NUM_STEPS))
@@ -82,7 +84,33 @@ def test_micro_batches_of_any_size_give_the_loss_of_the_whole_batch(engine, micr
     measurements = load_engine(engine)(job, config, watch_with())
     losses, weights = train_by_hand()
     assert losses_of(measurements) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(job.trained["unet"].weight.detach()[0], weights[-1])
+    torch.testing.assert_close(job.model.unet.weight.detach()[0], weights[-1])
+
+
+@each_engine
+def test_each_trained_module_has_its_own_rate(engine):
+    class WithOffset(LinearModel):
+        def __init__(self):
+            super().__init__()
+            self.offset = torch.nn.Linear(NUM_FEATURES, 1)
+            torch.nn.init.zeros_(self.offset.weight)
+            torch.nn.init.zeros_(self.offset.bias)
+
+        def forward(self, batch):
+            prediction, target = super().forward(batch)
+            return prediction + self.offset(batch["input"]), target
+
+    model = WithOffset()
+    trained = {
+        "unet": TrainedModule(model.unet, lr=0.75 * LEARNING_RATE, weight_decay=0.0),
+        "offset": TrainedModule(model.offset, lr=0.25 * LEARNING_RATE, weight_decay=0.0),
+    }
+    load_engine(engine)(make_parts(model=model, trained=trained), make_config(), watch_with())
+    _, weights = train_by_hand()
+    # Both get the same gradients, those of the reference, whose rate is the sum of theirs.
+    change = weights[-1] - weights[0]
+    torch.testing.assert_close(model.offset.weight.detach()[0], 0.25 * change)
+    torch.testing.assert_close(model.unet.weight.detach()[0], weights[0] + 0.75 * change)
 
 
 @each_engine
@@ -207,8 +235,8 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
 
     copies, kept = [], []
 
-    def make_optimizer(placed):
-        optimizer = AdamWOfMasterWeights(placed.parameters(), lr=1e-3)
+    def make_optimizer(groups):
+        optimizer = AdamWOfMasterWeights(groups)
         (weight, _) = optimizer.masters.values()
         copies.append(weight.detach().clone())
         optimizer.register_step_post_hook(lambda *_: copies.append(weight.detach().clone()))

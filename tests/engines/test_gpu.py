@@ -38,12 +38,12 @@ def test_a_replayed_step_does_what_the_step_does():
     weights, losses = [], []
     for cuda_graph in (False, True):
 
-        def make_optimizer(placed, capturable=cuda_graph):
-            return torch.optim.AdamW(placed.parameters(), fused=True, capturable=capturable)
+        def make_optimizer(groups, capturable=cuda_graph):
+            return torch.optim.AdamW(groups, fused=True, capturable=capturable)
 
         job = make_parts(make_optimizer=make_optimizer)
         fit = load_engine("torch")
         losses.append(losses_of(fit(job, make_config(cuda_graph=cuda_graph), watch_with())))
-        weights.append(job.trained["unet"].weight.detach())
+        weights.append(job.model.unet.weight.detach())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     torch.testing.assert_close(weights[1], weights[0])

@@ -1,6 +1,8 @@
-"""Does the suite's AdamW make torch's update, without torch's copies?"""
+"""The suite's AdamW makes torch's update, without torch's copies."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from sdbench.base.errors import RunError
+from sdbench.engines.job import TrainedModule
+from sdbench.engines.optimizers import make_optimizer, parameter_groups
 from sdbench.engines.torch_compat import AdamW
 
 
@@ -53,6 +57,32 @@ def test_nothing_is_copied():
     assert "aten::clone" in torchs  # what this class is for
     *_, ours = train(AdamW, fused=True)
     assert "aten::_fused_adamw_" in ours and "aten::clone" not in ours
+
+
+@pytest.mark.parametrize("master_weights", ["none", "fp32"])
+@pytest.mark.parametrize("which", ["trainable", "all"])
+def test_each_group_has_its_own_rate_and_decay(master_weights, which):
+    model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("one", "two", "frozen")})
+    model["frozen"].requires_grad_(False)
+    for weight in model.parameters():
+        nn.init.ones_(weight)
+    job = SimpleNamespace(
+        model=model,
+        trained={
+            "one": TrainedModule(model["one"], lr=0.5, weight_decay=0.5),
+            "two": TrainedModule(model["two"], lr=0.25, weight_decay=0.25),
+        },
+    )
+    config = SimpleNamespace(
+        optimizer="adamw", cuda_graph=False, sharding="none", master_weights=master_weights
+    )
+    optimizer = make_optimizer(parameter_groups(job, which=which), config=config)
+    for name in job.trained:
+        model[name].weight.grad = torch.zeros(1, 3)
+    optimizer.step()
+    # Without gradients a step is the decay alone: 1 - rate x decay.
+    left = {name: float(module.weight[0, 0]) for name, module in model.items()}
+    assert left == {"one": 0.75, "two": 0.9375, "frozen": 1.0}
 
 
 def test_a_torch_that_is_not_known_is_refused(monkeypatch):

@@ -20,11 +20,15 @@ NUM_BEFORE, NUM_AFTER = 3, 3
 
 
 class Training:
-    """bf16 weights, their fp32 copies, a schedule and an average."""
+    """bf16 weights in two groups, their fp32 copies, a schedule and an average."""
 
     def __init__(self) -> None:
         self.weights = [torch.linspace(-1, 1, 12).bfloat16().requires_grad_() for _ in range(2)]
-        self.optimizer = AdamWOfMasterWeights(self.weights, lr=1e-2, weight_decay=0.1)
+        rates = (1e-2, 1e-3)
+        self.optimizer = AdamWOfMasterWeights(
+            [{"params": [w], "lr": lr} for w, lr in zip(self.weights, rates, strict=True)],
+            weight_decay=0.1,
+        )
         self.schedule = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         masters = self.optimizer.masters.values()
         self.ema = ForeachEma(dict(zip("ab", masters, strict=True)), EmaSpec("foreach", 2, 2))

@@ -6,19 +6,16 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sdbench.base import stop
+from sdbench.base.errors import RunError
 from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.engines import ENGINES, load_engine
-from tests.engines.forked_ranks import NUM_RANKS
 from tests.engines.linear import (
     BATCH_SIZE,
     MICROBATCH,
@@ -28,6 +25,7 @@ from tests.engines.linear import (
     train_by_hand,
     watch_with,
 )
+from tests.forked import NUM_RANKS, run_in_group
 
 NUM_MICROBATCHES = BATCH_SIZE // MICROBATCH
 # In the first micro-batch of the third step, and in the one behind it.
@@ -35,6 +33,14 @@ FIRST = 2 * NUM_MICROBATCHES + 1
 SECOND = FIRST + 1
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture(autouse=True)
+def terminal_signals():
+    """As at a terminal: under nohup SIGHUP would be ignored."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
 
 
 def train(engine, signals, *, ends_with) -> tuple[BaseException, torch.Tensor]:
@@ -129,24 +135,63 @@ def test_outside_a_loop_the_first_signal_is_obeyed():
         raise AssertionError("still here")
 
 
+class ReadsAtStep4:
+    """Reads the loss of the fourth step alone, as a progress line may."""
+
+    def loop_begins(self):
+        pass
+
+    def step_ends(self, *, index, loss, **_):
+        if index == 3:
+            loss()
+
+
+def train_rank(engine, fault, *, rank) -> tuple[str, int]:
+    """Train until the other rank is signalled, or has a loss that is not a number.
+
+    Returns:
+        Name of the exception that ended the run, and the steps that this rank has trained.
+    """
+    num_losses = 0
+
+    def loss(output):
+        nonlocal num_losses
+        num_losses += 1
+        value = mean_squared_error(output)
+        # Two micro-batches a step: this is the third one.
+        if rank == 1 and num_losses == 5:
+            if fault == "nan":
+                return value * float("nan")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value
+
+    watch = watch_with(*([ReadsAtStep4()] if rank == 0 else []))
+    job = make_parts(num_ranks=NUM_RANKS, rank=rank, loss=loss)
+    with pytest.raises((RunError, Terminated)) as caught, stop_signals_raise():
+        load_engine(engine)(job, make_config(), watch)
+    return caught.type.__name__, watch.timer.num_steps
+
+
 @pytest.fixture(scope="module")
 def ends_of_ranks(tmp_path_factory):
-    """How each of two ranks ended, see stop_ranks.py."""
+    """How each of two ranks ended: a list by rank of "engine fault" to name and steps."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("stop_ranks.py")
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+
+    def run(rank):
+        ends = {
+            f"{engine} {fault}": train_rank(engine, fault, rank=rank)
+            for engine in ENGINES
+            for fault in ("signal", "nan")
+        }
+        (folder / f"rank{rank}.json").write_text(json.dumps(ends))
+
+    run_in_group(run, folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
 @each_engine
-def test_ranks_end_together_when_one_is_signalled(engine, ends_of_ranks):
-    for ends in ends_of_ranks:
-        assert ends[engine]["signal"] == ["Terminated", 3]
-
-
-@each_engine
-def test_ranks_end_together_when_one_has_read_a_loss_that_is_not_a_number(engine, ends_of_ranks):
-    for ends in ends_of_ranks:
-        assert ends[engine]["nan"] == ["RunError", 4]
+@pytest.mark.parametrize(
+    ("fault", "end"), [("signal", ["Terminated", 3]), ("nan", ["RunError", 4])]
+)
+def test_ranks_end_together_when_one_has_a_reason_to(engine, fault, end, ends_of_ranks):
+    assert [ends[f"{engine} {fault}"] for ends in ends_of_ranks] == [end, end]

@@ -2,7 +2,7 @@
 
 What it does is said by the micro-batch, 8 and more run out of memory, and by the seed: 2 hangs, 3
 is killed, 4 is bad input, 5 takes a second, 6 writes the record of another version, 7 refuses 8
-images and more for memory. Every start leaves a line in $STARTS.
+images and more for memory, 8 loses a rank. Every start leaves a line in $STARTS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from sdbench.base.cause import LOST, report_cause  # noqa: E402
 from sdbench.base.errors import ConfigError, MemoryEstimateError  # noqa: E402
-from sdbench.base.refusal import report_refusal  # noqa: E402
 from sdbench.record.store import OOM, UNFINISHED_REASON, RunFolder  # noqa: E402
 
 OOM_FROM = 8
@@ -29,7 +29,7 @@ OOM_FROM = 8
 def refuse(error: ConfigError) -> int:
     """As the doors do."""
     print(f"error: {error}", file=sys.stderr)
-    report_refusal(error)
+    report_cause(type(error).__name__, str(error))
     return 2
 
 
@@ -71,6 +71,9 @@ def main() -> int:
         time.sleep(600)
     if arguments.seed == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+    if arguments.seed == 8:
+        report_cause(LOST, "rank 1 is silent")
+        return 1
     if arguments.seed == 5:
         time.sleep(1)
     if micro_batch >= OOM_FROM:

@@ -11,9 +11,10 @@ import yaml
 
 from sdbench.cli import main
 from sdbench.launch.render.render import KINDS, find_names
+from sdbench.launch.render.variables import VARIABLES
 
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
-MANIFESTS = tuple(kind for kind in KINDS if kind != "slurm")
+MANIFESTS = tuple(KINDS)
 
 # Three nodes with eight GPUs, as the variables of a template.
 VALUES = {
@@ -42,7 +43,7 @@ def template_of(kind: str) -> Path:
 def flags_for(text: str, **changes: str) -> list[str]:
     """The flags that give a template's variables the values above, unless changed."""
     values = {**VALUES, **changes}
-    names = [name for name in VALUES if name in find_names(text, path=FOLDER)]
+    names = [name for name in VARIABLES if name in find_names(text, path=FOLDER)]
     return [part for name in names for part in (f"--{name.lower()}", values[name])]
 
 

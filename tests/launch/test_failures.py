@@ -1,30 +1,26 @@
 """A rank that never comes, hangs or fails: how soon does the run end, and does it say which one?
 
-The ranks of two nodes are started here as two launchers on one machine. Across real networks:
-tests/launch/test_namespaces.py; under a scheduler: tests/launch/test_slurm.py.
+Two processes pass for two nodes. Across real networks: tests/launch/test_namespaces.py; under a
+launcher: tests/launch/test_processes.py; under a scheduler: tests/launch/test_slurm.py.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
-import pytest
+import benchmark
+from sdbench.measure.watch import StepWatch
+from sdbench.record.store import RunFolder, load_record
+from sdbench.tasks import pretrain
+from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 
-from sdbench.record.store import load_record
-
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 # Each node would take all cores of this machine for its own, and the ranks wait for their threads.
-ONE_THREAD = ("--num_threads", "1")
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
-    *ONE_THREAD,
+    *("--num_threads", "1", "--no_measure_peak"),
 )
 LONG = ("--warmup_batches", "1", "--measure_batches", "1000000")
 DIST_TIMEOUT_S = 8
@@ -33,104 +29,82 @@ END_WITHIN_S = DIST_TIMEOUT_S + 25
 START_WITHIN_S = 120
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
+    flags = ("--dist_timeout", str(dist_timeout_s), "--results_dir", str(folder))
+    return benchmark.main([*TINY, *LONG, *flags])
 
 
-# torchrun is there in a third of the time that composer takes, and waits for its nodes by itself.
-LAUNCHERS = {
-    "composer": ("composer", "--nproc", "1", "--world_size", "2"),
-    "torchrun": ("torchrun", "--nproc_per_node", "1", "--nnodes", "2"),
-}
+def two_nodes(program, folder: Path):
+    """A rank on each of two nodes."""
+    return forked_ranks(program, folder, num_nodes=2)
 
 
-def start_node(
-    node: int,
-    port: int,
-    results: Path,
-    *,
-    program: str = "benchmark.py",
-    launcher: str = "torchrun",
-) -> subprocess.Popen:
-    """One of two nodes with a rank each."""
-    name, *ranks = LAUNCHERS[launcher]
-    place = ("--node_rank", f"{node}", "--master_addr", "127.0.0.1", "--master_port", f"{port}")
-    flags = (*TINY, *LONG, "--dist_timeout", str(DIST_TIMEOUT_S), "--results_dir", str(results))
-    return subprocess.Popen(
-        [str(BIN / name), *ranks, *place, program, *flags],
-        cwd=ROOT,
-        stdout=(results / f"node{node}.log").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def wait_for_step(results: Path) -> None:
-    deadline_s = time.monotonic() + START_WITHIN_S
-    while "step 1/" not in (results / "node0.log").read_text():
-        assert time.monotonic() < deadline_s, (results / "node0.log").read_text()
-        time.sleep(0.2)
-
-
-def only_record(results: Path) -> dict:
-    (path,) = results.glob("*/record.json")
+def only_record(folder: Path) -> dict:
+    (path,) = folder.glob("*/record.json")
     return load_record(path)
 
 
-@pytest.fixture
-def nodes():
-    """Nodes that a test has started; none of their processes outlives it."""
-    started: list[subprocess.Popen] = []
-    yield started
-    for node in started:
-        if node.poll() is None:
-            for process in psutil.Process(node.pid).children(recursive=True):
-                process.kill()
-            node.kill()
-            node.wait()
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path, nodes):
-    nodes.append(start_node(0, free_port(), tmp_path, launcher="composer"))
-    assert nodes[0].wait(timeout=START_WITHIN_S) == 1
+def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(tmp_path, dist_timeout_s=1) == 1
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
-    assert record["reason"] == (
-        f"rank 0: within {DIST_TIMEOUT_S} s (--dist_timeout) rank 1 on node 1 did not come"
-    )
+    assert record["reason"] == ("rank 0: within 1 s (--dist_timeout) rank 1 on node 1 did not come")
 
 
-def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path, nodes):
-    port = free_port()
-    nodes += [start_node(node, port, tmp_path) for node in (0, 1)]
-    wait_for_step(tmp_path)
-    (hanging,) = psutil.Process(nodes[1].pid).children()
-    hanging.send_signal(signal.SIGSTOP)
-    assert nodes[0].wait(timeout=END_WITHIN_S) == 1
+def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
+    with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert exit_codes(ranks[:1], timeout_s=END_WITHIN_S) == [1]
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
     assert "rank 1 on node 1 has been silent" in record["reason"]
 
 
-def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, nodes):
-    port = free_port()
-    program = str(Path(__file__).with_name("fail_on_rank_1.py"))
-    nodes += [start_node(node, port, tmp_path, program=program) for node in (0, 1)]
-    assert nodes[0].wait(timeout=START_WITHIN_S) == 1
-    assert nodes[1].wait(timeout=START_WITHIN_S) == 1
+def test_a_rank_that_hangs_before_the_first_step_is_a_time_out_too(tmp_path, monkeypatch):
+    def run_on_unlike_nodes():
+        if os.environ["RANK"] == "1":
+            stop = functools.partial(os.kill, os.getpid(), signal.SIGSTOP)
+            monkeypatch.setattr(pretrain, "build", lambda *_, **__: stop())
+        return run(tmp_path)
+
+    with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
+        assert exit_codes(ranks[:1], timeout_s=START_WITHIN_S) == [1]
+    record = only_record(tmp_path)
+    assert record["status"] == "timeout"
+    assert "rank 1 on node 1 has been silent" in record["reason"]
+
+
+def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, monkeypatch):
+    step_ends = StepWatch.step_ends
+
+    def fail_after_two_steps(self, *, loss):
+        step_ends(self, loss=loss)
+        if self.timer.num_steps == 2:
+            raise MemoryError("no room here")
+
+    def run_on_unlike_nodes():
+        if os.environ["RANK"] == "1":
+            monkeypatch.setattr(StepWatch, "step_ends", fail_after_two_steps)
+            # This node does not share the disk of the record.
+            monkeypatch.setattr(RunFolder, "claim_failure", lambda self: False)
+        return run(tmp_path)
+
+    with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
+        assert exit_codes(ranks, timeout_s=START_WITHIN_S) == [1, 1]
     record = only_record(tmp_path)
     assert (record["status"], record["reason"]) == ("oom", "rank 1: MemoryError: no room here")
 
 
-def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path, nodes):
-    port = free_port()
-    nodes += [start_node(node, port, tmp_path) for node in (0, 1)]
-    wait_for_step(tmp_path)
-    (rank,) = psutil.Process(nodes[1].pid).children()
-    rank.send_signal(signal.SIGTERM)
-    assert [node.wait(timeout=END_WITHIN_S) for node in nodes] == [1, 1]
+def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path):
+    with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        ranks[1].terminate()
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [1, 1]
     record = only_record(tmp_path)
     assert record["status"] == "interrupted"
+    assert list(tmp_path.rglob("steps.csv"))
     assert "SIGTERM" in record["reason"]

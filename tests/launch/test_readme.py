@@ -67,6 +67,7 @@ def run_here(arguments: list[str], monkeypatch) -> int:
 def workplace(tmp_path, picture_folder) -> Path:
     """A folder that looks like the checkout, with a few images of a user's in it."""
     scripts = ("benchmark.py", "data.py", "calculate_number_of_parameters.py")
+    scripts += ("train.py", "generate.py")
     for name in (*scripts, "sdbench", "results", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
@@ -75,6 +76,11 @@ def workplace(tmp_path, picture_folder) -> Path:
 def is_tool(command: str) -> bool:
     """Whether it works on the output of another one, from a folder of images to latents."""
     return any(f"-m sdbench {name} " in command for name in DATA_TOOLS)
+
+
+def is_of_training(command: str) -> bool:
+    """Whether it is a step from pictures to a picture drawn; each needs the one before."""
+    return any(name in command for name in ("train.py", "generate.py", "-m sdbench export"))
 
 
 def is_quick(command: str) -> bool:
@@ -104,7 +110,12 @@ def test_the_readme_has_its_commands():
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in launched() if is_quick(command) and not is_tool(command)]
+    "command",
+    [
+        command
+        for command in launched()
+        if is_quick(command) and not is_tool(command) and not is_of_training(command)
+    ],
 )
 def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypatch):
     if command.split()[0] == "python":
@@ -116,6 +127,16 @@ def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypat
         assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
+def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
+    monkeypatch.chdir(workplace)
+    training = [command for command in launched() if is_of_training(command)]
+    assert len(training) == 3
+    for command in training:
+        assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
+    drawn = list((workplace / "drawn" / "pictures").iterdir())
+    assert [path.name for path in drawn] == ["00000.png"]
+
+
 def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
     workplace, capsys, monkeypatch
 ):
@@ -124,7 +145,7 @@ def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
     monkeypatch.chdir(workplace)
     make_data(workplace)
     for command in launched():
-        if is_quick(command) or is_tool(command):
+        if is_quick(command) or is_tool(command) or is_of_training(command):
             continue
         words = shlex.split(command)
         argv = words[words.index("benchmark.py") + 1 :]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +15,6 @@ from sdbench.launch.render.render import find_names
 from tests.debian import find_program
 from tests.launch.rendering import (
     FAULTS,
-    FOLDER,
     MANIFESTS,
     VALUES,
     documents,
@@ -98,22 +95,16 @@ def test_a_refusal_exits_with_2_and_writes_nothing(capsys):
     ("kind", "flag", "value"),
     [
         ("eks", "--master_port", "80"),
-        ("eks", "--world_size", "500"),  # not 4 x 8
         ("eks", "--registry", "r.example.com"),
         ("eks", "--rdzv_backend", "etcd"),  # not in this template
         *(
             ("eks", "--num_nodes", value)
             for value in ("0", "1 ", "01", "1.5", "-1", "", "\u0661", "1e1", "99999999999")
         ),
-        ("slurm", "--time", "soon"),
-        ("slurm", "--num_nodes", "0"),
-        ("slurm", "--mounts", "/fsx"),
-        ("slurm", "--partition", "a b"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_flag(kind, flag, value):
-    others = () if kind == "slurm" else (*NODES_OF_P5, "--num_nodes=4")
-    error = refuse(kind, *others, f"{flag}={value}")
+    error = refuse(kind, *NODES_OF_P5, "--num_nodes=4", f"{flag}={value}")
     assert (error.flag, error.value) == (flag, value)
 
 
@@ -176,11 +167,10 @@ def test_arguments_of_the_benchmark_reach_the_pods_as_they_are():
         ("trainjob", ["--remote", "$(HOME)/x"], "$(HOME)/x"),
         ("eks", ["--results_dir=/x"], "--results_dir"),
         ("etcd", ["--use_ema"], "--use_ema"),
-        ("slurm", ["--batchsize", "4"], "--batchsize"),
     ],
 )
 def test_arguments_that_would_fail_in_the_cluster_fail_here(kind, arguments, value):
-    flags = [] if kind == "slurm" else flags_for(template_of(kind).read_text())
+    flags = flags_for(template_of(kind).read_text())
     assert refuse(kind, *flags, "--", *arguments).value == value
 
 
@@ -225,52 +215,6 @@ def test_a_dry_run_shows_what_runs_and_writes_nothing(tmp_path, capsys):
         "limit: vpc.amazonaws.com/efa=32",
         f"{replicas}.Worker.replicas: 2",
     ]
-
-
-def test_a_dry_run_of_a_script_shows_its_options(capsys):
-    flags = ["--num_nodes", "4", "--time", "30", "--image", "none"]
-    assert main(["render", "slurm", *flags, "--dry_run", "--", "--use_synth_data"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {"#SBATCH --nodes=4", "#SBATCH --time=30", "IMAGE=${IMAGE:-none}"} <= set(lines)
-    assert 'set -- --use_synth_data "$@"' in lines
-
-
-def test_a_script_differs_from_the_suites_in_what_was_said(capsys):
-    flags = ["--num_nodes", "16", "--num_gpus_per_node", "h100:8", "--time", "1:30:00"]
-    flags += ["--partition", "p5,p5e", "--image", "/fsx/sd.sqsh", "--mounts", "/fsx:/fsx"]
-    assert main(["render", "slurm", *flags, "--", "--filters", '{a: ">1"}']) == 0
-    original = (FOLDER / "2.train.sbatch").read_text().splitlines()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line not in original] == [
-        "#SBATCH --nodes=16",
-        "#SBATCH --gpus-per-node=h100:8",
-        "#SBATCH --time=1:30:00",
-        "#SBATCH --partition=p5,p5e",
-        "IMAGE=${IMAGE:-/fsx/sd.sqsh}",
-        "MOUNTS=${MOUNTS:-/fsx:/fsx}",
-        """set -- --filters '{a: ">1"}' "$@\"""",
-    ]
-    assert [line for line in original if line not in lines] == ["#SBATCH --nodes=2"]
-    shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "--shell=bash", "-"]
-    checked = subprocess.run(
-        shellcheck, input="\n".join(lines), capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stdout
-    # Slurm reads no option behind the first command.
-    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    assert not any(line.startswith("#SBATCH") for line in lines[first_command:])
-
-
-def test_a_script_sees_its_own_arguments_and_then_those_of_the_command_line(tmp_path, capsys):
-    assert main(["render", "slurm", "--mounts", "/a:/b", "--", "--streams", "a=0.5,b=0.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("set -euo pipefail")
-    script = tmp_path / "head.sh"
-    script.write_text("\n".join([*lines[start : start + 3], 'echo "$MOUNTS"', "echo $# $4"]))
-    command = ["bash", str(script), "--seed", "5"]
-    environment = {**os.environ, "MOUNTS": "/c:/d"}
-    output = subprocess.check_output(command, text=True, env=environment)
-    assert output == "/c:/d\n4 5\n"
 
 
 @pytest.mark.system

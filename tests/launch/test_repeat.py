@@ -84,7 +84,7 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
 @pytest.mark.parametrize(
     ("argv", "flag", "value"),
     [
-        (["0", "--", "python", FAKE], "N", 0),
+        (["0", "--", "python", FAKE], "N", "0"),
         (["3"], "COMMAND", ""),
         (["3", "--", "python", FAKE, "--results_dir", "x"], "COMMAND", "--results_dir"),
         (["3", "--", "no-such-program"], "COMMAND", "no-such-program"),

@@ -9,6 +9,8 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.launch import child
+from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.config import parse_request
 from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
@@ -73,6 +75,12 @@ def test_probes_are_short_whatever_the_command_asks_for(tmp_path, starts):
     assert winner.startswith("--target_precision 1% --max_duration=50ba")
 
 
+def test_probes_have_the_warm_up_that_a_cuda_graph_needs(tmp_path, starts):
+    search(tmp_path, "--max_micro_batch", "1")
+    probe = parse_request(starts.read_text().split("\n")[0].split(), description="", epilog="")
+    assert probe.config.warmup_batches >= NUM_GRAPH_STEPS
+
+
 def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "mine").touch()
@@ -86,8 +94,9 @@ def test_a_refusal_for_memory_is_a_bound(tmp_path):
     assert (code, found["largest_micro_batch"], found["is_bounded_by_memory"]) == (0, 4, True)
 
 
-def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
-    code, found = search(tmp_path, command=("python", FAKE, "--seed", "4"))
+@pytest.mark.parametrize("seed", ["4", "8"], ids=["bad input", "lost rank"])
+def test_another_failure_than_memory_stops_the_search(tmp_path, capsys, seed):
+    code, found = search(tmp_path, command=("python", FAKE, "--seed", seed))
     assert (code, found) == (1, None)
     assert "ended for another reason than memory" in capsys.readouterr().err
 
@@ -103,7 +112,7 @@ def test_another_failure_than_memory_stops_the_search(tmp_path, capsys):
             "--device_train_microbatch_size",
         ),
         ([], ["python", FAKE, "--results_dir=x"], "COMMAND", "--results_dir"),
-        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of", 0),
+        (["--multiple_of", "0"], ["python", FAKE], "--multiple_of", "0"),
         (["--timeout_s", "-5"], ["python", FAKE], "--timeout_s", "-5"),
         ([], ["./no/such/program"], "COMMAND", "./no/such/program"),
     ],

@@ -1,13 +1,9 @@
 """Do all ways to share the work of two ranks train one and the same model?
 
-One script trains every case with every engine (train_sharded.py); here its results are compared.
+Two ranks train every case with every engine (train_sharded.py); here their results are compared.
 """
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from torch.distributed import checkpoint
 from sdbench.engines import ENGINES
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
-from tests.engines.forked_ranks import NUM_RANKS
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
@@ -25,7 +20,8 @@ from tests.engines.linear import (
     average_by_hand,
     mean_squared_error,
 )
-from tests.launch.train_sharded import CASES, make_model
+from tests.forked import NUM_RANKS, run_in_group
+from tests.launch.train_sharded import CASES, make_model, run_rank
 
 # The order of additions differs, and AdamW divides by small numbers in its first steps.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -45,15 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     """What each rank has seen: a list by rank of (engine, case) to results."""
-    script = Path(__file__).with_name("train_sharded.py")
-    completed = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
+    run_in_group(lambda rank: run_rank(rank, folder), folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 

@@ -16,7 +16,7 @@ from tests.report.results_folder import make_record
     ("argv", "flag", "value"),
     [
         ((), "--nodes", ""),
-        (("--nodes", "1,x"), "--nodes", "x"),
+        (("--nodes", "1,x"), "--nodes", "1,x"),
         (("--nodes", "1", "--repeats", "0"), "--repeats", "0"),
         (("--nodes", "1,2", "--scaling", "weak", "--", "--use_ema"), "--batch_size", "--use_ema"),
         (("--nodes", "2,3", "--scaling", "weak", "--", "--batch_size", "8"), "--nodes", 3),

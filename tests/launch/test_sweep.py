@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from sdbench.base.cause import KILLED, LOST
 from sdbench.cli import main
 from sdbench.launch import child
 from tests.refusals import refusal_of
@@ -94,7 +95,7 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
     assert [row["status"] for row in rows] == ["timeout", "failed", "failed", "ok"]
     reasons = [row["reason"] for row in rows]
     assert reasons[0] == "it did not end within 2 s"
-    assert reasons[1].startswith("it got SIGKILL, as from the out-of-memory killer: ")
+    assert reasons[1].startswith("killed, as by the out-of-memory killer: ")
     assert reasons[2].startswith("it ended with exit code 2: the seed is unlucky: got 4")
     # The rank that would not end has been killed.
     logs = [path.read_text() for path in (tmp_path / "sweep").glob("*/output.log")]
@@ -237,31 +238,46 @@ def test_a_guard_that_is_killed_leaves_no_rank(tmp_path, repository, number):
         assert [row["status"] for row in csv.DictReader(table)] == ["failed", "ok"]
 
 
+LAUNCHER = """
+import sys
+sys.path.insert(0, {root!r})
+from sdbench.base.cause import report_cause
+print("the last line")
+if {reported!r}:
+    report_cause(*{reported!r})
+sys.exit({exit_code})
+"""
+
+
 @pytest.mark.parametrize(
-    ("said", "exit_code", "reason"),
+    ("reported", "exit_code", "cause", "said"),
     [
         # The launcher's own exit code is that of rank 0, which it has ended itself.
-        (
-            "ValueError: no luck\nRank 1 crashed with exit code 1.",
-            241,
-            "rank 1 ended with exit code 1",
-        ),
-        ("Rank 1 crashed with exit code -9.", 241, "rank 1 got SIGKILL, as from the out-of-memory"),
-        (
-            "nothing",
-            247,
-            "it got SIGKILL, as from the out-of-memory killer: it was ended by signal 9",
-        ),
-        ("nothing", 143, "it was ended by signal 15 (SIGTERM): nothing"),
+        (("ValueError", "no luck"), 241, "ValueError", "no luck"),
+        ((LOST, "rank 1 is silent"), 241, LOST, "rank 1 is silent"),
+        ((), 247, KILLED, "the last line"),  # composer has 256 - 9 for SIGKILL
+        ((), 143, None, "the last line"),
     ],
 )
-def test_the_rank_that_ended_first_is_the_reason(tmp_path, said, exit_code, reason):
+def test_what_the_first_process_to_end_says_is_the_cause(
+    tmp_path, repository, reported, exit_code, cause, said
+):
     script = tmp_path / "launcher.py"
-    script.write_text(f"print({said!r}); raise SystemExit({exit_code})")
-    code, (row,) = sweep(tmp_path, list=[{"seed": 1}], script=str(script))
-    assert (code, row["status"]) == (1, "failed")
-    assert row["reason"].startswith(reason)
-    assert "ValueError" not in said or row["reason"].endswith("ValueError: no luck")
+    script.write_text(LAUNCHER.format(root=str(repository), reported=reported, exit_code=exit_code))
+    outcome = child.run_child([sys.executable, str(script)], folder=tmp_path / "run")
+    assert (outcome.status, outcome.exit_code, outcome.cause) == ("failed", exit_code, cause)
+    assert outcome.reason.endswith(said)
+
+
+def test_an_error_before_the_run_is_told_by_its_traceback(tmp_path):
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import no_such_module'])\n"
+        "sys.exit('rank 0 failed')\n"
+    )
+    outcome = child.run_child([sys.executable, str(script)], folder=tmp_path / "run")
+    assert outcome.reason.endswith("ModuleNotFoundError: No module named 'no_such_module'")
 
 
 def test_a_record_of_another_version_is_a_failed_row(tmp_path):

@@ -1,17 +1,22 @@
-"""Trains a small model on two gloo ranks in each of CASES, with each engine, and saves the results.
-
-Usage: python train_sharded.py FOLDER
+"""Trains a small model on a rank of two in each of CASES, with each engine, and saves the results.
 
 The ranks train all cases in one process group: that is what keeps it short.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+import torch.distributed.checkpoint
+
+from sdbench.engines import ENGINES
+from sdbench.engines.job import EmaSpec, TrainedModule
+from sdbench.engines.optimizers import make_optimizer
+from sdbench.engines.sharding import shard_weights
+from tests.engines.linear import NUM_FEATURES, make_config, make_parts, watch_with
+from tests.forked import NUM_RANKS
 
 # Name of a case to the settings in which it differs from plain DDP.
 CASES: dict[str, dict[str, object]] = {
@@ -38,9 +43,6 @@ CASES: dict[str, dict[str, object]] = {
 
 def make_model():
     """A trained part with a convolution in channels_last and two blocks, and a frozen part."""
-    import torch
-
-    from tests.engines.linear import NUM_FEATURES
 
     class Block(torch.nn.Sequential):
         """What FSDP gathers on its own."""
@@ -68,25 +70,18 @@ def make_model():
 
 def make_case(case, *, num_ranks, rank):
     """TrainJob and settings of a case, and the list that will get the gradients of each step."""
-    from sdbench.engines.job import EmaSpec
-    from sdbench.engines.optimizers import make_optimizer
-    from tests.engines.linear import make_config, make_parts
-
     config = make_config(
         # Of the 4 or 8 images of a rank: also a smaller one at the end.
         device_train_microbatch_size=3,
         optimizer="adamw_fused",
-        optimizer_params="trainable",
         master_weights="none",
-        lr=0.01,
-        weight_decay=0.1,
     )
     vars(config).update(CASES[case])
     model, blocks = make_model()
     gradients = []
 
-    def make_optimizer_that_tells(placed):
-        optimizer = make_optimizer(placed, config=config)
+    def make_optimizer_that_tells(groups):
+        optimizer = make_optimizer(groups, config=config)
         # AdamW would do the same with gradients that are twice as large.
         optimizer.register_step_post_hook(
             lambda *_: gradients.append(
@@ -99,6 +94,7 @@ def make_case(case, *, num_ranks, rank):
         num_ranks=num_ranks,
         rank=rank,
         model=model,
+        trained={"unet": TrainedModule(model.unet, lr=0.01, weight_decay=0.1)},
         make_optimizer=make_optimizer_that_tells,
         ema=EmaSpec("foreach", half_life_batches=2, interval_batches=2),
         sharded_blocks=blocks,
@@ -147,13 +143,6 @@ def train(engine, case, *, rank, folder):
         Losses, gradients of each step, weights before the first and behind each, average, names of
         the weights that this rank averages, and the shapes of what it holds of each weight.
     """
-    import importlib
-
-    import torch.distributed.checkpoint
-
-    from tests.engines.forked_ranks import NUM_RANKS
-    from tests.engines.linear import watch_with
-
     module = importlib.import_module(f"sdbench.engines.{engine}")
     kept = []
 
@@ -164,7 +153,7 @@ def train(engine, case, *, rank, folder):
 
     original, module.ForeachEma = module.ForeachEma, Kept
     parts, config, gradients = make_case(case, num_ranks=NUM_RANKS, rank=rank)
-    recorder = WeightRecorder(parts.trained["unet"])
+    recorder = WeightRecorder(parts.model.unet)
     try:
         measurements = module.fit(parts, config, watch_with(recorder))
     finally:
@@ -183,9 +172,6 @@ def train(engine, case, *, rank, folder):
 
 def shapes_of_hybrid():
     """What a rank holds when each machine has one rank; torch 2.7 cannot train so without a GPU."""
-    from sdbench.engines.sharding import shard_weights
-    from tests.engines.linear import make_parts
-
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     model, blocks = make_model()
     shard_weights(make_parts(model=model, sharded_blocks=blocks), sharding="hybrid")
@@ -194,10 +180,6 @@ def shapes_of_hybrid():
 
 def run_rank(rank, folder):
     """Train all cases."""
-    import torch
-
-    from sdbench.engines import ENGINES
-
     results = {
         (engine, case): train(engine, case, rank=rank, folder=folder)
         for engine in ENGINES
@@ -205,10 +187,3 @@ def run_rank(rank, folder):
     }
     results["hybrid"] = shapes_of_hybrid()
     torch.save(results, folder / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from tests.engines.forked_ranks import run_ranks
-
-    sys.exit(run_ranks(run_rank, Path(sys.argv[1])))

@@ -43,7 +43,7 @@ def test_a_reader_never_sees_half_a_record(tmp_path):
 
     reader = threading.Thread(target=read)
     reader.start()
-    for value in range(200):
+    for value in range(50):
         folder.write_record({"value": value, "filler": "x" * 100_000})
     stop.set()
     reader.join()
@@ -65,8 +65,9 @@ def test_a_writer_killed_half_way_leaves_the_old_record(tmp_path):
 
 
 def test_a_record_holds_no_nan(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError):
         RunFolder(tmp_path).write_record({"loss": float("nan")})
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_first_rank_claims_a_failure(tmp_path):
@@ -74,15 +75,16 @@ def test_only_the_first_rank_claims_a_failure(tmp_path):
     assert RunFolder(tmp_path / "on another node").claim_failure() is False
 
 
-def test_a_record_of_another_schema_is_refused(tmp_path):
-    replace_file(tmp_path / "record.json", '{"schema_version": 0}')
-    with pytest.raises(ValueError, match="schema_version 0; this version of the suite reads 1"):
-        load_record(tmp_path)
-
-
-def test_a_record_of_an_unknown_kind_is_refused(tmp_path):
-    replace_file(tmp_path / "record.json", '{"schema_version": 1, "kind": "dream"}')
-    with pytest.raises(ValueError, match="of kind 'dream'; .* reads benchmark, feed, precompute"):
+@pytest.mark.parametrize(
+    ("content", "value", "known"),
+    [
+        ('{"schema_version": 0}', "schema_version 0", "reads 1"),
+        ('{"schema_version": 1, "kind": "dream"}', "'dream'", "reads benchmark, feed, precompute"),
+    ],
+)
+def test_a_record_that_this_version_does_not_know_is_refused(tmp_path, content, value, known):
+    replace_file(tmp_path / "record.json", content)
+    with pytest.raises(ValueError, match=f"{value}.* {known}"):
         load_record(tmp_path)
 
 
@@ -132,15 +134,19 @@ def test_a_record_of_another_kind_says_how_its_run_ended(tmp_path, error, status
 
 
 def test_no_kind_takes_the_record_of_another(tmp_path):
-    path, record = begin_feed_record(tmp_path)
+    _, record = begin_feed_record(tmp_path)
     content = record.end_well({"summary": make_summary()})
-    with pytest.raises(jsonschema.ValidationError, match="'dream' was unexpected"):
-        validate({**content, "dream": 1})
+    assert fault_of({**content, "dream": 1}) == ("additionalProperties", [])
+    assert fault_of({**content, "reason": "why", "status": "ok"}) == ("type", ["reason"])
     del content["kind"]
-    with pytest.raises(jsonschema.ValidationError, match="is a required property"):
-        validate(content)
-    with pytest.raises(jsonschema.ValidationError, match="is not of type 'null'"):
-        validate({**load_record(path), "reason": "a reason", "status": "failed"})
+    assert fault_of(content)[0] == "required"
+
+
+def fault_of(record):
+    """The keyword of the schema that a record breaks, and where in the record."""
+    with pytest.raises(jsonschema.ValidationError) as caught:
+        validate(record)
+    return caught.value.validator, list(caught.value.path)
 
 
 @pytest.mark.parametrize("path", SCHEMA_FILES.values(), ids=lambda path: path.name)

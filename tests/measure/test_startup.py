@@ -1,4 +1,4 @@
-"""Do the phases of the start-up add up to the time from the process's start to the window?"""
+"""The phases of the start-up add up to the time from the start of the process to the window."""
 
 from __future__ import annotations
 

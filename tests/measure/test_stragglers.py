@@ -1,4 +1,4 @@
-"""Which ranks count as slower than the others. From a run of two ranks: tests/launch/."""
+"""Which ranks count as slower than the others. In a run: tests/test_two_ranks.py."""
 
 from __future__ import annotations
 

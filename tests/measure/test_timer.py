@@ -133,7 +133,7 @@ def test_the_slowest_rank_makes_the_step():
 
 
 def test_too_few_steps_are_no_result():
-    with pytest.raises(RunError, match=r"ended after 2 of 4 steps \(1 warm-up, 3 measured\)"):
+    with pytest.raises(RunError, match="after 2 of 4 steps"):
         run_steps([1.0, 1.0], num_warmup_steps=1, num_measured_steps=3)
 
 
@@ -160,7 +160,7 @@ def test_a_window_that_has_not_settled_becomes_warm_up_and_its_look_costs_no_ste
     clock = FakeClock()
     decisions = iter([WARM_UP, CLOSE])
 
-    def look(step_times_s, num_warmup_steps):
+    def policy(step_times_s, num_warmup_steps):
         clock.pass_time(1000.0)
         return next(decisions)
 
@@ -169,7 +169,7 @@ def test_a_window_that_has_not_settled_becomes_warm_up_and_its_look_costs_no_ste
         num_warmup_steps=1,
         num_measured_steps=2,
         num_profiled_steps=1,
-        look=look,
+        policy=policy,
         clock=clock,
     )
     phases = ["warmup", "warmup", "warmup", "measured", "measured", "profiled"]
@@ -182,20 +182,24 @@ def test_a_window_goes_on_to_the_length_that_a_look_asks_for():
     clock = FakeClock()
     seen = []
 
-    def look(step_times_s, num_warmup_steps):
+    def policy(step_times_s, num_warmup_steps):
         seen.append((list(step_times_s), num_warmup_steps))
         clock.pass_time(1000.0)
         return 4 if len(step_times_s) == 2 else CLOSE
 
     timings = run_steps(
-        [9.0, 1.0, 2.0, 3.0, 4.0], num_warmup_steps=1, num_measured_steps=2, look=look, clock=clock
+        [9.0, 1.0, 2.0, 3.0, 4.0],
+        num_warmup_steps=1,
+        num_measured_steps=2,
+        policy=policy,
+        clock=clock,
     )
     assert seen == [([1.0, 2.0], 1), ([1.0, 2.0, 3.0, 4.0], 1)]
     assert timings.window_s == 10.0
     assert [step.phase for step in timings.steps] == ["warmup"] + ["measured"] * 4
 
 
-def make_looks(*, other_ranks=(), **options):
+def make_policy(*, other_ranks=(), **options):
     values = {"max_warmup_steps": 10, "max_measured_steps": 10, "target_precision": None}
     return WindowPolicy(**{**values, **options}, gather=lambda value: [value, *other_ranks])
 
@@ -203,24 +207,24 @@ def make_looks(*, other_ranks=(), **options):
 DRIFTING = [2.0 - 0.05 * index for index in range(20)]
 
 
-def test_looks_ask_for_more_warm_up_until_the_bound():
-    assert make_looks(max_warmup_steps=23)(DRIFTING, 3) == WARM_UP
-    assert make_looks(max_warmup_steps=22)(DRIFTING, 3) == CLOSE
-    assert make_looks(max_warmup_steps=23)([1.0, 1.01] * 10, 3) == CLOSE
+def test_the_policy_asks_for_more_warm_up_until_the_bound():
+    assert make_policy(max_warmup_steps=23)(DRIFTING, 3) == WARM_UP
+    assert make_policy(max_warmup_steps=22)(DRIFTING, 3) == CLOSE
+    assert make_policy(max_warmup_steps=23)([1.0, 1.01] * 10, 3) == CLOSE
 
 
-def test_looks_judge_the_slowest_rank_of_each_step():
+def test_the_policy_judges_the_slowest_rank_of_each_step():
     steady = [1.0] * 20
-    assert make_looks(max_warmup_steps=23, other_ranks=[DRIFTING])(steady, 3) == WARM_UP
+    assert make_policy(max_warmup_steps=23, other_ranks=[DRIFTING])(steady, 3) == WARM_UP
     slower = [3.0] * 20
-    assert make_looks(max_warmup_steps=23, other_ranks=[slower])(DRIFTING, 3) == CLOSE
+    assert make_policy(max_warmup_steps=23, other_ranks=[slower])(DRIFTING, 3) == CLOSE
 
 
-def test_looks_double_the_window_until_it_is_precise_or_at_its_bound():
+def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
     # Steps of 0.8 and 1.2 s in turn: 20 blocks of one step have a half-width of 9.6 %.
-    look = make_looks(target_precision=0.05, max_measured_steps=70)
-    assert look([0.8, 1.2] * 10, 1) == 40
-    assert look([0.8, 1.2] * 20, 1) == CLOSE  # whole pairs are all alike
+    policy = make_policy(target_precision=0.05, max_measured_steps=70)
+    assert policy([0.8, 1.2] * 10, 1) == 40
+    assert policy([0.8, 1.2] * 20, 1) == CLOSE  # whole pairs are all alike
     rough = [0.8, 1.2, 1.2, 0.8, 0.8] * 8
-    assert look(rough, 1) == 70
-    assert look(rough + rough[:30], 1) == CLOSE
+    assert policy(rough, 1) == 70
+    assert policy(rough + rough[:30], 1) == CLOSE

@@ -49,7 +49,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_built_ins() -> None:
-    assert built_in_names() == ["sd1-base", "sd2-768-v", "sd2-base", "small", "tiny"]
+    assert built_in_names() == ["mini", "sd1-base", "sd2-768-v", "sd2-base", "small", "tiny"]
     facts = {}
     for name in built_in_names():
         architecture, note = resolve_architecture(name)
@@ -62,6 +62,7 @@ def test_built_ins() -> None:
             architecture.scheduler["prediction_type"],
         )
     assert facts == {
+        "mini": (64, 32, 0, "epsilon"),
         "sd1-base": (512, 64, 49407, "epsilon"),
         "sd2-768-v": (768, 64, 0, "v_prediction"),
         "sd2-base": (512, 64, 0, "epsilon"),
@@ -227,7 +228,7 @@ def test_folder_with_a_damaged_configuration_is_refused(folder) -> None:
     [
         ("unet/config.json", "_class_name", "FluxTransformer2DModel"),
         ("unet/config.json", "cross_attention_dim", 2048),
-        ("scheduler/scheduler_config.json", "prediction_type", "sample"),
+        ("scheduler/scheduler_config.json", "prediction_type", "flow_prediction"),
         ("tokenizer/tokenizer_config.json", "pad_token", "<pad>"),
     ],
 )

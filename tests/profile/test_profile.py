@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdbench.cli import main
-from sdbench.measure import bandwidth
+from sdbench.measure import bandwidth, matmul
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
@@ -19,6 +19,7 @@ from sdbench.tasks.profile.events import StepEvents
 from sdbench.tasks.profile.result import Profile
 from sdbench.tasks.profile.roofline import Ceilings, Operator, Timing, Work, join
 from sdbench.tasks.profile.steps import PhaseMarks
+from tests.refusals import printed_refusal
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches", "1")
@@ -28,6 +29,7 @@ SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches",
 def small_arrays(monkeypatch):
     """The ceilings themselves are measured in tests/measure."""
     monkeypatch.setitem(bandwidth.ARRAY_BYTES, "cpu", 1 << 24)
+    monkeypatch.setattr(matmul, "CPU_SIZE", 256)
 
 
 def profile_tiny(folder, *argv):
@@ -241,21 +243,21 @@ def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "flag", "value"),
     [
-        (("--profile_batches", "0"), "there is nothing to profile: got 0; allowed: 1 or more"),
+        (("--profile_batches", "0"), "--profile_batches", 0),
         (
             ("--batch_size", "66", "--device_train_microbatch_size", "2"),
-            "got 66; allowed: at most 64, 32 micro-batches of 2; change it with --batch_size",
+            *("--batch_size or --device_train_microbatch_size", 66),
         ),
-        (("--max_duration", "9ba"), "a profile has no use for this setting of benchmark.py: got"),
-        (("--top", "none"), "--top has a value of the wrong kind: got 'none'"),
-        (("--tops", "3"), "unknown flag: got '--tops'"),
+        (("--max_duration", "9ba"), "--max_duration", "9ba"),
+        (("--top", "none"), "--top", "none"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, message):
+def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, flag, value):
     assert main(["profile", *TINY, "--out", str(tmp_path / "out"), *argv]) == 2
-    assert message in capsys.readouterr().err
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (flag, value)
     assert not (tmp_path / "out").exists()
 
 
@@ -264,11 +266,12 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
     folder.mkdir()
     (folder / "mine").write_text("mine")
     assert main(["profile", *TINY, "--out", str(folder)]) == 2
-    assert "the folder holds something already" in capsys.readouterr().err
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--out", str(folder))
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
 def test_several_ranks_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["profile", *TINY]) == 2
-    assert "got '2 ranks'" in capsys.readouterr().err
+    assert printed_refusal(capsys.readouterr().err).value == "2 ranks"

@@ -1,4 +1,4 @@
-"""How much faster does this suite read pictures than mosaicml/diffusion-benchmark's data set class?
+"""Times reading pictures, by this suite and by mosaicml/diffusion-benchmark's data set class.
 
     python tests/reference/compare_datasets.py my-mds --image_size 512 --output comparison.json
 

@@ -1,4 +1,4 @@
-"""Does a slower network slow a step by what the scaling law says?
+"""Times steps over links of limited speed, beside what the scaling law predicts.
 
     python tests/reference/compare_links.py --repeats 3 --output comparison.json
 

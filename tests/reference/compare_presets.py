@@ -1,4 +1,4 @@
-"""Is `--preset seed` as fast as an independent loop of its recipe, and how much faster is `fast`?
+"""Times `--preset seed` and `--preset fast` beside an independent loop of the recipe.
 
 Runs the reference loop and the two presets in turn, in fresh processes, on sd2-base at 256 px,
 global batch 2, micro-batch 2, no EMA. The order rotates with each repeat, so that a machine that

@@ -1,4 +1,4 @@
-"""What does it cost latents to cross from a worker to the trainer, and what do slots save?
+"""Times latents on their way from a worker to the trainer, in new memory and in slots.
 
     python tests/reference/compare_transport.py my-latents --output comparison.json
 

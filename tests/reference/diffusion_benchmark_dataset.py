@@ -1,4 +1,4 @@
-"""What does a sample of mosaicml/diffusion-benchmark's data set cost? Written anew from its steps.
+"""The data set class of mosaicml/diffusion-benchmark, written anew from its steps.
 
 Facts (data.py of mosaicml/diffusion-benchmark @c7f3cff, and the transform of its benchmark.py): PIL
 opens the picture and makes it RGB, torchvision's Resize brings it to a square whatever its shape,

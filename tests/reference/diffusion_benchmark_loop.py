@@ -1,4 +1,4 @@
-"""How fast is the recipe of mosaicml/diffusion-benchmark in a Composer loop that is not ours?
+"""The recipe of mosaicml/diffusion-benchmark in a Composer loop that is not ours.
 
 An independent yardstick for `--preset seed`: it imports nothing of sdbench, and follows the recipe
 of mosaicml/diffusion-benchmark @c7f3cff under Composer 0.32.1: fp32 encoders in the step, torch's

@@ -1,4 +1,4 @@
-"""Do the reference data set and ours read the same pictures and captions?"""
+"""The reference data set and ours read the same pictures and captions; both comparisons run."""
 
 from __future__ import annotations
 
@@ -34,24 +34,22 @@ def test_both_read_the_same_square_pictures_and_captions(tmp_path):
     assert torch.equal(torch.stack([sample["caption"] for sample in expected]), batch["input_ids"])
 
 
-def test_the_comparison_ends_with_a_ratio(tmp_path, capsys):
+def test_the_comparison_ends_with_a_ratio(tmp_path):
     datasets.write_mds(tmp_path / "data")
     output = tmp_path / "comparison.json"
     argv = [str(tmp_path / "data"), "--image_size", "16", "--repeats", "2"]
     assert compare_datasets.main([*argv, "--output", str(output)]) == 0
-    assert "ours / reference" in capsys.readouterr().out
     result = json.loads(output.read_text())
     assert len(result["images_per_second"]["ours"]) == 2
     assert result["ratio"] > 0
 
 
-def test_the_cost_of_crossing_ends_with_a_ratio(tmp_path, capsys):
+def test_the_cost_of_crossing_ends_with_a_ratio(tmp_path):
     datasets.write_mds_latents(tmp_path / "data")
     output = tmp_path / "comparison.json"
     sizes = ["--image_size", "32", "--text_embedding_dim", "8", "--batch_size", "8"]
     argv = [str(tmp_path / "data"), *sizes, "--num_workers", "1", "--repeats", "2"]
     assert compare_transport.main([*argv, "--output", str(output)]) == 0
-    assert "slots / new memory" in capsys.readouterr().out
     assert set(json.loads(output.read_text())["median_samples_per_second"]) == {
         "no workers",
         "new memory",

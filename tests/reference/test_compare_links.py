@@ -1,4 +1,4 @@
-"""Does the page about limited links say what its record does, and predict by the law?"""
+"""The page about limited links says what its record does, and predicts by the law."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The reference loop trains the model and the recipe that it is compared for."""
+
 from __future__ import annotations
 
 import json

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.report.markers import BEGIN, END
-from sdbench.settings.presets import PRESETS, PerDevice
+from sdbench.report.tables import Table
+from sdbench.settings.config import PRESETS
+from sdbench.settings.setting import PerDevice
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PARTS_S = {
@@ -79,6 +81,12 @@ def make_recipe(
     record["origin"].update(dict.fromkeys(settings, "flag"))
     record["summary"].update(images_per_second=rate, step_time_p50_s=2 / rate)
     return record
+
+
+def rows_of(table: Table) -> list[dict[str, str]]:
+    """The rows of a table as texts by heading."""
+    names = [column.name for column in table.columns]
+    return [dict(zip(names, (cell.text for cell in row), strict=True)) for row in table.rows]
 
 
 def make_readme(results: Path) -> None:

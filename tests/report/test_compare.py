@@ -608,25 +608,3 @@ def test_a_thousand_records_are_soon_compared(tmp_path, repository, a_record):
     duration_s = timed(tmp_path / "a", tmp_path / "b", cwd=repository)
     print(f"1,000 records: {duration_s:.2f} s")
     assert duration_s < 20  # 2 s on an idle machine; tests share theirs
-
-
-def test_fifty_thousand_rows_are_soon_compared(tmp_path, repository):
-    for side in "ab":
-        rows = [
-            {
-                "kind": "measured",
-                "source": f"{side}{index}",
-                "gpu": side,
-                "num_gpus": 8,
-                "image_size": 512,
-                "latents": "online",
-                "global_batch": index // 2,
-                "precision": "bf16",
-                "images_per_second": 100 + index % 7,
-            }
-            for index in range(25_000)
-        ]
-        write_table(tmp_path / f"{side}.csv", *rows)
-    duration_s = timed(tmp_path / "a.csv", tmp_path / "b.csv", cwd=repository)
-    print(f"50,000 rows: {duration_s:.2f} s")
-    assert duration_s < 100  # a tenth of that on an idle machine

@@ -18,7 +18,7 @@ from sdbench.report.report import rebuild
 from sdbench.report.tables import to_markdown
 from sdbench.settings.config import PRESETS
 from sdbench.settings.setting import of_device
-from tests.report.results_folder import RESULTS, make_recipe, make_record, make_results
+from tests.report.results_folder import RESULTS, make_recipe, make_record, make_results, rows_of
 
 REPOSITORY = RESULTS.parent
 
@@ -33,16 +33,7 @@ PLACES = ("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", "no
 
 def cells_of(table):
     """Texts by the first column's, and by the heading."""
-    names = [column.name for column in table.columns]
-    return {
-        row[0].text: dict(zip(names, (cell.text for cell in row), strict=True))
-        for row in table.rows
-    }
-
-
-def rows_of(table):
-    names = [column.name for column in table.columns]
-    return [dict(zip(names, (cell.text for cell in row), strict=True)) for row in table.rows]
+    return {next(iter(row.values())): row for row in rows_of(table)}
 
 
 def ladder_of(*records):

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.ladder import pure_preset
 from sdbench.report.loss_band import (
@@ -21,7 +20,8 @@ from sdbench.report.loss_band import (
     read_run,
 )
 from sdbench.report.report import load_losses
-from sdbench.settings.presets import PRESETS
+from sdbench.settings.config import PRESETS
+from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS, make_readme, make_recipe
 
 # Five others whose losses lie 0.01, 0.02, 0.03, 0.04 and 0.05 above the reference at every step:
@@ -148,18 +148,17 @@ def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path):
     assert "no band yet, 0 of 5" in (results / "ladder.md").read_text()
 
 
-def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path, capsys):
+def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path):
     results = tmp_path / "results"
     results.mkdir()
     make_readme(results)
     run = write_run(tmp_path / "run", make_recipe(precision="fp32"), 49)
-    assert main(["publish", "--numerics", str(run), "--results", str(results)]) == 2
-    assert "steps.csv: 49 steps" in capsys.readouterr().err
+    error = refusal_of("publish", "--numerics", run, "--results", results)
+    assert (error.flag, error.value) == ("--numerics", f"{run / 'steps.csv'}: 49 steps")
     assert not (results / "numerics").exists()
     (run / "steps.csv").write_text("index,loss\n0,much\n")
-    with pytest.raises(ConfigError) as caught:
+    with refused("--numerics"):
         read_run(make_recipe(), run)
-    assert caught.value.flag == "--numerics"
 
 
 def test_no_preset_is_outside_the_committed_band():

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.report.report import rebuild
+from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS, make_readme, make_record
 
 COMMITTED = ("README.md", "ladder.md", "throughput.csv", "data.csv", "index.html")
@@ -57,9 +57,8 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     before = readme.read_text().replace("<!-- end generated: data -->", "")
     readme.write_text(before)
-    with pytest.raises(ConfigError) as caught:
+    with refused("--results", value="no <!-- end generated: data -->"):
         rebuild(tmp_path)
-    assert caught.value.value == "no <!-- end generated: data -->"
     assert readme.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
@@ -77,24 +76,18 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
         ("pages/a.md", "<!-- begin generated: runs 2031* -->", "2031*"),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_stops_everything(
-    tmp_path, capsys, name, content, value
-):
+def test_a_file_that_is_not_what_it_should_be_stops_everything(tmp_path, name, content, value):
     make_readme(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(parents=True)
     path.write_text(content)
     before = (tmp_path / "README.md").read_text()
-    with pytest.raises(ConfigError) as caught:
-        rebuild(tmp_path)
-    assert caught.value.value == (str(path) if value is None else value)
-    assert main(["report", "--results", str(tmp_path)]) == 2
-    assert "error: " in capsys.readouterr().err
+    error = refusal_of("report", "--results", tmp_path)
+    assert error.value == (str(path) if value is None else value)
     assert (tmp_path / "README.md").read_text() == before
     assert not (tmp_path / "throughput.csv").exists()
 
 
 def test_a_folder_without_a_readme_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with refused("--results", value=str(tmp_path / "README.md")):
         rebuild(tmp_path)
-    assert caught.value.value == str(tmp_path / "README.md")

@@ -8,12 +8,11 @@ from sdbench.record.row import make_row
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
 from sdbench.report.tables import MAX_ROWS, Column, Table, make_cell, to_markdown
 from sdbench.report.throughput_table import make_tables
-from tests.report.results_folder import RESULTS, make_gpu_record, make_record
+from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 
 def cells(table, *, row=0):
-    names = [column.name for column in table.columns]
-    return dict(zip(names, (cell.text for cell in table.rows[row]), strict=True))
+    return rows_of(table)[row]
 
 
 def with_rate(rate, **changes):
@@ -75,6 +74,11 @@ def test_what_may_change_a_step_keeps_runs_apart(change):
 def test_how_a_run_was_measured_does_not_keep_runs_apart():
     longer = make_record(config__measure_batches=40, config__seed=18, config__results_dir="other")
     (table,) = make_tables([make_record(), longer])
+    assert len(table.rows) == 1
+
+
+def test_a_whole_number_is_the_same_setting_with_and_without_a_point():
+    (table,) = make_tables([make_record(config__lr=1), make_record(config__lr=1.0)])
     assert len(table.rows) == 1
 
 
@@ -194,5 +198,4 @@ def test_days_and_costs_of_others_are_shown_as_they_are():
 def test_a_very_long_table_ends_with_how_much_is_left():
     rows = [[make_cell(number)] for number in range(MAX_ROWS + 5)]
     lines = to_markdown(Table("long", "", [Column("n", is_number=True)], rows)).splitlines()
-    assert lines[-1] == "5 more rows are in the CSV file."
-    assert len(lines) == MAX_ROWS + 4
+    assert (len(lines), lines[-1]) == (MAX_ROWS + 4, "5 more rows are left out.")

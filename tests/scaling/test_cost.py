@@ -55,6 +55,13 @@ def refusal(*arguments) -> ConfigError:
     return refusal_of("scaling", "cost", *arguments)
 
 
+@pytest.mark.parametrize("command", ["cost", "plan"])
+def test_the_help_names_no_path_of_this_machine(capsys, repository, command):
+    with pytest.raises(SystemExit):
+        main(["scaling", command, "--help"])
+    assert str(repository) not in "".join(capsys.readouterr().out.split())
+
+
 def write_table(tmp_path, text):
     path = tmp_path / "table.csv"
     path.write_text(text)

@@ -11,9 +11,11 @@ PLACE_FLAGS = "--remote or --local"
 
 
 def check_synthetic(config: SourceConfig) -> int:
-    """Check that one global batch fits into an epoch of synthetic data; return its samples."""
-    num_samples = config.num_images or NUM_SYNTHETIC_IMAGES
-    check_enough_samples(config, num_samples=num_samples)
+    """Check the size of synthetic latents; return the number of samples of an epoch.
+
+    Raises:
+        ConfigError: The images have no whole number of latents along a side.
+    """
     if config.wants_latents and config.image_size % VAE_FACTOR:
         raise ConfigError(
             "Latents have an eighth of the image's side",
@@ -21,25 +23,10 @@ def check_synthetic(config: SourceConfig) -> int:
             allowed=f"a multiple of 8, e.g. {max(config.image_size // VAE_FACTOR, 1) * VAE_FACTOR}",
             flag="--image_size",
         )
-    return num_samples
+    return config.num_images or NUM_SYNTHETIC_IMAGES
 
 
-def check_images_wanted(config: SourceConfig, *, what: str) -> None:
-    """Check that latents are not asked of data that cannot hold them.
-
-    Raises:
-        ConfigError: They are.
-    """
-    if config.wants_latents:
-        raise ConfigError(
-            f"{what} holds no latents",
-            value=config.latents,
-            allowed="online; python -m sdbench precompute makes latents of it",
-            flag="--latents",
-        )
-
-
-def check_no_captions_dropped(config: SourceConfig) -> None:
+def check_not_augmented(config: SourceConfig) -> None:
     """Check that nothing is asked of encoded samples that only pictures and texts allow.
 
     Raises:

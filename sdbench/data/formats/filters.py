@@ -43,17 +43,17 @@ class Term(NamedTuple):
         return isinstance(found, str) and OPERATORS[self.sign](found, self.value)
 
 
-def parse_filters(filters: Mapping[str, str]) -> list[Term]:
+def parse_filters(filters: Mapping[str, str] | None) -> list[Term]:
     """Take the conditions apart.
 
     Args:
-        filters: Field to condition.
+        filters: Field to condition, or None.
 
     Raises:
         ConfigError: A condition is none of this grammar.
     """
     terms = []
-    for field, condition in filters.items():
+    for field, condition in (filters or {}).items():
         if _CONDITION.fullmatch(condition.strip()) is None:
             _raise_condition(field, condition)
         for sign, value in re.findall(_TERM, condition):

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    check_enough_samples,
-    check_images_wanted,
-    check_tokenizer_folder,
+from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.samples import (
+    IMAGE_EXTENSIONS,
+    BadSampleError,
+    ImageSample,
+    SampleType,
+    clean_caption,
 )
-from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
 from sdbench.data.source import SourceConfig
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # Ours, and the name and columns that Hugging Face's image folders have.
 TABLE_NAMES = ("captions.csv", "metadata.csv")
 FILE_COLUMNS = ("file", "file_name")
@@ -40,13 +40,13 @@ class FolderSamples:
     columns: Mapping[str, str] = {}
 
     def __init__(self, folder: Path) -> None:
-        """List the folder; nothing is read but its table of captions.
+        """List the folder, and read its table of captions if it has one.
 
         Args:
-            folder: With images in it.
+            folder: Of images.
 
         Raises:
-            ConfigError: There is no such folder, no image in it, or no caption for any.
+            ConfigError: There is no such folder, no image in it, or no image with a caption.
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
@@ -74,7 +74,7 @@ class FolderSamples:
         return len(self._images)
 
     def tell_unlisted(self) -> None:
-        """Say how many images of the folder its table of captions leaves out."""
+        """Print how many images of the folder are not in its table of captions."""
         if self._captions is not None:
             num_unlisted = len(set(_list_images(self._folder)) - set(self._images))
             if num_unlisted:
@@ -120,7 +120,7 @@ def _read_table(table: Path) -> tuple[list[Path], list[str]]:
     """Images and captions of a table, in its order; paths are relative to its folder.
 
     Raises:
-        ConfigError: The table is damaged, lacks a column, or a row of it has lost a caption.
+        ConfigError: The table is damaged, lacks a column, or a row would lose text.
     """
     rows = list(_read_rows(table))
     _, columns = rows.pop(0) if rows else (0, [])
@@ -148,10 +148,10 @@ def _read_table(table: Path) -> tuple[list[Path], list[str]]:
 
 
 def _read_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a table that are not empty, header and all, each with its first line's number.
+    """The header and the rows of a table, but for empty ones, each with the number of its line.
 
     Raises:
-        ConfigError: It is no CSV in UTF-8.
+        ConfigError: The table is not CSV in UTF-8.
     """
     data = table.read_bytes()
     line = 1
@@ -168,12 +168,12 @@ def _read_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
-    """Check that a cell of several lines has not swallowed the rows behind it.
+    """Check that a cell of several lines holds no rows of the table.
 
-    A quote that is not closed takes all up to the next quote, and may end where a cell may.
+    A quote that is not closed takes in all rows up to the next quote.
 
     Raises:
-        ConfigError: A line of the cell names a file that is there.
+        ConfigError: A line of the cell names an image that exists.
     """
     for inside in cell.splitlines()[1:]:
         parts = inside.split(",")
@@ -193,14 +193,10 @@ def _raise_row(fault: str, table: Path, *, line: int, value: str) -> NoReturn:
 
 def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
-    check_images_wanted(config, what="A folder of images")
-    check_tokenizer_folder(config.tokenizer_folder)
     samples = open_samples(config)
     if config.rank == 0:
         samples.tell_unlisted()
-    num_samples = len(samples)
-    check_enough_samples(config, num_samples=num_samples)
-    return num_samples
+    return len(samples)
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:

@@ -1,8 +1,8 @@
-"""The loader of MDS data: KeyStream for `data.build`, StreamingLAIONDataset for one's own loop.
+"""The loader of MDS data, and StreamingLAIONDataset for a training loop of the user's.
 
-Streaming decides the order and downloads ahead; mds_shards.py reads the samples.
-Streaming gives each rank its share by the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
-LOCAL_WORLD_SIZE, which every launcher sets, not by arguments.
+Streaming decides the order and downloads ahead; mds_shards.py reads the samples. Streaming takes
+the rank not from arguments, but from the environment variables RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE, which every launcher sets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from PIL import Image
 from streaming.base.distributed import get_world_size
 
 from sdbench.data.compat import CheckedStreamingDataset, open_shards
-from sdbench.data.formats.checks import check_enough_samples
 from sdbench.data.formats.mds_index import locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
 from sdbench.data.formats.missing_latents import LEAVE_OUT
@@ -46,11 +45,9 @@ class KeyStream(CheckedStreamingDataset):
 
         Args:
             config: Places, batch size, seed and the like.
-
-        Raises:
-            ConfigError: The data set has fewer samples than one global batch.
         """
         assert config.world_size == get_world_size(), "Streaming shards by the environment"
+        self._has_ended = False
         streams = make_streams(config)
         super().__init__(
             streams=streams,
@@ -71,11 +68,15 @@ class KeyStream(CheckedStreamingDataset):
         return Key(self.epoch, int(index))
 
     def epoch_ended(self) -> None:
-        """Nothing to do: Streaming counts its epochs as they begin."""
+        """Note it: Streaming counts its epochs as they begin."""
+        self._has_ended = True
 
-    def state(self, *, num_images: int) -> dict[str, Any]:
-        """What `resume` needs after `num_images` of this epoch have been delivered on all ranks."""
-        return {"num_images": num_images, "streaming": self.state_dict(num_images, True)}
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
+        """What `resume` needs, as `loader.Order.state` says."""
+        state = self.state_dict(num_images, True)
+        if is_next_epoch or (self._has_ended and not num_images):
+            state["epoch"] = self.next_epoch
+        return {"num_images": num_images, "streaming": state}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken."""
@@ -84,14 +85,13 @@ class KeyStream(CheckedStreamingDataset):
 
 def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
     num_samples = sum(len(shard) for stream in streams for shard in open_shards(stream))
-    check_enough_samples(config, num_samples=num_samples)
     return num_samples // config.global_batch_size * config.global_batch_size
 
 
 class StreamingLAIONDataset(CheckedStreamingDataset):
     """Images and token ids one by one, with the arguments of mosaicml/diffusion-benchmark.
 
-    For one's own loop; `data.build` makes whole batches, several times faster. A sample is
+    `data.build` makes whole batches, several times faster. A sample is
     ``{image, input_ids: (77,) int64}``; without a `transform` the image is (3, S, S) uint8.
     """
 

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    check_enough_samples,
-    check_no_captions_dropped,
-    check_tokenizer_folder,
-)
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.missing_latents import count_samples
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.remote import cache_folder, fetch, is_url
@@ -58,7 +53,30 @@ class MdsPlace:
         Raises:
             ConfigError: It is damaged, or not one of MDS shards.
         """
-        return parse_index(self.index, source=self.source)
+        try:
+            shards = json.loads(self.index)["shards"]
+            formats = {shard["format"] for shard in shards}
+            needed = {"samples", "column_names", "raw_data", "zip_data"}
+            if formats != {"mds"} or not all(needed <= set(shard) for shard in shards):
+                raise ValueError(f"no MDS shards: {', '.join(sorted(formats)) or 'none at all'}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"index.json is damaged or holds no shards ({error})",
+                value=f"{self.source.rstrip('/')}/{INDEX_NAME}",
+                allowed=MADE_BY,
+                flag=PLACE_FLAGS,
+            ) from error
+        return shards
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that all shards have."""
+        return set.intersection(*(set(shard["column_names"]) for shard in self.shards))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all shards."""
+        return sum(shard["samples"] for shard in self.shards)
 
 
 def check(config: SourceConfig) -> int:
@@ -69,31 +87,35 @@ def check(config: SourceConfig) -> int:
     Returns:
         The number of samples of an epoch.
     """
-    if config.wants_latents:
-        check_no_captions_dropped(config)
-    else:
-        check_tokenizer_folder(config.tokenizer_folder)
     num_samples = 0
     for place in locate_mds(config):
-        check_columns(place, config=config)
-        check_hashes(place, wanted=config.validate_hash)
+        _check_columns(place, config=config)
+        _check_hashes(place, wanted=config.validate_hash)
         if not is_url(place.source):
             for shard in place.shards:
                 file = shard["raw_data"] if place.remote is None else copied_file(shard)
-                check_shard_file(Path(place.source), file)
+                _check_shard_file(Path(place.source), file)
         num_samples += count_samples(place, config=config)
-    check_enough_samples(config, num_samples=num_samples)
     return num_samples
+
+
+def read_columns(config: SourceConfig) -> set[str]:
+    """Names of the columns that all shards of a single data set have.
+
+    Raises:
+        ConfigError: There is no data set, or its index is damaged.
+    """
+    (place,) = locate_mds(config)
+    return place.columns
 
 
 def locate_mds(config: SourceConfig) -> list[MdsPlace]:
     """Decide where shards are read from and where they are kept.
 
-    A folder on disk is read in place: nothing is copied unless both flags are given, or shards
-    lie there in their compressed form alone, which are unpacked elsewhere. For those, and for a URL
-    without ``--local``, the copies go to a folder of the user's cache that is named after the place
-    and its index, because two data sets, or two versions of one, must not share a cache (the
-    reference has a single fixed default, /tmp/mds-cache/mds-laion-2/).
+    A folder on disk is read in place, unless both flags are given, or only the compressed form of
+    a shard lies there. Copies of a URL without ``--local`` and shards to be decompressed go to a
+    folder of the user's cache, named after the place and its index: two data sets, or two versions
+    of one, must not share a cache.
 
     Raises:
         ConfigError: A place has no index, the cache given is another data set's, or as
@@ -108,7 +130,7 @@ def locate_mds(config: SourceConfig) -> list[MdsPlace]:
 
 
 def parse_streams(text: str) -> list[tuple[str, float]]:
-    """Take ``PLACE=PROPORTION,PLACE=PROPORTION`` apart.
+    """The places and shares in ``PLACE=PROPORTION,PLACE=PROPORTION``.
 
     Raises:
         ConfigError: It is not of that form, or a proportion is not above 0.
@@ -132,7 +154,12 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
 
 
 def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:
-    """Decide of one data set as `locate_mds` does of all.
+    """Decide for one data set as `locate_mds` does for all.
+
+    Args:
+        remote: Value of ``--remote``, or None to read `local` in place.
+        local: Value of ``--local``.
+        proportion: As `MdsPlace` has it.
 
     Raises:
         ConfigError: As `locate_mds`.
@@ -140,42 +167,38 @@ def locate(remote: str | None, local: str | None, *, proportion: float | None = 
     if remote is None or (local is not None and _is_same_folder(remote, local)):
         assert local is not None, "resolve_format lets no MDS data set without a folder pass"
         remote, local = local, None
-    index = read_index(remote)
+    index = _read_index(remote)
     if local is not None:
-        check_cache(Path(local), remote=remote, index=index)
-        return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
-    if not is_url(remote):
-        if not _has_packed_shards(Path(remote), index):
-            return MdsPlace(remote=None, local=remote, proportion=proportion, index=index)
+        _check_cache(Path(local), remote=remote, index=index)
+    elif not is_url(remote):
+        in_place = MdsPlace(remote=None, local=remote, proportion=proportion, index=index)
+        if not _has_packed_shards(in_place):
+            return in_place
         remote = str(Path(remote).absolute())
-    digest = hashlib.sha256(index).hexdigest()
-    cache = cache_folder(f"{remote}\n{digest}", None)
-    return MdsPlace(remote=remote, local=str(cache), proportion=proportion, index=index)
+    if local is None:
+        digest = hashlib.sha256(index).hexdigest()
+        local = str(cache_folder(f"{remote}\n{digest}", None))
+    return MdsPlace(remote=remote, local=local, proportion=proportion, index=index)
 
 
 def _is_same_folder(remote: str, local: str) -> bool:
     return not is_url(remote) and Path(remote).resolve() == Path(local).resolve()
 
 
-def _has_packed_shards(folder: Path, index: bytes) -> bool:
-    """Whether a shard lies there in its compressed form alone; an index that is damaged has none.
-
-    Args:
-        folder: Of the data set.
-        index: Content of its index.json.
-    """
+def _has_packed_shards(place: MdsPlace) -> bool:
+    """Whether a shard lies there in its compressed form alone; False for a damaged index."""
     try:
-        shards = parse_index(index, source=str(folder))
+        shards = place.shards
     except ConfigError:
         return False
     return any(
-        shard["zip_data"] and not (folder / shard["raw_data"]["basename"]).is_file()
+        shard["zip_data"] and not Path(place.local, shard["raw_data"]["basename"]).is_file()
         for shard in shards
     )
 
 
-def check_cache(cache: Path, *, remote: str, index: bytes) -> None:
-    """Check that what a cache folder holds are copies of this data set's shards.
+def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
+    """Check that a cache folder is empty or holds copies of this data set's shards.
 
     Raises:
         ConfigError: It holds another data set, or another version of this one.
@@ -190,11 +213,12 @@ def check_cache(cache: Path, *, remote: str, index: bytes) -> None:
         )
 
 
-def read_index(source: str) -> bytes:
+def _read_index(source: str) -> bytes:
     """Read the ``index.json`` of a folder or a URL.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: A folder has none.
+        RunError: It cannot be copied.
     """
     if is_url(source):
         with tempfile.TemporaryDirectory() as folder:
@@ -214,76 +238,43 @@ def read_index(source: str) -> bytes:
     raise ConfigError(what, value=source, allowed=MADE_BY + nearest, flag=PLACE_FLAGS)
 
 
-def parse_index(index: bytes, *, source: str) -> list[dict]:
-    """The entries of the shards in an ``index.json``.
-
-    Args:
-        index: Its content.
-        source: Where it is from, for messages.
-
-    Raises:
-        ConfigError: It is damaged, or not one of MDS shards.
-    """
-    try:
-        shards = json.loads(index)["shards"]
-        formats = {shard["format"] for shard in shards}
-        complete = all(
-            {"samples", "column_names", "raw_data", "zip_data"} <= set(shard) for shard in shards
-        )
-        if not complete or formats != {"mds"}:
-            raise ValueError(f"no MDS shards: {', '.join(sorted(formats)) or 'none at all'}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"index.json is damaged or holds no shards ({error})",
-            value=f"{source.rstrip('/')}/{INDEX_NAME}",
-            allowed=MADE_BY,
-            flag=PLACE_FLAGS,
-        ) from error
-    return shards
-
-
-def check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
+def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
     """Check that every shard has the columns that `config` asks for.
 
     Raises:
         ConfigError: A column is missing, or holds arrays of another shape. (Arrays without a fixed
             shape are checked when they are read.)
     """
-    columns = set.intersection(*(set(shard["column_names"]) for shard in place.shards))
-    if config.wants_latents:
-        found = find_latent_columns(columns, image_size=config.image_size)
-        for shard in place.shards:
-            _check_encodings(shard, found, source=place.source, config=config)
-    elif not columns >= MDS_COLUMNS:
-        raise ConfigError(
-            f"{place.source} is not a data set of images with captions",
-            value=f"columns {', '.join(sorted(columns))}",
-            allowed="columns jpg and caption; for latents --latents precomputed",
-            flag=PLACE_FLAGS,
-        )
-
-
-def _check_encodings(
-    shard: dict, columns: Mapping[str, str], *, source: str, config: SourceConfig
-) -> None:
-    encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
-        encoding = encodings[columns[name]]
-        stored = encoding.split(":")[2:]
-        if stored and stored[0] != ",".join(map(str, shape)):
+    if not config.wants_latents:
+        if not place.columns >= MDS_COLUMNS:
             raise ConfigError(
-                f"The column {columns[name]} of {source} is of another model",
-                value=encoding,
-                allowed=f"arrays of the shape {shape}",
-                flag="--model_name",
+                f"{place.source} is not a data set of images with captions",
+                value=f"columns {', '.join(sorted(place.columns))}",
+                allowed="columns jpg and caption; for latents --latents precomputed",
+                flag=PLACE_FLAGS,
             )
+        return
+    columns = find_latent_columns(place.columns, image_size=config.image_size)
+    shapes = SampleType(tuple(columns)).array_shapes(config)
+    for shard in place.shards:
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        for part, shape in shapes.items():
+            encoding = encodings[columns[part]]
+            stored = encoding.split(":")[2:]
+            if stored and stored[0] != ",".join(map(str, shape)):
+                raise ConfigError(
+                    f"The column {columns[part]} of {place.source} is of another model",
+                    value=encoding,
+                    allowed=f"arrays of the shape {shape}",
+                    flag="--model_name",
+                )
 
 
-def check_hashes(place: MdsPlace, *, wanted: str) -> None:
+def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
     """Check that every shard has the hash that is to be compared.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: One has not.
     """
     if wanted in ("auto", "none"):
         return
@@ -298,7 +289,7 @@ def check_hashes(place: MdsPlace, *, wanted: str) -> None:
 
 
 def choose_hash(hashes: Mapping[str, str], *, wanted: str) -> str | None:
-    """Which of a shard's hashes to check.
+    """Choose which of a shard's hashes to check.
 
     Args:
         hashes: Algorithm to digest, as index.json has them.
@@ -317,7 +308,7 @@ def copied_file(shard: dict) -> dict:
     return shard["zip_data"] or shard["raw_data"]
 
 
-def check_shard_file(folder: Path, file: dict) -> None:
+def _check_shard_file(folder: Path, file: dict) -> None:
     """Check that the file of a shard is there and as long as the index says.
 
     Args:
@@ -325,20 +316,20 @@ def check_shard_file(folder: Path, file: dict) -> None:
         file: Its entry in the index, raw or compressed.
 
     Raises:
-        ConfigError: It is missing or has been cut.
+        ConfigError: It is missing or has another length.
     """
     path = folder / file["basename"]
     if not path.is_file():
-        raise ConfigError(
-            f"A shard that index.json names is missing from {folder}",
-            value=file["basename"],
-            allowed="a complete data set: copy or convert it again",
-            flag=PLACE_FLAGS,
-        )
-    if path.stat().st_size != file["bytes"]:
-        raise ConfigError(
-            f"A shard is damaged: index.json says that {path} has {file['bytes']} bytes",
-            value=path.stat().st_size,
-            allowed="a complete data set: copy or convert it again",
-            flag=PLACE_FLAGS,
-        )
+        what = f"A shard that index.json names is missing from {folder}"
+        value = file["basename"]
+    elif path.stat().st_size != file["bytes"]:
+        what = f"A shard is damaged: index.json says that {path} has {file['bytes']} bytes"
+        value = path.stat().st_size
+    else:
+        return
+    raise ConfigError(
+        what,
+        value=value,
+        allowed="a complete data set: copy or convert it again",
+        flag=PLACE_FLAGS,
+    )

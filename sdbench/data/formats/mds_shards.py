@@ -1,4 +1,4 @@
-"""Samples of MDS shards by number, each shard checked against index.json when it is opened.
+"""Samples of MDS shards, read by number; a shard is checked against index.json when it is opened.
 
 Streaming's own reader opens the file anew for each sample and copies what it reads several times.
 Here a shard stays open, and arrays are views of what was read. (Mapping the files would save one
@@ -29,6 +29,7 @@ from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, choose_hash, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
+from sdbench.data.remote import explain
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
@@ -66,7 +67,7 @@ class MdsSamples:
             streams: The data sets.
             shards: Their shards, one data set after the other.
             stream_of_shard: For each shard, which data set it is of.
-            config: Image size, kind of latents and which hash to check.
+            config: Image size, whether latents are wanted, and which hash to check.
             prepare: Makes shard number i present in its data set's local folder; None for
                 Streaming's own download.
             present: For each shard the positions of the samples that are not left out; None for
@@ -93,11 +94,11 @@ class MdsSamples:
         return sum(self.blocks)
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample, downloading its shard if that is not here yet.
+        """Read one sample; its shard is copied first if it is not here yet.
 
         Raises:
-            BadSampleError: Its bytes make no sense, as in a damaged shard without hashes, or an
-                array is missing.
+            BadSampleError: It cannot be decoded, as in a damaged shard without hashes, or an array
+                is missing.
             RunError: The shard is missing or damaged.
         """
         shard_id = bisect.bisect_right(self._starts, index) - 1
@@ -140,7 +141,7 @@ class MdsSamples:
         return opened
 
     def _is_cut_copy(self, shard_id: int) -> bool:
-        """Whether a run was killed while it copied or unpacked this shard."""
+        """Whether the shard is a copy that is incomplete, as a killed run leaves it."""
         path, stream = self.path_of(shard_id), self._streams[self._stream_of_shard[shard_id]]
         is_copy = stream.remote not in (None, stream.local)
         num_bytes = self._shards[shard_id].raw_data.bytes
@@ -157,9 +158,8 @@ class MdsSamples:
                 prepare(shard_id)
             except Exception as error:
                 # Each object store raises its own types; all mean that the shard cannot be had.
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise RunError(
-                    f"Shard {path.name} cannot be had from {source}: {reason}"
+                    f"Shard {path.name} cannot be had from {source}: {explain(error)}"
                 ) from error
             if path.is_file():
                 return
@@ -247,12 +247,12 @@ Decoder = Callable[[np.ndarray], Any]
 
 
 def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
-    """How the bytes of a column become a value.
+    """The function that makes a value of the bytes of a column.
 
     Args:
         encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
-        shape: Of the array that the column holds. As ``bytes`` it is of float16 numbers, as
-            MosaicML diffusion stores them, or missing: None.
+        shape: Of the array that the column holds, or None. An array stored as ``bytes`` is of
+            float16 numbers, as MosaicML diffusion stores them; without bytes the value is None.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
@@ -264,7 +264,7 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
 
 
 def open_samples(config: SourceConfig) -> MdsSamples:
-    """Open the data sets that `config` names, outside of any training.
+    """Open the data sets that `config` names, without Streaming's order and downloads ahead.
 
     Raises:
         ConfigError: As `mds_index.check`.
@@ -309,7 +309,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
                 # What is read in place cannot be downloaded again: trying would delay the error.
                 download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
                 download_timeout=DOWNLOAD_TIMEOUT_S,
-                # Of a compressed shard the copy; what lies in the user's folder is kept anyhow.
+                # The copy of a compressed shard goes; files in the user's folder stay in any case.
                 keep_zip=False,
                 **weight,
             )
@@ -318,7 +318,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
 
 
 def _tell_unpacking(place: MdsPlace) -> None:
-    """Say what disk the shards take that are not unpacked yet."""
+    """Print how much disk space the shards take that are not decompressed yet."""
     num_bytes = sum(
         shard["raw_data"]["bytes"]
         for shard in place.shards

@@ -39,7 +39,7 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
             beforehand, or they are another model's.
         RunError: A shard is damaged.
     """
-    num_samples = sum(shard["samples"] for shard in place.shards)
+    num_samples = place.num_samples
     if not config.wants_latents:
         return num_samples
     columns = find_latent_columns(place.shards[0]["column_names"], image_size=config.image_size)
@@ -72,7 +72,7 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
 
 @functools.lru_cache(maxsize=16)
 def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
-    """Find the samples in whose column there is something.
+    """Find the samples that have a value in a column.
 
     Args:
         place: The data set, whose shards lie in its local folder, not compressed.
@@ -93,7 +93,7 @@ def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
 
 
 def describe_missing(place: MdsPlace) -> Iterator[str]:
-    """A sentence for each column of latents that samples have nothing in.
+    """A sentence for each column of latents that is empty in some samples.
 
     Args:
         place: The data set, whose shards lie in its local folder.
@@ -101,19 +101,17 @@ def describe_missing(place: MdsPlace) -> Iterator[str]:
     Raises:
         RunError: A shard is damaged.
     """
-    num_samples = sum(shard["samples"] for shard in place.shards)
-    common = set.intersection(*(set(shard["column_names"]) for shard in place.shards))
-    for column in sorted(find_image_columns(common)):
-        num_missing = num_samples - sum(map(len, find_present(place, column)))
+    for column in sorted(find_image_columns(place.columns)):
+        num_missing = place.num_samples - sum(map(len, find_present(place, column)))
         if num_missing:
             yield (
-                f"{num_missing} of the {num_samples} samples have no {column}: --missing_latents "
-                f"{LEAVE_OUT} trains without them"
+                f"{num_missing} of the {place.num_samples} samples have no {column}: "
+                f"--missing_latents {LEAVE_OUT} trains without them"
             )
 
 
 def image_column(columns: Mapping[str, str]) -> str:
-    """Of the columns that `find_latent_columns` found the one with the encoded image."""
+    """The column of the encoded image among those that `find_latent_columns` found."""
     return columns[SampleType(tuple(columns)).value[0]]
 
 
@@ -128,14 +126,14 @@ def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceC
         ConfigError: All have other numbers.
     """
     shard = place.shards[0]
-    for name, shape in SampleType(tuple(columns)).array_shapes(config).items():
-        if _encoding(shard, columns[name]) != BYTES:
+    for part, shape in SampleType(tuple(columns)).array_shapes(config).items():
+        if _encoding(shard, columns[part]) != BYTES:
             continue
-        found = set(_read_sizes(Path(place.local), shard, columns[name]).tolist()) - {0}
+        found = set(_read_sizes(Path(place.local), shard, columns[part]).tolist()) - {0}
         wanted = math.prod(shape) * np.dtype(np.float16).itemsize
         if found and wanted not in found:
             raise ConfigError(
-                f"The column {columns[name]} of {place.source} is of another model",
+                f"The column {columns[part]} of {place.source} is of another model",
                 value=f"{min(found)} bytes",
                 allowed=f"{wanted} bytes, which are float16 numbers of the shape {shape}",
                 flag="--model_name",

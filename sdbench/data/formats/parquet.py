@@ -1,6 +1,6 @@
 """Samples of parquet files: rows of images with captions, or of latents with text embeddings.
 
-Rows are decoded a row group at a time, without a Python object for each row.
+A row group is read as a whole, and its values stay in Arrow's memory until they are asked for.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +16,10 @@ from typing import Any
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    check_enough_samples,
-    check_no_captions_dropped,
-    check_tokenizer_folder,
-)
+from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.files import fetch_files
 from sdbench.data.latent_columns import check_array, find_latent_columns
-from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
+from sdbench.data.remote import is_url
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
@@ -35,15 +29,12 @@ from sdbench.data.samples import (
 )
 from sdbench.data.source import SourceConfig
 
+SUFFIX = ".parquet"
 # Spellings: ours and LAION's, Hugging Face's (a struct with the field bytes), others'.
 IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
 CAPTION_COLUMNS = ("caption", "text", "TEXT")
-
-# Decoded row groups that a process keeps: the one being read, and the next one.
-MAX_OPEN_GROUPS = 2
-MAX_OPEN_FILES = 8
-# Rows that may be bad before a data set is taken for another model's.
-NUM_FIRST_SAMPLES = 8
+# Rows at each end that may be bad before a data set is taken for another model's.
+NUM_ROWS_CHECKED = 8
 
 
 class ParquetSamples:
@@ -56,229 +47,119 @@ class ParquetSamples:
 
         Args:
             files: In order.
-            config: Image size, kind of latents and width of the text encoder.
+            config: Image size, whether latents are wanted, and width of the text encoder.
 
         Raises:
             ConfigError: A file is damaged, or lacks a column.
         """
         self._files = files
+        self._footers = [_read_footer(path, ConfigError) for path in files]
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
-        for number, path in enumerate(files):
-            with _explain_damage(path, ConfigError):
-                metadata = _open(path).metadata
-            schema = metadata.schema.to_arrow_schema()
+        for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
+            schema = footer.schema.to_arrow_schema()
             if number == 0:
                 self.columns = _find_columns(schema.names, path=path, config=config)
-            if not set(self.columns.values()) <= set(schema.names):
-                _raise_columns(path, schema.names, wanted=", ".join(self.columns.values()))
-            _check_types(schema, self.columns, path=path)
-            for group in range(metadata.num_row_groups):
+            _check_columns(schema, self.columns, path=path)
+            for group in range(footer.num_row_groups):
                 self._groups.append((number, group))
-                self.blocks.append(metadata.row_group(group).num_rows)
+                self.blocks.append(footer.row_group(group).num_rows)
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
-        self._decoded: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        self._opened: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        # The row group that was read last, as samples are read a block at a time.
+        self._block = -1
+        self._values: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has been opened and decoded belongs to this process.
-        return {**self.__dict__, "_opened": OrderedDict(), "_decoded": OrderedDict()}
+        return {**self.__dict__, "_block": -1, "_values": {}}
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one row; arrays are views of its decoded row group.
+        """Read one row; arrays are views of its row group.
 
         Raises:
             BadSampleError: A value is missing, or of the wrong length.
             RunError: The file is damaged.
         """
         block = bisect.bisect_right(self._starts, index) - 1
+        if block != self._block:
+            self._values, self._block = self._read_group(block), block
         row = index - self._starts[block]
         file, group = self._groups[block]
         name = f"{self._files[file]}, row {row} of row group {group}"
-        columns = self._decoded.get(block) or self._decode(block)
-        self._decoded.move_to_end(block)
-        if self.sample_type is not SampleType.IMAGES:
-            return LatentSample(name, {part: columns[part].read(row, name) for part in columns})
-        image, caption = columns["image"][row], columns["caption"][row]
-        return ImageSample(
-            name,
-            image.as_buffer().to_pybytes() if image.is_valid else None,
-            clean_caption(caption.as_py() or ""),
-        )
+        values = {part: column[row] for part, column in self._values.items()}
+        if self.sample_type is SampleType.IMAGES:
+            image, caption = values["image"], values["caption"]
+            data = image.as_buffer().to_pybytes() if image.is_valid else None
+            return ImageSample(name, data, clean_caption(caption.as_py() or ""))
+        arrays: dict[str, np.ndarray] = {}
+        for part, shape in self._shapes.items():
+            # The latents come first.
+            beside = next(iter(arrays.values())).dtype if arrays else None
+            place = f"{name}, {self.columns[part]}"
+            arrays[part] = _to_array(values[part], place, shape=shape, beside=beside)
+        return LatentSample(name, arrays)
 
-    def _open_here(self, number: int) -> Any:
-        """The file, opened by this process, as forked workers must not share one."""
-        key = (os.getpid(), number)
-        if key not in self._opened:
-            self._opened[key] = _open(self._files[number])
-        self._opened.move_to_end(key)
-        if len(self._opened) > MAX_OPEN_FILES:
-            self._opened.popitem(last=False)
-        return self._opened[key]
+    def _read_group(self, block: int) -> dict[str, Any]:
+        """Part of a sample to its column of a row group, as an Arrow array."""
+        import pyarrow.parquet
 
-    def _decode(self, block: int) -> Mapping[str, Any]:
-        """Read a row group; of latents each column becomes an `_ArrayColumn`."""
-        file, group = self._groups[block]
-        path = self._files[file]
-        with _explain_damage(path, RunError):
-            table = self._open_here(file).read_row_group(
+        number, group = self._groups[block]
+        path = self._files[number]
+        with _damage_named(path, RunError):
+            # Opened anew each time, as processes must not share an open file.
+            file = pyarrow.parquet.ParquetFile(
+                path, metadata=self._footers[number], memory_map=True
+            )
+            table = file.read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
             )
-            columns: dict[str, Any] = {
+            return {
                 part: _unwrap(table.column(column).combine_chunks())
                 for part, column in self.columns.items()
             }
-        latents_dtype = None
-        for part, shape in self._shapes.items():
-            columns[part] = _ArrayColumn(
-                self.columns[part], columns[part], shape=shape, latents_dtype=latents_dtype
-            )
-            latents_dtype = latents_dtype or columns[part].dtype
-        self._decoded[block] = columns
-        if len(self._decoded) > MAX_OPEN_GROUPS:
-            self._decoded.popitem(last=False)
-        return columns
 
 
-class _ArrayColumn:
-    """The arrays that a column of a row group holds, as bytes or as lists, nested or flat."""
+def _to_array(
+    value: Any, place: str, *, shape: tuple[int, ...], beside: np.dtype | None
+) -> np.ndarray:
+    """The array of a value: bytes of float16 or float32, or lists of numbers, nested or flat.
 
-    def __init__(
-        self, name: str, values: Any, *, shape: tuple[int, ...], latents_dtype: np.dtype | None
-    ) -> None:
-        """Find out the type of the numbers.
+    77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2. So bytes of a text embedding are
+    taken for float16 only where the latents beside it have 2 bytes a number, too.
 
-        Bytes are float16, or float32 as seed 002 stores it, because its writer has no float16. But
-        77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2: beside latents of more than 2
-        bytes a number, text embeddings of such a length are taken for neither.
-
-        Args:
-            name: Of the column.
-            values: Of one chunk.
-            shape: Of one row's array.
-            latents_dtype: Type of the numbers of the latents beside it; None for the latents.
-        """
-        self._name = name
-        self._shape = shape
-        self._is_null = values.is_null().to_numpy(zero_copy_only=False)
-        self._numbers, self._bounds = _flatten(values)
-        self.dtype = self._numbers.dtype
-        self._unit = "values"
-        if self.dtype == np.uint8:
-            self._unit = "bytes"
-            self.dtype = self._tell_dtype(latents_dtype)
-
-    def _tell_dtype(self, latents_dtype: np.dtype | None) -> np.dtype | None:
-        num_values = math.prod(self._shape)
-        lengths = set(np.diff(self._bounds).tolist())
-        if 4 * num_values in lengths:
-            return np.dtype(np.float32)
-        beside_half = latents_dtype is None or latents_dtype.itemsize == 2
-        return np.dtype(np.float16) if 2 * num_values in lengths and beside_half else None
-
-    def read(self, row: int, sample: str) -> np.ndarray:
-        """One row's array, a view.
-
-        Args:
-            row: In the row group.
-            sample: Its name, for the message.
-
-        Raises:
-            BadSampleError: The row is empty or has another number of values.
-        """
-        if self._is_null[row]:
-            raise BadSampleError(f"{sample}, {self._name}: no value.")
-        begin, end = self._bounds[row : row + 2]
-        dtype = self.dtype or np.dtype(np.float32)
-        num_wanted = math.prod(self._shape) * dtype.itemsize // self._numbers.itemsize
-        if self.dtype is None or end - begin != num_wanted:
-            raise BadSampleError(
-                f"{sample}, {self._name}: {end - begin} {self._unit}; {self._shape} is "
-                f"{num_wanted} as {dtype}."
-            )
-        return self._numbers[begin:end].view(dtype).reshape(self._shape)
-
-
-def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """All values of a column of bytes or lists, not copied, and where each row's begin and end."""
-    import pyarrow
-
-    bounds = np.arange(len(column) + 1)
-    if _is_bytes(column.type):
-        values = np.frombuffer(column.buffers()[-1], np.uint8)
-        if pyarrow.types.is_fixed_size_binary(column.type):
-            return values, (column.offset + bounds) * column.type.byte_width
-        column = column.cast(pyarrow.large_binary())  # copies the offsets alone
-        return values, np.frombuffer(column.buffers()[1], np.int64)[column.offset + bounds]
-    while not pyarrow.types.is_primitive(column.type):
-        if pyarrow.types.is_fixed_size_list(column.type):
-            # Its flatten() leaves out empty rows, their values are still there.
-            size = column.type.list_size
-            inner = np.arange(len(column) + 1) * size
-            column = column.values.slice(column.offset * size, len(column) * size)
-        else:
-            inner = column.offsets.to_numpy()
-            column = column.values
-        bounds = inner[bounds]
-    return column.to_numpy(zero_copy_only=False), bounds
-
-
-def _is_bytes(kind: Any) -> bool:
-    import pyarrow
-
-    types = pyarrow.types
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-
-
-def _check_types(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
-    """Check that each column is of a type that its part of a sample can be read from.
+    Args:
+        value: An Arrow scalar.
+        place: The sample and the column, for messages.
+        shape: The shape that the array must have.
+        beside: Type of the sample's latents; None for these themselves.
 
     Raises:
-        ConfigError: One is of another type.
+        BadSampleError: There is no value, or it has another length.
     """
     from pyarrow import types
 
-    for part, column in columns.items():
-        kind = schema.field(column).type
-        if part == "image":
-            kind = _bytes_of_struct(kind)
-            is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
-        elif part == "caption":
-            is_right, allowed = types.is_string(kind) or types.is_large_string(kind), "text"
-        else:
-            is_right = _is_bytes(kind) or types.is_floating(_innermost(kind))
-            allowed = "binary, or lists of floating point numbers"
-        if not is_right:
-            raise ConfigError(
-                f"The column {column} of {path} is of a type that no {part} is read from",
-                value=str(kind),
-                allowed=allowed,
-                flag=PLACE_FLAGS,
-            )
-
-
-def _bytes_of_struct(kind: Any) -> Any:
-    """The type of the bytes in Hugging Face's struct; any other type as it is."""
-    from pyarrow import types
-
-    has_bytes = types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    return kind.field("bytes").type if has_bytes else kind
-
-
-def _innermost(kind: Any) -> Any:
-    """The type of the numbers in lists of any depth, or in Ray's tensors."""
-    import pyarrow
-
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        kind = kind.storage_type
-    while hasattr(kind, "value_type") and not pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind
+    if not value.is_valid:
+        raise BadSampleError(f"{place}: no value.")
+    num_values = math.prod(shape)
+    if _is_bytes(value.type):
+        buffer = value.as_buffer()
+        is_half_allowed = beside is None or beside.itemsize == 2
+        by_length = {2 * num_values: np.dtype(np.float16)} if is_half_allowed else {}
+        by_length[4 * num_values] = np.dtype(np.float32)
+        if buffer.size not in by_length:
+            wanted = " or ".join(f"{length} as {dtype}" for length, dtype in by_length.items())
+            raise BadSampleError(f"{place}: {buffer.size} bytes; {shape} is {wanted}.")
+        return np.frombuffer(buffer, by_length[buffer.size]).reshape(shape)
+    values = value.values
+    while not types.is_primitive(values.type):
+        values = values.flatten()
+    if len(values) != num_values:
+        raise BadSampleError(f"{place}: {len(values)} values; {shape} is {num_values}.")
+    return values.to_numpy(zero_copy_only=False).reshape(shape)
 
 
 def _unwrap(column: Any) -> Any:
@@ -290,27 +171,19 @@ def _unwrap(column: Any) -> Any:
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
 
 
-def _open(path: Path) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path, memory_map=True)
-
-
-@contextmanager
-def _explain_damage(path: Path, kind: type) -> Iterator[None]:
-    """Turn pyarrow's errors, and those of a file that has gone, into ours, naming the file."""
+def _stored_type(kind: Any) -> Any:
+    """The type that `_unwrap` makes of a column of this type."""
     import pyarrow
 
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        what = f"The parquet file {path} is damaged or missing ({reason})"
-        if kind is RunError:
-            raise RunError(f"{what}.") from error
-        raise ConfigError(
-            what, value=str(path), allowed="whole parquet files", flag=PLACE_FLAGS
-        ) from error
+    if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return kind.field("bytes").type
+    return kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
+
+
+def _is_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
 def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict[str, str]:
@@ -320,12 +193,43 @@ def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict
     caption = next((name for name in CAPTION_COLUMNS if name in names), None)
     if image is None or caption is None:
         wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
-        _raise_columns(path, names, wanted=f"{wanted}; for latents --latents precomputed")
+        raise _lacks_column(path, names, wanted=f"{wanted}; for latents --latents precomputed")
     return {"image": image, "caption": caption}
 
 
-def _raise_columns(path: Path, names: list[str], *, wanted: str) -> None:
-    raise ConfigError(
+def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
+    """Check that a file has the columns, of types that samples can be read from.
+
+    Raises:
+        ConfigError: One is missing, or of another type.
+    """
+    from pyarrow import types
+
+    if not set(columns.values()) <= set(schema.names):
+        raise _lacks_column(path, schema.names, wanted=", ".join(columns.values()))
+    for part, column in columns.items():
+        kind = _stored_type(schema.field(column).type)
+        if part == "image":
+            is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
+        elif part == "caption":
+            is_right, allowed = types.is_string(kind) or types.is_large_string(kind), "text"
+        else:
+            innermost = kind
+            while types.is_nested(innermost) and hasattr(innermost, "value_type"):
+                innermost = innermost.value_type
+            is_right = _is_bytes(kind) or types.is_floating(innermost)
+            allowed = "binary, or lists of floating point numbers"
+        if not is_right:
+            raise ConfigError(
+                f"The column {column} of {path} is of a type that no {part} is read from",
+                value=str(schema.field(column).type),
+                allowed=allowed,
+                flag=PLACE_FLAGS,
+            )
+
+
+def _lacks_column(path: Path, names: list[str], *, wanted: str) -> ConfigError:
+    return ConfigError(
         f"The parquet file {path} lacks a column",
         value=f"columns {', '.join(sorted(names))}",
         allowed=wanted,
@@ -333,54 +237,40 @@ def _raise_columns(path: Path, names: list[str], *, wanted: str) -> None:
     )
 
 
-def find_files(place: str, *, local: str | None) -> list[Path]:
-    """The parquet files at a place, copied here where that is a URL.
+def _read_footer(path: Path, kind: type) -> Any:
+    import pyarrow.parquet
 
-    Args:
-        place: A file, a folder, either in braces or behind a URL.
-        local: Folder for the copies, or None for one of the user's cache.
+    with _damage_named(path, kind):
+        return pyarrow.parquet.read_metadata(path)
 
-    Raises:
-        ConfigError: There is none, or one is missing.
-    """
-    from braceexpand import braceexpand
 
-    files = []
-    for name in braceexpand(place):
-        if is_url(name):
-            urls = [name] if name.endswith(".parquet") else list_urls(name, suffix=".parquet")
-            files += fetch_all(urls, cache=cache_folder(place, local))
-        elif Path(name).is_dir():
-            files += sorted(Path(name).glob("*.parquet"))
-        else:
-            files.append(Path(name))
-    missing = [str(path) for path in files if not path.is_file()]
-    if missing or not files:
+@contextmanager
+def _damage_named(path: Path, kind: type) -> Iterator[None]:
+    """Turn pyarrow's errors, and those of a file that is gone, into ours, naming the file."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        what = f"{path} is damaged or missing ({' '.join(str(error).split())})"
+        if kind is RunError:
+            raise RunError(f"{what}.") from error
         raise ConfigError(
-            "No such parquet file" if missing else "The folder holds no parquet file",
-            value=missing[0] if missing else place,
-            allowed="a file, a folder of files, or a quoted pattern like 'data/{00..15}.parquet'",
-            flag=PLACE_FLAGS,
-        )
-    return files
+            what, value=str(path), allowed="whole parquet files", flag=PLACE_FLAGS
+        ) from error
 
 
 def check(config: SourceConfig) -> int | None:
-    """Check parquet files by their footers.
+    """Check parquet files by their footers, and of latents the first and the last rows.
 
     Returns:
         The number of samples, or None for a URL.
     """
-    if config.wants_latents:
-        check_no_captions_dropped(config)
-    else:
-        check_tokenizer_folder(config.tokenizer_folder)
     if is_url(config.remote or config.local):
         return None
     samples = open_samples(config)
-    check_enough_samples(config, num_samples=len(samples))
     if config.wants_latents:
-        num_rows = min(NUM_FIRST_SAMPLES, len(samples))
+        num_rows = min(NUM_ROWS_CHECKED, len(samples))
         _check_some(samples, range(num_rows), config=config)
         _check_some(samples, range(len(samples) - num_rows, len(samples)), config=config)
     return len(samples)
@@ -412,7 +302,18 @@ def open_samples(config: SourceConfig) -> ParquetSamples:
     """Open the files that `config` names.
 
     Raises:
-        ConfigError: As `find_files` and `ParquetSamples`.
+        ConfigError: As `fetch_files` and `ParquetSamples`.
+        RunError: A file cannot be copied.
     """
-    files = find_files(config.remote or config.local, local=config.local if config.remote else None)
-    return ParquetSamples(files, config=config)
+    return ParquetSamples(fetch_files(config, suffix=SUFFIX), config=config)
+
+
+def read_columns(config: SourceConfig) -> set[str]:
+    """Names of the columns that all files have.
+
+    Raises:
+        ConfigError: There is no data set.
+        RunError: A file is damaged, or cannot be copied.
+    """
+    footers = [_read_footer(path, RunError) for path in fetch_files(config, suffix=SUFFIX)]
+    return set.intersection(*(set(footer.schema.to_arrow_schema().names) for footer in footers))

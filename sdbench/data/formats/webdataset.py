@@ -1,8 +1,8 @@
 """Samples of WebDataset tars, read by number.
 
-Each tar is indexed once, from its headers, and then read by number: so the number of samples, and
-with it the number of steps, is known and the same on all ranks however uneven the tars are, no
-sample comes twice in an epoch, and an epoch can be resumed at any sample.
+Each tar is indexed once, from its headers, and then read by number. So all ranks take equally many
+steps however uneven the tars are, no sample comes twice in an epoch, and an epoch can be resumed at
+any sample.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
-from sdbench.data.formats.checks import (
-    PLACE_FLAGS,
-    check_enough_samples,
-    check_images_wanted,
-    check_tokenizer_folder,
-)
+from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.remote import cache_folder, fetch_all, is_url, list_urls
-from sdbench.data.samples import BadSampleError, ImageSample, SampleType, clean_caption
+from sdbench.data.remote import is_url
+from sdbench.data.samples import (
+    IMAGE_EXTENSIONS,
+    BadSampleError,
+    ImageSample,
+    SampleType,
+    clean_caption,
+)
 from sdbench.data.source import SourceConfig
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+SUFFIX = ".tar"
 # Members that a caption may come from, the first one that is there.
 CAPTION_EXTENSIONS = ("txt", "json", "cls")
-# Where the user says what the classes are called.
+# The same with --class_prompts, which has a caption for each class: the class number is preferred.
 CAPTION_EXTENSIONS_OF_CLASSES = ("cls", "txt", "json")
 
 # WebDataset 1.0.2, webdataset/tariterators.py: `base_plus_ext` and `tar_file_iterator(skip_meta)`;
@@ -50,7 +52,6 @@ BLOCK_BYTES = 512
 MAX_END_BYTES = 2**20
 # Changes whenever the content of an index does.
 INDEX_VERSION = 2
-TAR_PLACES = "a tar, a folder of tars, or a quoted pattern like 'data/{00000..00009}.tar'"
 
 # A place in a tar: first byte and number of bytes; None where a sample has no such member.
 Span = tuple[int, int]
@@ -80,7 +81,7 @@ class TarIndex:
     Attributes:
         state: Of the tar, as `_state` gives it.
         entries: The samples that meet the conditions.
-        num_dropped: How many do not.
+        num_dropped: The number of those that do not.
     """
 
     state: tuple[int, ...]
@@ -124,7 +125,7 @@ class WebDatasetSamples:
         if self.num_dropped:
             raise ConfigError(
                 f"No sample is left: the filters drop all {self.num_dropped}",
-                value=dict(config.filters),
+                value=dict(config.filters or {}),
                 allowed="conditions that some samples meet",
                 flag="--filters",
             )
@@ -184,7 +185,7 @@ class WebDatasetSamples:
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """What differs when another file, or another version, has the same name."""
+    """Numbers that differ when another file, or another version, has the same name."""
     return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
@@ -196,10 +197,10 @@ def _read_span(file: int, span: Span | None) -> bytes | None:
 
 
 def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
-    """The index of a tar, made now or read from the one made before.
+    """Make the index of a tar, or read the one that was made before.
 
-    Indexes are kept in the user's cache folder, named after the tar's path and state and
-    after what is wanted of it, so that no other tar's is ever taken.
+    Indexes are kept in the user's cache folder. The name of one is a digest of the tar's path and
+    state and of the conditions, so that it is never used for another tar.
 
     Args:
         tar: The tar.
@@ -230,7 +231,7 @@ def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dic
     entries, num_dropped = [], 0
     with tar.open("rb") as file:
         for key, spans in _group_members(tar):
-            # "a.b.jpg" is no image by WebDataset's rule, but somebody's: a bad sample, not none.
+            # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
             kinds = {extension.rpartition(".")[2] for extension in spans}
             if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
                 continue
@@ -244,7 +245,7 @@ def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dic
 
 
 def _group_members(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
-    """Samples as WebDataset makes them: neighbours with the same key, by extension.
+    """Samples as WebDataset makes them: the key, and the members that follow with it by extension.
 
     Raises:
         RunError: As `_list_members`, or a sample has two members of the same extension.
@@ -262,7 +263,7 @@ def _list_members(tar: Path) -> Iterator[tuple[str, str, Span]]:
     """Key, extension and place of each file in a tar that WebDataset reads.
 
     Raises:
-        RunError: The tar ends too early, or is none.
+        RunError: The tar ends too early, is compressed, or is no tar.
     """
     end = 0
     try:
@@ -315,67 +316,24 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
     return prompts
 
 
-def find_tars(place: str) -> list[str]:
-    """The tars that a place means: one, a folder of them, or either in braces.
-
-    Raises:
-        ConfigError: One of them does not exist, or there is none.
-    """
-    from braceexpand import UnbalancedBracesError, braceexpand
-
-    try:
-        names = list(braceexpand(place))
-    except UnbalancedBracesError as error:
-        raise ConfigError(
-            "The braces are not closed", value=place, allowed=TAR_PLACES, flag=PLACE_FLAGS
-        ) from error
-    tars: list[str] = []
-    for name in names:
-        if name.startswith("s3://") and not name.endswith(".tar"):
-            tars += list_urls(name, suffix=".tar")
-        elif not is_url(name) and Path(name).is_dir():
-            tars += sorted(str(path) for path in Path(name).glob("*.tar"))
-        else:
-            tars.append(name)
-    missing = [name for name in tars if not is_url(name) and not Path(name).is_file()]
-    if missing or not tars:
-        raise ConfigError(
-            "No such tar file" if missing else "The folder holds no tar file",
-            value=missing[0] if missing else place,
-            allowed=TAR_PLACES,
-            flag=PLACE_FLAGS,
-        )
-    return tars
-
-
 def check(config: SourceConfig) -> int | None:
     """Check tars by their headers.
 
     Returns:
         The number of samples, or None where the tars have to be copied first.
     """
-    check_images_wanted(config, what="A tar of images")
-    check_tokenizer_folder(config.tokenizer_folder)
     parse_filters(config.filters)
     _read_class_prompts(config.class_prompts)
-    if any(is_url(name) for name in find_tars(config.remote or config.local)):
+    if any(map(is_url, find_files(config.remote or config.local, suffix=SUFFIX))):
         return None
-    num_samples = len(open_samples(config))
-    check_enough_samples(config, num_samples=num_samples)
-    return num_samples
+    return len(open_samples(config))
 
 
 def open_samples(config: SourceConfig) -> WebDatasetSamples:
     """Open the tars that `config` names; what is elsewhere is copied here first.
 
     Raises:
-        ConfigError: As `find_tars` and `WebDatasetSamples`.
-        RunError: A tar cannot be had, or is damaged.
+        ConfigError: As `find_files` and `WebDatasetSamples`.
+        RunError: A tar cannot be copied, or is damaged.
     """
-    place = config.remote or config.local
-    cache = cache_folder(place, config.local if config.remote else None)
-    names = find_tars(place)
-    urls = [name for name in names if is_url(name)]
-    copies = dict(zip(urls, fetch_all(urls, cache=cache), strict=True)) if urls else {}
-    tars = [copies[name] if name in copies else Path(name) for name in names]
-    return WebDatasetSamples(tars, config=config)
+    return WebDatasetSamples(fetch_files(config, suffix=SUFFIX), config=config)

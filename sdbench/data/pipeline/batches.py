@@ -1,7 +1,7 @@
 """Readers of batches: stored samples are read, decoded and tokenized into tensors.
 
-A batch is read, decoded and tokenized as a whole by the process that loads it: a worker, or the
-training process. What that cost, and which samples were bad, travels with the batch.
+One process reads, decodes and tokenizes a whole batch: a worker, or the training process. How long
+that took, and which samples were bad, travels with the batch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PHASES = ("read", "decode", "transform", "tokenize", "collate")
 
 @dataclass
 class BatchReport:
-    """What a batch cost and what was wrong with it.
+    """Times, sizes and bad samples of a batch.
 
     Attributes:
         num_images: Images in the batch.
         bytes_read: Bytes of the stored samples, as they lie in the data set.
         seconds: Phase, one of `PHASES`, to the time that it took in the loading process.
         bad: A sentence for each sample that could not be used.
-        slot: Of a worker's batch, which of its slots it was made in (see `SharedBatches`).
+        slot: The slot of `SharedBatches` that a worker made the batch in.
     """
 
     num_images: int = 0
@@ -64,7 +64,7 @@ class BatchReport:
 
 
 class Batch(NamedTuple):
-    """Tensors by name, all of the same length, and how they came about."""
+    """Tensors by name, all of the same length, with the report of their making."""
 
     tensors: dict[str, torch.Tensor]
     report: BatchReport
@@ -76,7 +76,7 @@ class GoodBatch(NamedTuple):
     Attributes:
         tensors: Their values, in the order of `keys`.
         keys: Which samples they are.
-        report: What it cost, with the bad ones.
+        report: Of the batch, with the bad samples.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -85,7 +85,7 @@ class GoodBatch(NamedTuple):
 
 
 class BatchReader:
-    """Makes batches of the samples of a data set; has a subclass for images and one for latents.
+    """Makes batches of the samples of a data set; a subclass for each kind of samples.
 
     A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
     its place, so that every batch is full and all ranks take equally many steps.
@@ -102,10 +102,10 @@ class BatchReader:
         """Set up; nothing is read yet.
 
         Args:
-            sample_type: What the batches are of.
-            blocks: Sizes of the runs of samples that are cheap to read together.
-            num_dropped: Samples left out because a flag says so.
-            config: What is to be made of the samples.
+            sample_type: Type of the samples.
+            blocks: As `Samples` has them.
+            num_dropped: As `Samples` has it.
+            config: Batch size, image size and the like.
         """
         self.sample_type = sample_type
         self.blocks = blocks
@@ -122,8 +122,8 @@ class BatchReader:
         """Make a batch of the samples that `keys` name.
 
         Returns:
-            The batch; or an error, as torch would bury what a worker raises in a traceback: a
-            sample is bad and may not be skipped, or all are, or a file is damaged.
+            The batch; or the error, as torch hides what a worker raises in a traceback: a sample is
+            bad and may not be skipped, or all are, or a file is damaged.
         """
         try:
             return self._make(keys)
@@ -158,7 +158,7 @@ class SampleBatchReader(BatchReader):
 
         Args:
             samples: The stored samples.
-            config: What is to be made of them.
+            config: Image size, augmentation and the like.
         """
         super().__init__(
             samples.sample_type,
@@ -260,7 +260,7 @@ class ImageBatchReader(SampleBatchReader):
             config.horizontal_flip_probability or config.caption_drop_probability
         ):
             return UNCHANGED
-        # Of the sample and its epoch, so that neither workers nor ranks nor a resume change it.
+        # Seeded by sample and epoch, so that neither workers nor ranks nor a resume change it.
         generator = np.random.default_rng([config.seed, key.epoch, key.index])
         x, y, flip, drop = generator.random(4)
         return Augmentation(
@@ -271,7 +271,7 @@ class ImageBatchReader(SampleBatchReader):
 
 
 class Augmentation(NamedTuple):
-    """What chance decided for one sample.
+    """The random changes of one sample.
 
     Attributes:
         crop: Where the square lies along each side, 0 to 1; None for the centre.
@@ -295,12 +295,6 @@ class LatentBatchReader(SampleBatchReader):
     """
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up.
-
-        Args:
-            samples: The stored samples.
-            config: What is to be made of them.
-        """
         super().__init__(samples, config=config)
         self._shapes = self.sample_type.array_shapes(config)
 

@@ -23,6 +23,7 @@ from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.source import SourceConfig
+from sdbench.record.store import INVALID
 
 # Bad samples that are named as they are met; the others are only counted.
 NUM_BAD_NAMED = 5
@@ -35,8 +36,13 @@ class Order(Protocol):
         """All batches of the epoch have been delivered."""
         ...
 
-    def state(self, *, num_images: int) -> dict[str, Any]:
-        """What `resume` needs after `num_images` of this epoch on all ranks."""
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
+        """What `resume` needs.
+
+        Args:
+            num_images: Images of the epoch that have been delivered on all ranks.
+            is_next_epoch: Whether that is the epoch behind the one under way.
+        """
         ...
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -72,15 +78,18 @@ class LoaderStats:
             self.seconds[name] += seconds
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Count from 0 again."""
         self.__init__(num_dropped_samples=self.num_dropped_samples)
 
 
 def _check_folder_of_sockets() -> None:
-    """Refuse a folder in which a worker's batches would be lost, and waited for in vain.
+    """Refuse a folder for temporary files in which workers cannot open sockets.
 
-    Workers hand tensors over through a socket, whose path multiprocessing makes of the folder for
-    temporary files. Of 108 bytes (unix(7)) the last is a zero.
+    Workers hand tensors over through a socket in a folder that multiprocessing makes there. Its
+    path has at most 108 bytes, of which the last is a zero (unix(7)).
+
+    Raises:
+        ConfigError: The folder's path is too long.
     """
     longest = 107 - len("/pymp-12345678/listener-12345678")
     folder = tempfile.gettempdir()
@@ -97,8 +106,8 @@ class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
     Attributes:
-        sample_type: What the batches are of; `SampleType.batch_tensors` describes them.
-        stats: What has been delivered.
+        sample_type: Type of the samples; `SampleType.batch_tensors` describes the batches.
+        stats: Counts of what has been delivered.
     """
 
     def __init__(
@@ -112,10 +121,10 @@ class CheckedLoader(DataLoader):
         """Set the loader up as `config` says.
 
         Args:
-            dataset: Gives keys: an iterable one this rank's, one after the other; a map-style one
-                whatever `order` asks for.
+            dataset: Gives keys: an iterable one those of this rank in order, a map-style one those
+                that `order` asks for.
             batches: Makes a batch of keys.
-            order: Knows which samples come; for a map-style data set it is the sampler.
+            order: The order of an epoch; for a map-style data set it is the sampler.
             config: Batch size, workers and the like.
         """
         if config.num_workers:
@@ -125,6 +134,8 @@ class CheckedLoader(DataLoader):
             sampler=None if isinstance(dataset, IterableDataset) else order,
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
+            # Of its own: an epoch that begins would take a number from those of the noise.
+            generator=torch.Generator().manual_seed(config.seed),
             **config.loader_options(),
         )
         self.sample_type = batches.sample_type
@@ -141,15 +152,19 @@ class CheckedLoader(DataLoader):
         return self.stats.num_images_delivered
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, the same on every rank."""
+        """The position behind the batch that was handed out last, the same on every rank."""
         num_images = self._num_in_epoch or self._num_resumed  # the latter before the first batch
-        return self._order.state(num_images=num_images * self._config.world_size)
+        if num_images == len(self) * self.batch_size:
+            return self._order.state(num_images=0, is_next_epoch=True)
+        num_global_images = num_images * self._config.world_size
+        return self._order.state(num_images=num_global_images, is_next_epoch=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: the next epoch has the remaining batches only.
 
         Args:
-            state: What `state_dict` gave, with the same data, seed and global batch.
+            state: What `state_dict` gave, with the same data, seed and global batch. It is loaded
+                into a new loader, on every rank, before the first batch.
         """
         self._order.resume(state)
         self._num_resumed = state["num_images"] // self._config.world_size
@@ -190,7 +205,7 @@ class CheckedLoader(DataLoader):
                 f"The data ended early: an epoch of this rank has {expected} images, and "
                 f"{self._num_in_epoch} were delivered. A shard is missing or damaged, or a "
                 "download failed; the log above may name it.",
-                status="invalid",
+                status=INVALID,
             )
 
     def _stop_workers(self) -> None:
@@ -200,14 +215,14 @@ class CheckedLoader(DataLoader):
             self._iterator = None
 
     def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's tensors, out of the memory that their worker writes to again."""
+        """The batch's tensors, copied where their worker will overwrite the memory they lie in."""
         # Page-locked tensors are copies already.
         if batch.report.slot is None or self.pin_memory:
             return batch.tensors
         return self._received.copy(batch.tensors, slot=batch.report.slot)
 
     def _limit(self):
-        """A limit for a process that loads by itself; workers are watched by torch's timeout."""
+        """A time limit for a process that loads by itself; torch's timeout watches workers."""
         # Starting workers and their first batch count as one wait, hence twice the time.
         factor = 2 if self.num_workers else 1
         return time_limit(factor * self._config.data_timeout_s, message=self._describe_silence())

@@ -88,15 +88,18 @@ class EpochOrder(DistributedSampler):
             ]
         )
 
-    def epoch_ended(self) -> None:
-        """Go on with the next epoch, unless the trainer calls `set_epoch` itself."""
-        self.set_epoch(self.epoch + 1)
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: Composer calls it with a count that begins at 0 after a resume."""
 
-    def state(self, *, num_images: int) -> dict[str, int]:
-        """What `resume` needs after `num_images` of this epoch have been delivered on all ranks."""
-        return {"epoch": self.epoch, "num_images": num_images}
+    def epoch_ended(self) -> None:
+        """Go on with the next epoch."""
+        self.epoch += 1
+
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, int]:
+        """What `resume` needs, as `loader.Order.state` says."""
+        return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
     def resume(self, state: dict[str, int]) -> None:
         """Begin the next epoch where `state` was taken."""
-        self.set_epoch(state["epoch"])
+        self.epoch = state["epoch"]
         self._num_resumed = state["num_images"]

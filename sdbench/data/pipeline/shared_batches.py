@@ -69,7 +69,7 @@ def _share(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SharedBatch:
-    """The trainer's side: copies a batch out of its slot, which is then written to again."""
+    """Copies batches in the training process, as their worker overwrites its slots."""
 
     def __init__(self) -> None:
         # torch maps a slot's memory anew for each batch, unless somebody still holds the old one.

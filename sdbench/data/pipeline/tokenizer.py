@@ -7,6 +7,7 @@ non-Latin captions.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gzip
 import json
@@ -54,6 +55,17 @@ class CaptionTokenizer:
             for row, ids in zip(padded, encoded["input_ids"], strict=True):
                 row[: len(ids)] = ids
         return padded
+
+    def for_diffusers(self) -> CLIPTokenizerFast:
+        """The tokenizer as diffusers calls it, which pads by itself.
+
+        Saved and loaded again, with "!" for the pad token it takes each "!" of a caption for one:
+        so does that of Stable Diffusion 2.
+        """
+        tokenizer = copy.deepcopy(self._tokenizer)
+        if tokenizer.pad_token_id != self.pad_token_id:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.pad_token_id)
+        return tokenizer
 
 
 @functools.cache

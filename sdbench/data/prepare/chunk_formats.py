@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import struct
-import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,15 +41,13 @@ class ChunkFormat:
 
     Attributes:
         name: File or folder of a chunk, with ``{}`` for its number.
-        write: Takes the path to make, the rows and their columns; returns the number of
-            rows and details for `finish`. Without rows nothing usable is made.
-        count_rows: Counts the rows of a chunk on disk without opening samples.
+        write: Takes the path to make, the rows and their columns; returns the number of rows and
+            details for `finish`. What it makes of no rows is thrown away.
         finish: Takes the folder of all chunks and the details of each, in order.
     """
 
     name: str
     write: Callable[[Path, Rows, Columns], tuple[int, Any]]
-    count_rows: Callable[[Path], int]
     finish: Callable[[Path, list[Any]], None] = field(default=lambda folder, details: None)
 
 
@@ -89,18 +85,12 @@ def _write_mds(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict | No
         remove(folder)
 
 
-def _count_mds_rows(path: Path) -> int:
-    # A shard begins with the number of its samples.
-    with path.open("rb") as file:
-        return struct.unpack("<I", file.read(4))[0]
-
-
 def _finish_mds(folder: Path, shards: list[dict]) -> None:
     from streaming import Stream
 
     from sdbench.data.compat import open_shards
 
-    write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
+    write_exact_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
     opened = open_shards(Stream(local=str(folder)))
     assert list(map(len, opened)) == [shard["samples"] for shard in shards]
 
@@ -124,7 +114,7 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]
 
 
 def _parquet_field(name: str, encoding: str) -> Any:
-    """A column of parquet for an MDS encoding; arrays are bytes whose shape the metadata have."""
+    """A parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
     import numpy as np
     import pyarrow
 
@@ -143,12 +133,6 @@ def _parquet_value(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
-def _count_parquet_rows(path: Path) -> int:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path).metadata.num_rows
-
-
 def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     import webdataset
 
@@ -162,11 +146,6 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     return num_rows, None
 
 
-def _count_tar_rows(path: Path) -> int:
-    with tarfile.open(path) as tar:
-        return sum(name.endswith(".txt") for name in tar.getnames())
-
-
 def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
     path.mkdir()
     num_rows = 0
@@ -177,10 +156,6 @@ def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
                 (path / f"{name}.{extension}").write_bytes(content)
         num_rows += 1
     return num_rows, None
-
-
-def _count_folder_rows(path: Path) -> int:
-    return sum(file.suffix == ".txt" for file in path.iterdir())
 
 
 def _row_name(chunk: str, row: int) -> str:
@@ -199,10 +174,10 @@ def _image_files(row: Row) -> dict[str, bytes]:
 
 
 def image_extension(data: bytes) -> str:
-    """The extension that fits an image's bytes, whatever it was called.
+    """The extension of an image by its first bytes.
 
     Raises:
-        ValueError: It is not one of those that WebDataset and folders of images are read with.
+        ValueError: It is of no type that tars and folders of images are read for.
     """
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
@@ -214,14 +189,10 @@ def image_extension(data: bytes) -> str:
 
 
 FORMATS = {
-    "mds": ChunkFormat(
-        name="shard.{}.mds", write=_write_mds, count_rows=_count_mds_rows, finish=_finish_mds
-    ),
-    "webdataset": ChunkFormat(name="{}.tar", write=_write_tar, count_rows=_count_tar_rows),
-    "parquet": ChunkFormat(
-        name="part-{}.parquet", write=_write_parquet, count_rows=_count_parquet_rows
-    ),
-    "folder": ChunkFormat(name="{}", write=_write_folder, count_rows=_count_folder_rows),
+    "mds": ChunkFormat(name="shard.{}.mds", write=_write_mds, finish=_finish_mds),
+    "webdataset": ChunkFormat(name="{}.tar", write=_write_tar),
+    "parquet": ChunkFormat(name="part-{}.parquet", write=_write_parquet),
+    "folder": ChunkFormat(name="{}", write=_write_folder),
 }
 
 
@@ -233,8 +204,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file and bring it to the disk."""
+def write_exact_json(path: Path, content: object) -> None:
+    """Write a JSON file with every value as it is, and synchronize it to disk.
+
+    (`base.files.write_json` removes what may be a secret.)
+    """
     with path.open("w") as file:
         json.dump(content, file, sort_keys=True)
         file.flush()

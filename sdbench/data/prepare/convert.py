@@ -1,4 +1,4 @@
-"""The command convert: a data set of one format becomes one of another."""
+"""The command convert: writes a data set in another format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data import read_columns
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
     MAX_SAMPLES_PER_SHARD,
@@ -16,8 +17,8 @@ from sdbench.data.prepare.flags import (
     NUM_SHARDS_WANTED,
     ConvertFlags,
 )
-from sdbench.data.prepare.pool import WorkReport, run_work, show_progress
-from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
+from sdbench.data.prepare.pool import Shards, WorkReport, run_work, show_progress
+from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.samples import BadSampleError
@@ -45,27 +46,18 @@ FILE_FORMATS = ("webdataset", "folder")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What is to be converted, and to what; goes to each worker.
+class Conversion(Shards):
+    """A conversion; is pickled for each worker. A shard is a chunk of the output.
 
     Attributes:
         rows: The samples of the source.
-        output: Where they go.
-        num_samples: How many of them, from the first one.
-        samples_per_shard: How many of the source make a chunk.
-        skip_bad: Whether bad ones are left out.
+        output: The data set that is written.
+        skip_bad: Whether bad ones are left out, not an error.
     """
 
     rows: RowReader
     output: Output
-    num_samples: int
-    samples_per_shard: int
     skip_bad: bool
-
-    def indices(self, number: int) -> range:
-        """Which samples of the source make a chunk."""
-        first = number * self.samples_per_shard
-        return range(first, min(first + self.samples_per_shard, self.num_samples))
 
     def write_chunk(self, number: int) -> WorkReport:
         """Convert one chunk.
@@ -105,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Turn a data set of images with captions, or of latents, into another format.",
         epilog=EPILOG,
     ).config
-    if flags.latents == "precomputed" and flags.target_format in FILE_FORMATS:
+    if flags.wants_latents and flags.target_format in FILE_FORMATS:
         raise ConfigError(
             "Latents have no form in this format",
             value=flags.target_format,
@@ -149,7 +141,7 @@ def plan(flags: ConvertFlags) -> Conversion:
         data_format=flags.source_format,
         local=flags.local,
         latents=flags.latents,
-        filters=flags.filters or {},
+        filters=flags.filters,
         class_prompts=flags.class_prompts,
         text_embedding_dim=flags.text_embedding_dim,
     )
@@ -164,8 +156,8 @@ def plan(flags: ConvertFlags) -> Conversion:
     job = {
         "source": identify(flags.source),
         "from": source.data_format,
-        "latents": source.latents,
-        "filters": dict(source.filters),
+        "latents": flags.latents,
+        "filters": dict(source.filters or {}),
         "class_prompts": source.class_prompts,
         "num_samples": num_samples,
         "samples_per_shard": samples_per_shard,
@@ -187,7 +179,7 @@ def plan(flags: ConvertFlags) -> Conversion:
 
 
 def choose_samples_per_shard(num_samples: int) -> int:
-    """How many samples a shard gets when nobody says."""
+    """Samples of a shard where the user gives no number."""
     wanted = -(-num_samples // NUM_SHARDS_WANTED)
     return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
 
@@ -196,12 +188,12 @@ def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction
     """Write the chunks that are missing.
 
     Args:
-        conversion: What is to be converted.
+        conversion: The source and the target.
         num_workers: As `pool.run_work` takes it.
         max_bad_fraction: Share of bad samples above which the conversion gives up.
 
     Returns:
-        How many samples were read now.
+        The number of samples that were read now.
 
     Raises:
         RunError: A sample is bad and may not be left out, or too many are.
@@ -229,10 +221,10 @@ def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction
 
 
 def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:
-    """Give up when too many samples are bad.
+    """Check that no larger share of samples is bad than allowed.
 
     Raises:
-        RunError: They are; the first of them are named.
+        RunError: More are; the first of them are named.
     """
     if len(bad) > allowed * num_samples:
         raise RunError(

@@ -89,3 +89,5 @@ class ConvertFlags(StoredDataFlags):
     )
     filters: Mapping[str, str] | None = shared(DataSettings, "filters")
     class_prompts: str | None = shared(DataSettings, "class_prompts")
+    # What `latents` asks for, as in training.
+    wants_latents = DataSettings.wants_latents

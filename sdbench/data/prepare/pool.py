@@ -1,4 +1,4 @@
-"""Numbered pieces of work on a data set, done by several processes."""
+"""Division of a data set into numbered pieces of work, done by several processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sdbench.base import progress
@@ -20,16 +21,39 @@ from sdbench.base.errors import RunError
 # Starting a process that imports torch takes seconds: less work than this is done without any.
 WORTH_PROCESSES_S = 20.0
 
-# Pieces done to find out how long one takes; the first one's time is that of imports.
+# Pieces done to find out how long one takes; the first one takes the time of imports.
 NUM_PIECES_TRIED = 2
 
 
-class WorkReport(NamedTuple):
-    """What became of a piece of work.
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """The samples of a source, divided into shards.
 
     Attributes:
-        num_read: Samples of the data set that it was about.
-        bad: One sentence for each that cannot be used, or for the file that holds them.
+        num_samples: Samples that are taken, from the first one.
+        samples_per_shard: Samples in a shard, bad ones included.
+    """
+
+    num_samples: int
+    samples_per_shard: int
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards; the last one may have fewer samples."""
+        return -(-self.num_samples // self.samples_per_shard)
+
+    def indices(self, number: int) -> range:
+        """Indices in the source of the samples of a shard."""
+        first = number * self.samples_per_shard
+        return range(first, min(first + self.samples_per_shard, self.num_samples))
+
+
+class WorkReport(NamedTuple):
+    """The outcome of a piece of work.
+
+    Attributes:
+        num_read: Samples that were read.
+        bad: A sentence for each that cannot be used, or for the file that holds them.
     """
 
     num_read: int
@@ -43,19 +67,19 @@ Work = Callable[[int], WorkReport]
 def run_work(
     work: Work, numbers: Sequence[int], *, num_workers: int | None
 ) -> Iterator[Iterator[WorkReport]]:
-    """Do numbered pieces of work, in processes of their own where there are several.
+    """Do numbered pieces of work, in this process or in several others.
 
-    Processes are started anew instead of forked, as libraries with threads of their own demand.
-    They end with this one, whatever ends it.
+    Those are spawned, not forked, as they use libraries with threads. They end with this one,
+    whatever ends it.
 
     Args:
-        work: Does one piece; is pickled once for each process.
+        work: Does the piece with a given number; is pickled once for each process.
         numbers: Of the pieces.
-        num_workers: Processes; 0 does the work in this one. None: one per core, if the first
-            pieces show that it is worth starting them.
+        num_workers: Processes; 0 does the work in this one. None: one per core, if the time of the
+            first pieces shows that it is worth starting them.
 
     Yields:
-        The reports, each as soon as it is there.
+        The reports, in the order in which pieces are finished.
 
     Raises:
         RunError: A process died.
@@ -98,7 +122,7 @@ def run_work(
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """What is started meanwhile leaves Ctrl-C and SIGHUP, which reach all, to its parent."""
+    """Processes started inside ignore Ctrl-C and SIGHUP, which their parent handles for all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +145,7 @@ def _start_worker(work: Work) -> None:
 
 
 def _die_with_parent() -> None:
-    """A parent that is killed can tell nobody; a worker would wait for work for ever."""
+    """End this worker when its parent ends, also when that is killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -134,12 +158,12 @@ def _work_in_worker(number: int) -> WorkReport:
 def show_progress(
     reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
 ) -> Iterator[WorkReport]:
-    """Pass reports on, showing the progress in samples.
+    """Pass reports on, showing progress in samples.
 
     Args:
         reports: Of `run_work`.
         num_samples: Samples in all.
-        num_done: How many of them an earlier run has done.
+        num_done: Samples that an earlier run has done.
     """
     return progress.show_progress(
         reports,

@@ -1,4 +1,4 @@
-"""The command verify-data: is a data set whole, file by file and on request sample by sample?"""
+"""The command verify-data: checks the files of a data set, and on request every sample."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data import read_columns
 from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
-from sdbench.data.prepare.rows import RowReader, describe_source, open_rows, read_columns
-from sdbench.data.remote import is_url
+from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
+from sdbench.data.remote import explain, is_url
 from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
+from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
 
 EPILOG = """\
@@ -81,7 +83,8 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
     try:
         shards = place.shards
     except ConfigError as error:
-        return _report([f"{error.value}: {error.what}."])
+        print(f"broken: {error.value}: {error.what}.")
+        return _conclude(1)
     for name in _find_orphans(place):
         print(f"note: {name} is not named in {INDEX_NAME}")
     # It imports torch, which --help does without.
@@ -90,13 +93,14 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
     # A compressed copy is gone once it is unpacked.
     (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
     work = ShardWork(place=place, stream=stream)
-    num_samples = sum(shard["samples"] for shard in shards)
-    broken = _collect(work, len(shards), num_samples=num_samples, num_workers=num_workers)
-    if not broken:
+    num_broken = _work_through(
+        work, len(shards), num_samples=place.num_samples, num_workers=num_workers
+    )
+    if not num_broken:
         for sentence in describe_missing(place):
             print(f"note: {sentence}")
-    if broken or not deep:
-        return _conclude(broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
+    if num_broken or not deep:
+        return _conclude(num_broken, checked=f"{len(shards)} shards are what {INDEX_NAME} says")
     return verify_samples(config, deep=True, num_workers=num_workers)
 
 
@@ -117,19 +121,20 @@ def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None)
     try:
         rows = open_rows(tell_kind(config))
     except RunError as error:
-        return _report([str(error)])
+        print(f"broken: {error}")
+        return _conclude(1)
     if not deep:
-        return _conclude([], checked=f"{len(rows)} samples are listed (--deep opens them)")
+        return _conclude(0, checked=f"{len(rows)} samples are listed (--deep opens them)")
     work = SampleWork(rows)
     num_pieces = -(-len(rows) // SAMPLES_PER_PIECE)
-    broken = _collect(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
-    return _conclude(broken, checked=f"each of the {len(rows)} samples can be used")
+    num_broken = _work_through(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
+    return _conclude(num_broken, checked=f"each of the {len(rows)} samples can be used")
 
 
 def tell_kind(config: SourceConfig) -> SourceConfig:
-    """Say of a data set whether it holds images or latents, by its columns."""
+    """The same data set, with `latents` as its columns tell it."""
     holds_latents = find_image_sizes(read_columns(config))
-    return dataclasses.replace(config, latents="precomputed" if holds_latents else "online")
+    return dataclasses.replace(config, latents=PRECOMPUTED if holds_latents else ONLINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +165,17 @@ class ShardWork:
             if not any(Path(place.local, file["basename"]).is_file() for file in files):
                 yield f"{Path(place.local, files[-1]['basename'])}: missing."
         elif sound:
-            error = self._download(number)
-            if error:
-                yield error
+            from sdbench.data.compat import open_shards
+
+            try:
+                self.stream.prepare_shard(open_shards(self.stream)[number])
+            except Exception as error:
+                # Each object store raises its own types; all mean that the shard cannot be had.
+                name = f"{place.remote}/{copied_file(shard)['basename']}"
+                yield f"{name}: cannot be had ({explain(error)})."
                 return
             origin = f" (a copy from {place.remote})"
             yield from _check_present(Path(place.local), files, origin=origin)
-
-    def _download(self, number: int) -> str | None:
-        from sdbench.data.compat import open_shards
-
-        try:
-            self.stream.prepare_shard(open_shards(self.stream)[number])
-        except Exception as error:
-            # Each object store raises its own types; all mean that the shard cannot be had.
-            name = f"{self.place.remote}/{copied_file(self.place.shards[number])['basename']}"
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return f"{name}: cannot be had ({reason})."
-        return None
 
 
 def _check_present(
@@ -247,32 +245,23 @@ def _find_orphans(place: MdsPlace) -> list[str]:
     return sorted(found - known)
 
 
-def _collect(
-    work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None
-) -> list[str]:
-    """Do all the work, printing a line for each broken thing as soon as it is found."""
-    broken: dict[str, None] = {}
+def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:
+    """Do all the work; print each broken thing as it is found, and return how many there are."""
+    broken: set[str] = set()
     with run_work(work, range(num_pieces), num_workers=num_workers) as reports:
         for report in show_progress(reports, num_samples=num_samples):
             # A damaged file spoils many samples, and is named once.
-            for sentence in dict.fromkeys(report.bad):
+            for sentence in report.bad:
                 if sentence not in broken:
-                    broken[sentence] = None
+                    broken.add(sentence)
                     print(f"broken: {sentence}", flush=True)
-    return list(broken)
+    return len(broken)
 
 
-def _report(broken: list[str]) -> int:
-    """Name what kept anything else from being looked at; return the number of broken things."""
-    for sentence in broken:
-        print(f"broken: {sentence}")
-    return _conclude(broken, checked="")
-
-
-def _conclude(broken: list[str], *, checked: str) -> int:
-    """Print the last sentence; return the number of broken things."""
-    if broken:
-        print(f"{len(broken)} broken thing{'s were' if len(broken) > 1 else ' was'} found.")
+def _conclude(num_broken: int, *, checked: str = "") -> int:
+    """Print the last line, with what is well if nothing is broken; return `num_broken`."""
+    if num_broken:
+        print(f"{num_broken} broken thing{'s were' if num_broken > 1 else ' was'} found.")
     else:
         print(f"All is well: {checked}.")
-    return len(broken)
+    return num_broken

@@ -1,9 +1,9 @@
-"""A data set that is written chunk by chunk: a kill at any moment costs one chunk at most.
+"""Writes a data set chunk by chunk, so that a kill at any moment costs one chunk at most.
 
 A chunk is a fixed run of samples that becomes one file (a folder, for a folder of images). It is
-written under a temporary name, brought to the disk and renamed; after that a small note says what
-is in it. All of it happens in ``OUT.partial``, whose data becomes OUT at the end by one rename, so
-OUT is either whole or absent::
+written under a temporary name, synchronized to disk and renamed. Then a small note of its content
+is written. All that happens in ``OUT.partial``; at the end one rename makes OUT of the data, so OUT
+is either whole or absent::
 
     OUT.partial/job.json            what is being written; a resume must want the same
     OUT.partial/chunks/00007.json   what the finished chunk 7 holds
@@ -32,7 +32,7 @@ from sdbench.data.prepare.chunk_formats import (
     Columns,
     Rows,
     remove,
-    write_json,
+    write_exact_json,
 )
 
 # What is in OUT.partial.
@@ -62,7 +62,7 @@ class Output:
         out: Folder that the data set will be.
         data_format: A key of `FORMATS`.
         columns: Column to its MDS encoding, e.g. ``bytes`` or ``ndarray:float16:8,64,64``.
-        num_chunks: Into how many chunks the samples are cut.
+        num_chunks: Chunks of the whole data set.
     """
 
     out: Path
@@ -86,7 +86,7 @@ class Output:
 
         Args:
             number: Of the chunk, from 0.
-            rows: Columns to values; may be empty.
+            rows: Values by column; may be empty.
             bad: One sentence for each sample left out; may grow while `rows` is consumed.
 
         Raises:
@@ -111,7 +111,7 @@ class Output:
                 temporary.rename(target)
             remove(temporary)
             facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
-            write_json(note, facts._asdict())
+            write_exact_json(note, facts._asdict())
             note.rename(self._note(number))
 
     def totals(self) -> Totals:
@@ -121,13 +121,12 @@ class Output:
         return Totals(num_written=sum(note.rows for note in notes), num_bad=len(bad), bad=bad)
 
     def finish(self) -> Totals:
-        """Check every chunk's file against what was noted of it, and make OUT of them all.
+        """Check the size of every chunk's file, and make OUT of them all.
 
         Only one process may call this, when none writes any more.
 
         Raises:
-            RunError: A chunk is missing, another size or number of rows is found, or there is not
-                a single sample.
+            RunError: A chunk is missing or of another size, or there is not a single sample.
         """
         if missing := self.missing_chunks():
             raise RunError(
@@ -197,13 +196,11 @@ class Output:
 
     def _verify(self, number: int) -> None:
         note, path = self._read_note(number), self._data(number)
-        if not note.rows:
-            return
-        num_bytes, num_rows = _count_bytes(path), self._format.count_rows(path)
-        if (num_bytes, num_rows) != (note.bytes, note.rows):
+        num_bytes = _count_bytes(path) if note.rows else 0
+        if num_bytes != note.bytes:
             raise RunError(
-                f"{path} has {num_bytes} bytes and {num_rows} rows, and {note.bytes} bytes and "
-                f"{note.rows} rows were written: delete it and give the same command again."
+                f"{path} has {num_bytes} bytes, and {note.bytes} were written: delete it and give "
+                "the same command again."
             )
 
     @contextlib.contextmanager
@@ -231,9 +228,9 @@ def open_output(
         out: Folder of the new data set.
         data_format: A key of `FORMATS`.
         columns: Column to its MDS encoding. Tars and folders take ``jpg`` and ``caption`` alone.
-        num_chunks: Into how many chunks the samples are cut.
-        job: What decides the content of the chunks, as JSON can hold it. How the work is done
-            (workers, what happens on bad samples) is no part of it.
+        num_chunks: Chunks of the whole data set.
+        job: What decides the content of the chunks, as values of JSON; not how the work is done
+            (workers, what happens on bad samples).
 
     Raises:
         ConfigError: `out` exists, or holds the beginnings of another job.
@@ -256,7 +253,7 @@ def open_output(
         path = output.partial / JOB_NAME
         if not path.is_file():
             note = output.partial / "tmp" / f"job.{os.getpid()}.json"
-            write_json(note, facts)
+            write_exact_json(note, facts)
             note.rename(path)
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
@@ -281,7 +278,7 @@ def _check_absent(output: Output) -> None:
 
 
 def _check_ours(partial: Path) -> None:
-    """Never take, and in the end delete, a folder of somebody else."""
+    """Refuse a folder that somebody else made, as it is deleted in the end."""
     is_own = partial.lstat().st_uid == os.geteuid()
     if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
         raise ConfigError(
@@ -329,7 +326,7 @@ class _ChunkNote(NamedTuple):
 
 
 def _name_source_errors(rows: Rows) -> Rows:
-    """Pass rows on; where they cannot be read, it is not the output's fault."""
+    """Pass rows on; an error in reading them names the source, not the output."""
     try:
         yield from rows
     except OSError as error:
@@ -345,7 +342,7 @@ def _count_bytes(path: Path) -> int:
 
 
 def _synchronize(path: Path) -> int:
-    """Bring a file, or a folder with its files, to the disk; return the number of bytes."""
+    """Synchronize a file, or a folder with its files, to disk; return the number of bytes."""
     for file in {*_files(path), path}:
         descriptor = os.open(file, os.O_RDONLY)
         try:

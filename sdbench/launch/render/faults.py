@@ -1,4 +1,4 @@
-"""Faults of a manifest that neither a server nor a schema sees, and that end a job on a node."""
+"""Faults of a manifest that no schema and no server finds, and that end a job on a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.launch.render.variables import MAX_PORT, MIN_PORT
 
-# Where a number of pods, nodes or ranks stands.
+# Keys whose value is a number of pods, nodes or ranks.
 COUNT_KEYS = (
     *("replicas", "minReplicas", "maxReplicas", "maxRestarts"),
     *("numNodes", "numProcPerNode"),
@@ -18,11 +18,12 @@ PORT_KEYS = ("containerPort", "hostPort", "port", "rdzvPort")
 # Devices, which Kubernetes hands out only whole: their names have a domain before a slash.
 DEVICE_KEY = re.compile(r".+\..+/.+")
 IMAGE = re.compile(r"[^:\s]+(:[0-9]+/[^:\s]+)?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+# The keys that lead to a part of a document.
 Place = tuple[str, ...]
 
 
 def find_faults(documents: Sequence[Mapping[str, Any]], *, flag: str) -> list[ConfigError]:
-    """Everything that is wrong with the documents of a manifest, in their order.
+    """All faults of the documents of a manifest, in their order.
 
     Args:
         documents: Of the manifest, each with its kind.
@@ -32,12 +33,12 @@ def find_faults(documents: Sequence[Mapping[str, Any]], *, flag: str) -> list[Co
         ConfigError(f"{'.'.join(place)}: {problem}", value=value, allowed=allowed, flag=flag)
         for document in documents
         for place, value in walk(document, (str(document["kind"]),))
-        for problem, allowed in _look_at(place, value)
+        for problem, allowed in _find_in(place, value)
     ]
 
 
 def walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    """A part of a document and all parts in it, with their places."""
+    """A part of a document and all parts below it, each with its place."""
     yield place, value
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -47,8 +48,8 @@ def walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
             yield from walk(part, (*place, str(number)))
 
 
-def _look_at(place: Place, value: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with a part, and what may stand there."""
+def _find_in(place: Place, value: Any) -> Iterator[tuple[str, str]]:
+    """The faults of one part, each with what is allowed there."""
     key = place[-1]
     # Braces may be meant in arguments, as in the name of many tars; the kubelet fills in $(NAME).
     unfilled = r"\$[{(]" if {"args", "command"} & set(place[-2:]) else r"[{}$]"

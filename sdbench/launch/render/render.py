@@ -1,36 +1,28 @@
-"""The command `python -m sdbench render`: flags into the manifest or the script of a job."""
+"""The command `python -m sdbench render`: flags into the manifest of a job."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import re
 import shlex
 import string
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.launch.child import split_command
 from sdbench.launch.render.faults import COUNT_KEYS, find_faults, walk
-from sdbench.launch.render.variables import (
-    JOB_NAME,
-    SLURM_VARIABLES,
-    VARIABLES,
-    find_values,
-    flag_of,
-)
+from sdbench.launch.render.variables import COMPUTED, JOB_NAME, VARIABLES, find_values, flag_of
 from sdbench.settings.config import parse_request
+from sdbench.settings.kinds import PATH, SWITCH, TEXT
+from sdbench.settings.request import Request, choose_command, parse
+from sdbench.settings.setting import setting
 
 FOLDER = Path(__file__).resolve().parents[3] / "multi-node"
-SLURM = "slurm"
 # Where the pods mount the volume that collect-results.sh reads.
 RESULTS_DIR = "/results"
 ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
-# Behind this line a script reads its environment and has no more options of sbatch.
-END_OF_HEAD = "set -euo pipefail\n"
 
 EPILOG = """\
 examples:
@@ -38,8 +30,6 @@ examples:
       --num_efa_per_node 32 --out job.yaml -- --use_synth_data --use_ema \\
       --device_train_microbatch_size 4
   python -m sdbench render eks-elastic --help
-  python -m sdbench render slurm --num_nodes 4 --time 30 --out multi-node/job.sbatch -- \\
-      --use_synth_data --device_train_microbatch_size 32
 """
 
 
@@ -91,11 +81,6 @@ KINDS: dict[str, Kind] = {
         "the etcd where the pods of an elastic job can meet",
         ("kubectl apply -f {file}", "kubectl rollout status deployment/etcd"),
     ),
-    SLURM: Kind(
-        "2.train.sbatch",
-        "the sbatch script with its options, image and arguments",
-        ("sbatch --test-only {file}", "sbatch {file}", "squeue --me"),
-    ),
 }
 
 
@@ -109,18 +94,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        ConfigError: For a variable that is unset, unknown or wrong, and for a manifest that would
-            not do what it says.
+        ConfigError: A variable is unset, unknown or wrong, or the manifest has a fault.
     """
-    own, benchmark_arguments = split_command(sys.argv[1:] if argv is None else argv)
-    flags = _parse(own)
-    kind = KINDS[flags.kind]
-    parse_request(benchmark_arguments, description="", epilog="")  # refuses what it does not know
-    table = SLURM_VARIABLES if flags.kind == SLURM else VARIABLES
-    given = {name: getattr(flags, name) for name in table if getattr(flags, name) is not None}
+    name, request = _parse(argv)
+    kind, flags, arguments = KINDS[name], request.config, request.rest
+    # Refuses what benchmark.py does not know.
+    parse_request(arguments, description="", epilog="")
+    given = {variable: getattr(flags, _field_of(variable)) for variable in VARIABLES}
+    given = {variable: value for variable, value in given.items() if value is not None}
     path = flags.template or FOLDER / kind.template
+    template = _read(path)
+    values = find_values(find_names(template, path=path), given)
+    text = string.Template(template).substitute(values)
+    if arguments:
+        text = _replace_arguments(text, arguments, path)
+    documents = _parse_checked(text, path)
+    if flags.out is None and not flags.dry_run:
+        print(text, end="")
+        return 0
+    file = flags.out or Path(f"{JOB_NAME}-{name}.yaml")
+    if flags.dry_run:
+        print("\n".join(_describe(documents)))
+    else:
+        _write(file, text)
+        print(f"written: {file}")
+    print("next:")
+    if values.get("RDZV_HOST") == "etcd":
+        print(f"  kubectl apply -f {FOLDER.name}/{KINDS['etcd'].template}")
+    job = documents[-1].get("metadata", {}).get("name", JOB_NAME)
+    claim = values.get("RESULTS_CLAIM")
+    for command in kind.commands:
+        print(f"  {command.format(file=shlex.quote(str(file)), job=job, claim=claim)}")
+    return 0
+
+
+def _read(path: Path) -> str:
     try:
-        template = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the template cannot be read ({error})",
@@ -128,57 +138,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             allowed="a readable text file",
             flag="--template",
         ) from None
-    if flags.kind == SLURM:
-        text, words = fill_script(template, given, benchmark_arguments), {}
-        # What a reader of the script needs is in its head.
-        description = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
-        description += text.split(END_OF_HEAD)[1].split("\n\n")[0].splitlines()
-    else:
-        text, documents, words = _render_manifest(template, given, benchmark_arguments, path)
-        description = _describe(documents)
-    if flags.out is None and not flags.dry_run:
-        print(text, end="")
-        return 0
-    suffix = ".sbatch" if flags.kind == SLURM else ".yaml"
-    file = flags.out or Path(f"{JOB_NAME}-{flags.kind}{suffix}")
-    if flags.dry_run:
-        print("\n".join(description))
-    else:
-        _write(file, text)
-        print(f"written: {file}")
-    print("next:")
-    for command in (*_find_meeting_place(text), *kind.commands):
-        print(f"  {command.format(file=shlex.quote(str(file)), **words)}")
-    return 0
-
-
-def _render_manifest(
-    template: str, given: Mapping[str, str], arguments: Sequence[str], path: Path
-) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
-    """The text of a manifest, its documents, and the words of the commands for it."""
-    values = find_values(find_names(template, path=path), given)
-    text = string.Template(template).substitute(values)
-    if arguments:
-        text = _replace_arguments(text, arguments, path)
-    documents = _parse_checked(text, path)
-    job = documents[-1].get("metadata", {}).get("name", JOB_NAME)
-    return text, documents, {"job": job, "claim": values.get("RESULTS_CLAIM", "")}
 
 
 def find_names(template: str, *, path: Path) -> set[str]:
     """The variables of a template, ``${NAME}`` each.
 
     Raises:
-        ConfigError: It has one that the table does not know, or a dollar sign that begins none.
+        ConfigError: It has one that the tables do not know, or a dollar sign that begins none.
     """
+    known = (*VARIABLES, *COMPUTED)
     names = set()
     for found in string.Template.pattern.finditer(template):
-        if found["braced"] not in VARIABLES:
+        if found["braced"] not in known:
             raise ConfigError(
                 f"line {template.count(chr(10), 0, found.start()) + 1} of the template has a "
                 "variable that render does not know",
                 value=found[0],
-                allowed=", ".join(f"${{{name}}}" for name in VARIABLES),
+                allowed=", ".join(f"${{{name}}}" for name in known),
                 flag=f"the template {path}",
             )
         names.add(found["braced"])
@@ -252,47 +228,6 @@ def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(lines))  # the workers of a job repeat what its master runs
 
 
-def _find_meeting_place(text: str) -> list[str]:
-    """What has to be there before the job."""
-    is_met_at_etcd = re.search(r"^ *rdzvHost: etcd$", text, flags=re.MULTILINE)
-    return [f"kubectl apply -f {FOLDER.name}/{KINDS['etcd'].template}"] if is_met_at_etcd else []
-
-
-def fill_script(script: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The script with options, settings and arguments of benchmark.py in it.
-
-    Args:
-        script: Text of 2.train.sbatch.
-        values: Values that were given, by name in `SLURM_VARIABLES`.
-        arguments: Arguments of benchmark.py, which come before those of the command line.
-
-    Raises:
-        ConfigError: A value is wrong, or the script has no head and body to put them into.
-    """
-    head, end, body = script.partition(END_OF_HEAD)
-    if not end or "\n#SBATCH " not in head:
-        raise ConfigError(
-            "this is not the script that render knows",
-            value=script.partition("\n")[0],
-            allowed=f"lines that begin with #SBATCH, and behind them `{END_OF_HEAD.strip()}`",
-            flag="--template",
-        )
-    settings = ""
-    for name, value in values.items():
-        SLURM_VARIABLES[name].check(value, flag=flag_of(name))
-        if name.isupper():  # what is in the environment counts more
-            settings += f"{name}=${{{name}:-{shlex.quote(value)}}}\n"
-            continue
-        line = f"#SBATCH --{name}={value}"
-        head, num_replaced = re.subn(rf"^#SBATCH --{name}\b.*$", line, head, flags=re.MULTILINE)
-        if not num_replaced:
-            last = head.index("\n", head.rindex("\n#SBATCH ") + 1)
-            head = f"{head[:last]}\n{line}{head[last:]}"
-    if arguments:
-        settings += f'set -- {shlex.join(arguments)} "$@"\n'
-    return f"{head}{end}{settings}{body}"
-
-
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -305,42 +240,46 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """Flags of every kind, beside those of its variables."""
+
+    template: Path | None = setting(PATH, None, "your copy instead of the suite's")
+    out: Path | None = setting(PATH, None, "where it goes (default: standard output)")
+    dry_run: bool = setting(SWITCH, False, "say what it would run, and write nothing")
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[str, Request[OutputFlags]]:
+    """The name of a kind, and its flags with one for each variable."""
+    name, rest = choose_command(
+        {name: kind.meaning for name, kind in KINDS.items()},
+        argv,
         prog="python -m sdbench render",
-        description="Fill in one of the templates of multi-node/ and check what comes out.",
+        description="Fill in a manifest of multi-node/ and check what comes out.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, kind in KINDS.items():
-        command = kinds.add_parser(
-            name,
-            help=kind.meaning,
-            description=f"{kind.meaning[0].upper()}{kind.meaning[1:]}, from {kind.template}.",
-            usage=f"python -m sdbench render {name} [-h] [FLAGS] [--out FILE] [--dry_run] "
-            "[-- ARGUMENTS of benchmark.py]",
-            allow_abbrev=False,
-        )
-        template = (FOLDER / kind.template).read_text(encoding="utf-8")
-        for variable, one in (SLURM_VARIABLES if name == SLURM else VARIABLES).items():
-            default = f" (default: {one.default})" if isinstance(one.default, str) else ""
-            is_used = name == SLURM or f"${{{variable}}}" in template
-            help_text = f"{one.meaning}: {one.allowed}{default}"
-            command.add_argument(
-                flag_of(variable),
-                dest=variable,
-                metavar="X",
-                help=help_text if is_used else argparse.SUPPRESS,
-            )
-        command.add_argument(
-            "--template", type=Path, metavar="FILE", help="your copy instead of the suite's"
-        )
-        command.add_argument(
-            "--out", type=Path, metavar="FILE", help="where it goes (default: standard output)"
-        )
-        command.add_argument(
-            "--dry_run", action="store_true", help="say what it would run, and write nothing"
-        )
-    return parser.parse_args(argv)
+    kind = KINDS[name]
+    template = (FOLDER / kind.template).read_text(encoding="utf-8")
+    fields = []
+    for variable, one in VARIABLES.items():
+        default = f" (default: {one.default})" if isinstance(one.default, str) else ""
+        # A copy of the template may use the others.
+        is_used = f"${{{variable}}}" in template
+        help_text = f"{one.meaning}: {one.allowed}{default}" if is_used else ""
+        fields.append((_field_of(variable), str | None, setting(TEXT, None, help_text)))
+    flags_type = dataclasses.make_dataclass(
+        "Flags", fields, bases=(OutputFlags,), frozen=True, kw_only=True
+    )
+    request = parse(
+        flags_type,
+        rest,
+        prog=f"python -m sdbench render {name}",
+        description=f"{kind.meaning[0].upper()}{kind.meaning[1:]}, from {kind.template}.",
+        epilog="",
+        rest="ARGUMENTS of benchmark.py",
+    )
+    return name, request
+
+
+def _field_of(variable: str) -> str:
+    return flag_of(variable).removeprefix("--")

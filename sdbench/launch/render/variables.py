@@ -18,23 +18,20 @@ Values = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A name that templates use; its flag is the same in lower case.
+    """A variable of templates, with a flag of the same name in lower case.
 
     Attributes:
         meaning: What it is, for the help.
         allowed: Which values it may have, in words.
         valid: The same as a pattern, or the least and the largest whole number.
-        default: Its value if none is given; a function takes it from those of `needs`.
-        needs: The variables that the default follows from.
-        is_fixed: A value that is given has to be the default.
+        default: Its value if none is given, or a function from the values of the variables above it
+            in `VARIABLES`; None: it has to be given.
     """
 
     meaning: str
     allowed: str
     valid: str | tuple[int, int]
     default: str | Callable[[Values], str] | None = None
-    needs: tuple[str, ...] = ()
-    is_fixed: bool = False
 
     def check(self, value: str, *, flag: str) -> None:
         """Refuse a value that the variable cannot have.
@@ -61,8 +58,15 @@ def _name_run(_: Values) -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("run-%Y%m%dt%H%M%Sz")
 
 
+def _rendezvous_host(values: Values) -> str:
+    return f"{JOB_NAME}-worker-0" if values["RDZV_BACKEND"] == "c10d" else "etcd"
+
+
+def _rendezvous_port(values: Values) -> str:
+    return values["MASTER_PORT"] if values["RDZV_BACKEND"] == "c10d" else "2379"
+
+
 PORT = f"a port from {MIN_PORT} to {MAX_PORT}"
-# Each follows from those above it.
 VARIABLES: dict[str, Variable] = {
     "REGISTRY": Variable(
         "where the image is, with the slash behind it",
@@ -91,22 +95,6 @@ VARIABLES: dict[str, Variable] = {
         "a whole number: 4 on p4de, 32 on p5 and p5e, 16 on p5en, 0 without EFA",
         (0, 1024),
     ),
-    "NUM_WORKERS": Variable(
-        "pods beside that of node 0",
-        "NUM_NODES - 1",
-        (0, 9999),
-        lambda values: str(int(values["NUM_NODES"]) - 1),
-        needs=("NUM_NODES",),
-        is_fixed=True,
-    ),
-    "WORLD_SIZE": Variable(
-        "ranks of the job",
-        "NUM_NODES times NUM_GPUS_PER_NODE",
-        (1, 999999999),
-        lambda values: str(int(values["NUM_NODES"]) * int(values["NUM_GPUS_PER_NODE"])),
-        needs=("NUM_NODES", "NUM_GPUS_PER_NODE"),
-        is_fixed=True,
-    ),
     "MASTER_PORT": Variable(
         "port on node 0 where the ranks meet", PORT, (MIN_PORT, MAX_PORT), "29500"
     ),
@@ -116,20 +104,8 @@ VARIABLES: dict[str, Variable] = {
         "c10d|etcd|etcd-v2",
         "c10d",
     ),
-    "RDZV_HOST": Variable(
-        "where they meet",
-        "the name of a service",
-        DNS_NAME,
-        lambda values: f"{JOB_NAME}-worker-0" if values["RDZV_BACKEND"] == "c10d" else "etcd",
-        needs=("RDZV_BACKEND",),
-    ),
-    "RDZV_PORT": Variable(
-        "port there",
-        PORT,
-        (MIN_PORT, MAX_PORT),
-        lambda values: values["MASTER_PORT"] if values["RDZV_BACKEND"] == "c10d" else "2379",
-        needs=("RDZV_BACKEND", "MASTER_PORT"),
-    ),
+    "RDZV_HOST": Variable("where they meet", "the name of a service", DNS_NAME, _rendezvous_host),
+    "RDZV_PORT": Variable("port there", PORT, (MIN_PORT, MAX_PORT), _rendezvous_port),
     "RUN_ID": Variable(
         "name of the run at the etcd, another one for each job",
         "letters, digits and dashes",
@@ -143,38 +119,17 @@ VARIABLES: dict[str, Variable] = {
         f"{JOB_NAME}-results",
     ),
 }
-# Of 2.train.sbatch, under the names that the script gives them: in capitals a variable that it
-# reads from its environment, else an option of sbatch.
-SLURM_VARIABLES: dict[str, Variable] = {
-    "nodes": Variable("nodes of the job", "a number above 0", r"[1-9][0-9]{0,4}"),
-    "gpus-per-node": Variable(
-        "GPUs of a node, where Slurm does not give all of them to a job that has it to itself",
-        "a number above 0, with a type before it if need be, e.g. h100:8",
-        r"([A-Za-z0-9_.-]+:)?[1-9][0-9]{0,3}",
-    ),
-    "time": Variable(
-        "time limit",
-        "minutes, H:M:S or D-H, as sbatch has it",
-        r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}",
-    ),
-    "partition": Variable("partitions to choose from", "names", r"[\w.,-]+"),
-    "IMAGE": Variable(
-        "Enroot image that Pyxis runs",
-        "a file, a name of a registry, or none for no container",
-        r"\S+",
-    ),
-    "MOUNTS": Variable(
-        "more mounts of the container",
-        "SOURCE:TARGET,..., e.g. /fsx:/fsx",
-        r"[^\s:,]+:[^\s,]+(,[^\s:,]+:[^\s,]+)*",
-    ),
+# Variables that follow from the sizes of the job, and have no flag.
+SIZES = ("NUM_NODES", "NUM_GPUS_PER_NODE")
+COMPUTED: dict[str, Callable[[int, int], int]] = {
+    "NUM_WORKERS": lambda num_nodes, _: num_nodes - 1,  # pods beside that of node 0
+    "WORLD_SIZE": lambda num_nodes, num_gpus: num_nodes * num_gpus,
 }
-SLURM_FLAGS = {"nodes": "--num_nodes", "gpus-per-node": "--num_gpus_per_node"}
 
 
 def flag_of(name: str) -> str:
     """The flag that gives a variable its value."""
-    return SLURM_FLAGS.get(name, f"--{name.lower()}")
+    return f"--{name.lower()}"
 
 
 def find_values(names: set[str], given: Values) -> dict[str, str]:
@@ -187,7 +142,7 @@ def find_values(names: set[str], given: Values) -> dict[str, str]:
     Raises:
         ConfigError: One has no value, one that it may not have, or is not in the template.
     """
-    wanted = names | {need for name in names for need in VARIABLES[name].needs}
+    wanted = names.union(SIZES) if names & COMPUTED.keys() else names
     for name in given:
         if name not in wanted:
             raise ConfigError(
@@ -196,8 +151,15 @@ def find_values(names: set[str], given: Values) -> dict[str, str]:
                 allowed=", ".join(name for name in VARIABLES if name in wanted) or "none",
                 flag=flag_of(name),
             )
-    order = [name for name in VARIABLES if name in wanted]
-    unset = [name for name in order if name not in given and VARIABLES[name].default is None]
+    values: dict[str, str] = {}
+    unset = []
+    for name, variable in VARIABLES.items():
+        value = given.get(name, variable.default)
+        if value is not None:
+            values[name] = value(values) if callable(value) else value
+            variable.check(values[name], flag=flag_of(name))
+        elif name in wanted:
+            unset.append(name)
     if unset:
         raise ConfigError(
             f"not set: {', '.join(unset)}",
@@ -205,17 +167,6 @@ def find_values(names: set[str], given: Values) -> dict[str, str]:
             allowed="; ".join(f"{name}: {VARIABLES[name].allowed}" for name in unset),
             flag=", ".join(map(flag_of, unset)),
         )
-    values: dict[str, str] = {}
-    for name in order:
-        variable = VARIABLES[name]
-        default = variable.default(values) if callable(variable.default) else variable.default
-        values[name] = given.get(name, default or "")
-        variable.check(values[name], flag=flag_of(name))
-        if variable.is_fixed and values[name] != default:
-            raise ConfigError(
-                f"{variable.meaning}: not what follows from the others",
-                value=values[name],
-                allowed=f"{variable.allowed}, {default}",
-                flag=flag_of(name),
-            )
+    for name in names & COMPUTED.keys():
+        values[name] = str(COMPUTED[name](*(int(values[size]) for size in SIZES)))
     return values

@@ -19,22 +19,16 @@ from torch.utils.data import DataLoader
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import SPELLINGS, check_finite
+from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, BatchReport, GoodBatch, make_batches
 from sdbench.data.pipeline.order import Key, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.prepare.convert import check_bad_fraction
-from sdbench.data.prepare.pool import show_progress
+from sdbench.data.prepare.pool import Shards, show_progress
 from sdbench.data.prepare.writers import Output
-from sdbench.data.samples import BadSampleError, ImageSample, Samples
-from sdbench.data.source import (
-    EOS_TOKEN_ID,
-    NUM_LATENT_CHANNELS,
-    NUM_TOKENS,
-    VAE_FACTOR,
-    SourceConfig,
-)
+from sdbench.data.samples import BadSampleError, ImageSample, Samples, SampleType
+from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
@@ -44,13 +38,7 @@ from sdbench.models.stable_diffusion import (
     sample_latents,
 )
 
-TEXT_COLUMN = SPELLINGS["text_embedding"][0]
 CAPTION_COLUMN = "caption"
-# A value of --latents to what `latent_columns` calls it, and to its channels.
-KINDS = {
-    "moments": ("moments", 2 * NUM_LATENT_CHANNELS),
-    "sampled": ("latent", NUM_LATENT_CHANNELS),
-}
 # What the preset `fast` trains with.
 MEMORY_FORMAT, ATTENTION = "channels_last", "sdpa"
 # What the time of a batch consists of, in order: waiting until it is loaded, both encoders with the
@@ -61,39 +49,25 @@ EPOCH = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeJob:
+class EncodeJob(Shards):
     """What is to be encoded, and how; the same for all ranks.
 
     Attributes:
         configs: The source, once for each resolution, smallest first.
         architecture: Whose VAE and text encoder.
-        latents: A key of `KINDS`.
+        sample_type: What is stored: `MOMENTS`, or `LATENTS` drawn from them.
         encoder_dtype: Type of the encoders' weights and arithmetic.
         batch_size: Images that are encoded together.
-        num_samples: Samples of the source that are taken, from the first one.
-        samples_per_shard: How many of them make a shard.
     """
 
     configs: tuple[SourceConfig, ...]
     architecture: Architecture
-    latents: str
+    sample_type: SampleType
     encoder_dtype: str
     batch_size: int
-    num_samples: int
-    samples_per_shard: int
-
-    @property
-    def num_shards(self) -> int:
-        """Into how many shards the samples are cut, bad ones included."""
-        return -(-self.num_samples // self.samples_per_shard)
-
-    def indices(self, number: int) -> range:
-        """Which samples of the source make a shard."""
-        first = number * self.samples_per_shard
-        return range(first, min(first + self.samples_per_shard, self.num_samples))
 
     def pieces(self, number: int) -> list[range]:
-        """The batches of a shard."""
+        """Indices of the samples of each batch of a shard."""
         indices = self.indices(number)
         return [
             indices[start : start + self.batch_size]
@@ -102,22 +76,10 @@ class EncodeJob:
 
     def columns(self) -> dict[str, str]:
         """Columns to write, to their MDS encodings."""
-        _, num_channels = KINDS[self.latents]
         columns = {}
         for config in self.configs:
-            side = config.image_size // VAE_FACTOR
-            name = self.latent_column(config.image_size)
-            columns[name] = f"ndarray:float16:{num_channels},{side},{side}"
-        width = self.architecture.text_encoder["hidden_size"]
-        return columns | {
-            TEXT_COLUMN: f"ndarray:float16:{NUM_TOKENS},{width}",
-            CAPTION_COLUMN: "str",
-        }
-
-    def latent_column(self, image_size: int) -> str:
-        """Name of the column that holds the latents of a resolution."""
-        kind, _ = KINDS[self.latents]
-        return SPELLINGS[kind][0].replace("<px>", str(image_size))
+            columns |= array_columns(self.sample_type, config)
+        return columns | {CAPTION_COLUMN: "str"}
 
 
 class LoadedBatch(NamedTuple):
@@ -141,7 +103,7 @@ class LoadedBatch(NamedTuple):
 
 
 class CachedSamples:
-    """Stored samples of which those of the present batch are read once, for all resolutions."""
+    """Stored samples, of which each of the current batch is read once for all resolutions."""
 
     def __init__(self, records: Samples) -> None:
         self._records = records
@@ -159,7 +121,7 @@ class CachedSamples:
         return self._kept[index]
 
     def forget(self) -> None:
-        """The next batch begins."""
+        """Drop the samples of the current batch."""
         self._kept.clear()
 
 
@@ -170,10 +132,10 @@ class ImageReader:
         """Open the source.
 
         Args:
-            configs: It, once for each resolution.
+            configs: The source, once for each resolution.
 
         Raises:
-            ConfigError: It cannot be used.
+            ConfigError: The source cannot be used.
         """
         self._records = None
         if configs[0].data_format == "synthetic":
@@ -231,7 +193,7 @@ def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
 
 @dataclass
 class Step(BatchReport):
-    """What a batch took, from the request for it to the request for the next one.
+    """Times and counts of one batch, from the request for it to the request for the next one.
 
     Attributes:
         seconds: Each of `STEP_PHASES` to its time, which together are the step's, and each of
@@ -244,7 +206,7 @@ class Step(BatchReport):
 
     @property
     def step_time_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole batch; loading in the workers goes on meanwhile."""
         return sum(self.seconds[name] for name in STEP_PHASES)
 
     def add_loading(self, report: BatchReport) -> None:
@@ -258,11 +220,11 @@ class Encoder:
     """VAE and text encoder on one device."""
 
     def __init__(self, job: EncodeJob, *, device: str) -> None:
-        """Build them, with the weights that a training run with the same seed has.
+        """Build both encoders, with the weights that a training run with the same seed has.
 
         Args:
-            job: Says which.
-            device: Where they go.
+            job: What is to be encoded.
+            device: Device of the weights, e.g. ``cuda:0`` or ``cpu``.
         """
         self._job = job
         self._device = device
@@ -294,7 +256,7 @@ class Encoder:
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
         )
-        if self._job.latents == "moments":
+        if self._job.sample_type is SampleType.MOMENTS:
             latents = torch.cat([mean, logvar], dim=1)
         else:
             drawn = [
@@ -323,22 +285,22 @@ def _as_float16(values: Tensor) -> np.ndarray:
 
 
 class ShardWriter:
-    """Encodes shards and writes them; keeps what each batch took.
+    """Encodes shards, writes them and times each batch.
 
     Attributes:
-        steps: One for each batch so far.
+        steps: Times and counts of each batch so far.
     """
 
     def __init__(
         self, job: EncodeJob, *, reader: ImageReader, encoder: Encoder, output: Output
     ) -> None:
-        """Join the parts.
+        """Prepare; nothing is read yet.
 
         Args:
-            job: What is to be done.
-            reader: Opens the images.
-            encoder: Encodes them.
-            output: Takes the result.
+            job: What is to be encoded.
+            reader: Reads and decodes the images.
+            encoder: VAE and text encoder of this rank.
+            output: The data set that is written.
         """
         self.steps: list[Step] = []
         self._job = job
@@ -445,15 +407,17 @@ class ShardWriter:
 
     def _encode_batch(self, batch: LoadedBatch, step: Step) -> dict[str, np.ndarray]:
         """The columns of the arrays, to the values of all samples of the batch."""
-        columns = {}
+        job, columns = self._job, {}
+        image_part, text_part = job.sample_type.value
         with step.phase("vae"):
-            for config, part in zip(self._job.configs, batch.parts, strict=True):
-                columns[self._job.latent_column(config.image_size)] = self._encoder.encode_images(
+            for config, part in zip(job.configs, batch.parts, strict=True):
+                column = name_column(image_part, image_size=config.image_size)
+                columns[column] = self._encoder.encode_images(
                     part.tensors["image"], indices=batch.indices
                 )
         with step.phase("text"):
             input_ids = batch.parts[0].tensors["input_ids"]
-            columns[TEXT_COLUMN] = self._encoder.encode_captions(input_ids)
+            columns[name_column(text_part)] = self._encoder.encode_captions(input_ids)
         for part in batch.parts:
             step.add_loading(part.report)
         return columns

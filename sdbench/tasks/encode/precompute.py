@@ -6,20 +6,21 @@ rank, which needs torch.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
-from sdbench.data.prepare.chunk_formats import MAX_ROWS_PER_CHUNK
 from sdbench.data.prepare.convert import choose_samples_per_shard
+from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, Totals, open_output
 from sdbench.data.remote import identify
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
@@ -27,10 +28,16 @@ from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.store import PRECOMPUTE, RunFolder
+from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
 from sdbench.run.runner import run
 from sdbench.run.task import Run, Task
-from sdbench.settings.config import POSITIVE, add_flags, reader
+from sdbench.settings.arithmetic import ArithmeticSpeedups
+from sdbench.settings.data import ONLINE, DataSettings
+from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
+from sdbench.settings.measuring import RunSettings
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.training import ModelSettings
 from sdbench.statistics.intervals import within_run_interval
 from sdbench.tasks import TASKS
 
@@ -54,34 +61,9 @@ shards are kept in OUT.partial until all are there.
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
 """
 
-# Flags that mean the same in benchmark.py.
-SHARED_FLAGS = (
-    "model_name",
-    "model_revision",
-    "seed",
-    "encoder_dtype",
-    "data_format",
-    "remote",
-    "local",
-    "filters",
-    "class_prompts",
-    "crop",
-    "horizontal_flip_probability",
-    "caption_drop_probability",
-    "max_bad_fraction",
-    "data_timeout_s",
-    "validate_hash",
-    "num_workers",
-    "prefetch_factor",
-    "results_dir",
-)
-# The flags that a data source takes as they are.
-SOURCE_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(SourceConfig)
-    if field.name in {*SHARED_FLAGS, "on_bad_sample"} - {"filters"}
-)
 
+# What is stored of the VAE, by the value of --latents.
+SAMPLE_TYPES = {"moments": SampleType.MOMENTS, "sampled": SampleType.LATENTS}
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
@@ -90,6 +72,62 @@ RANK_TIMEOUT_S = 24 * 3600.0
 # The first batches pay for allocations and for the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecomputeSettings:
+    """Settings of precompute. None means: chosen for the machine, then printed."""
+
+    out: str = setting(TEXT, REQUIRED, "folder of the new data set")
+    out_format: str = setting(one_of("mds", "parquet"), "mds", "how latents are stored")
+    latents: str = setting(
+        one_of("moments", "sampled"),
+        "moments",
+        "what is stored of the VAE: mean and log-variance, so that training draws another sample "
+        "each epoch, or one sample times the scaling factor",
+    )
+    image_size: tuple[int, ...] | None = setting(
+        list_of(POSITIVE),
+        None,
+        "side of the square images in pixels, or several (default: the model's own, at most 256 "
+        "without a GPU, as benchmark.py)",
+    )
+    batch_size: int | None = setting(
+        POSITIVE,
+        None,
+        f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
+        f"{CPU_BATCH_SIZE} on a CPU)",
+    )
+    samples_per_shard: int | None = shared(
+        ConvertFlags,
+        "samples_per_shard",
+        help="samples of the source that make a file of OUT; what a kill costs (default: for "
+        "about 16 files, 32 to 512, whole batches)",
+    )
+    max_samples: int | None = shared(ConvertFlags, "max_samples")
+    use_synth_data: bool = shared(
+        DataSettings, "use_synth_data", help="encode synthetic images, to measure speed"
+    )
+    on_bad_sample: str = shared(ConvertFlags, "on_bad_sample")
+    random_weights: bool = shared(ModelSettings, "random_weights")
+    model_name: str = shared(ModelSettings, "model_name")
+    model_revision: str | None = shared(ModelSettings, "model_revision")
+    seed: int = shared(RunSettings, "seed")
+    encoder_dtype: str | None = shared(ArithmeticSpeedups, "encoder_dtype", presets={})
+    data_format: str = shared(DataSettings, "data_format")
+    remote: str | None = shared(DataSettings, "remote")
+    local: str | None = shared(DataSettings, "local")
+    filters: Mapping[str, str] | None = shared(DataSettings, "filters")
+    class_prompts: str | None = shared(DataSettings, "class_prompts")
+    crop: str = shared(DataSettings, "crop")
+    horizontal_flip_probability: float = shared(DataSettings, "horizontal_flip_probability")
+    caption_drop_probability: float = shared(DataSettings, "caption_drop_probability")
+    max_bad_fraction: float = shared(DataSettings, "max_bad_fraction")
+    data_timeout_s: float = shared(DataSettings, "data_timeout_s")
+    validate_hash: str = shared(DataSettings, "validate_hash")
+    num_workers: int | None = shared(DataSettings, "num_workers")
+    prefetch_factor: int = shared(DataSettings, "prefetch_factor")
+    results_dir: str = shared(RunSettings, "results_dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,81 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    return run(TASKS["precompute"], _parse, argv)
-
-
-# --- The command line ----------------------------------------------------------------------------
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parse_precompute = functools.partial(
+        parse,
+        PrecomputeSettings,
         prog="python -m sdbench precompute",
         description="Encode images and captions once, so that training reads latents instead.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder of the new data set")
-    parser.add_argument(
-        "--out_format",
-        choices=("mds", "parquet"),
-        default="mds",
-        help="how latents are stored (default: mds)",
-    )
-    parser.add_argument(
-        "--latents",
-        choices=("moments", "sampled"),
-        default="moments",
-        help="what is stored of the VAE: mean and log-variance, so that training draws another "
-        "sample each epoch, or one sample times the scaling factor (default: moments)",
-    )
-    parser.add_argument(
-        "--image_size",
-        type=_read_sizes,
-        metavar="N,...",
-        help="side of the square images in pixels, or several (default: the model's own, "
-        "at most 256 without a GPU, as benchmark.py)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=reader(POSITIVE),
-        metavar="N",
-        help=f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
-        f"{CPU_BATCH_SIZE} on a CPU)",
-    )
-    parser.add_argument(
-        "--samples_per_shard",
-        type=reader(POSITIVE),
-        metavar="N",
-        help="samples of the source that make a file of OUT; what a kill costs (default: for "
-        "about 16 files, 32 to 512, whole batches)",
-    )
-    parser.add_argument(
-        "--max_samples",
-        type=reader(POSITIVE),
-        metavar="N",
-        help="take only the first N (default: all)",
-    )
-    parser.add_argument(
-        "--use_synth_data", action="store_true", help="encode synthetic images, to measure speed"
-    )
-    parser.add_argument(
-        "--on_bad_sample",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at a sample that cannot be used, or leave it out and report it (default: error)",
-    )
-    parser.add_argument(
-        "--random_weights",
-        action="store_true",
-        help="draw the weights of a folder or hub id instead of loading them",
-    )
-    add_flags(parser, SHARED_FLAGS)
-    return parser.parse_args(argv)
-
-
-def _read_sizes(text: str) -> list[int]:
-    return sorted({reader(POSITIVE)(size) for size in text.split(",")})
+    return run(TASKS["precompute"], parse_precompute, argv)
 
 
 # --- The plan ------------------------------------------------------------------------------------
@@ -204,7 +175,7 @@ class Plan:
     keep_memory: bool
 
 
-def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Plan:
+def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Plan:
     """Fill in what was left open, and open the source.
 
     Raises:
@@ -217,53 +188,53 @@ def _resolve(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> Pl
     architecture, note = resolve_architecture(
         flags.model_name, revision=flags.model_revision, random_weights=flags.random_weights
     )
-    config = vars(flags) | _choose(flags, machine=machine, ranks=ranks)
+    flags = _choose(flags, machine=machine, ranks=ranks)
     on_gpu = machine.device_type == "cuda"
-    sizes = flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]
+    sizes = sorted(set(flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]))
     for size in sizes:
         architecture.check_image_size(size)
     # Every rank may read every sample, so the source is the same for all.
-    source = SourceConfig(
-        **{name: config[name] for name in SOURCE_FIELDS},
-        filters=flags.filters or {},
+    source = SourceConfig.from_settings(
+        flags,
         image_size=sizes[0],
+        latents=ONLINE,
         device_batch_size=1,
         shuffle=False,
         tokenizer_folder=architecture.tokenizer_folder,
         pad_token_id=architecture.tokenizer["pad_token_id"],
         text_embedding_dim=architecture.text_encoder["hidden_size"],
-        num_images=flags.max_samples if config["data_format"] == "synthetic" else None,
+        num_images=flags.max_samples if flags.data_format == "synthetic" else None,
     )
     configs = tuple(dataclasses.replace(source, image_size=size) for size in sizes)
     reader = ImageReader(configs)
     num_samples = min(reader.num_samples, flags.max_samples or reader.num_samples)
     if flags.samples_per_shard is None:
         # Whole batches, as a short one at the end of each shard would leave the device idle.
-        wanted, batch_size = choose_samples_per_shard(num_samples), config["batch_size"]
-        config["samples_per_shard"] = -(-wanted // batch_size) * batch_size
-    config["image_size"] = sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
+        num_batches = -(-choose_samples_per_shard(num_samples) // flags.batch_size)
+        flags = dataclasses.replace(flags, samples_per_shard=num_batches * flags.batch_size)
     job = EncodeJob(
         configs=configs,
         architecture=architecture,
-        latents=flags.latents,
-        encoder_dtype=config["encoder_dtype"],
-        batch_size=config["batch_size"],
+        sample_type=SAMPLE_TYPES[flags.latents],
+        encoder_dtype=flags.encoder_dtype,
+        batch_size=flags.batch_size,
         num_samples=num_samples,
-        samples_per_shard=config["samples_per_shard"],
+        samples_per_shard=flags.samples_per_shard,
     )
+    image_size = sizes[0] if len(sizes) == 1 else ",".join(map(str, sizes))
     return Plan(
         job=job,
         reader=reader,
         out=Path(flags.out),
         out_format=flags.out_format,
-        config=config,
+        config=dataclasses.asdict(flags) | {"image_size": image_size},
         note=note,
         keep_memory=machine.device_type == "cpu" and can_keep_freed_memory(),
     )
 
 
-def _choose(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> dict[str, Any]:
-    """Values that depend on the machine, and the format of the data.
+def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> PrecomputeSettings:
+    """Choose what depends on the machine or on the place of the data.
 
     Raises:
         ConfigError: There is no data, or this machine cannot do what was asked for.
@@ -282,13 +253,6 @@ def _choose(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> dic
             allowed="a folder or URL of images, or --use_synth_data",
             flag="--remote or --local",
         )
-    if (flags.samples_per_shard or 0) > MAX_ROWS_PER_CHUNK:
-        raise ConfigError(
-            "Too many samples per shard",
-            value=flags.samples_per_shard,
-            allowed=f"at most {MAX_ROWS_PER_CHUNK}",
-            flag="--samples_per_shard",
-        )
     if flags.encoder_dtype == "fp16" and not on_gpu:
         raise ConfigError(
             "A CPU cannot run the encoders in this type",
@@ -305,7 +269,7 @@ def _choose(flags: argparse.Namespace, *, machine: Machine, ranks: Ranks) -> dic
         "num_workers": min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu else 0,
     }
     chosen = {name: value for name, value in chosen.items() if getattr(flags, name) is None}
-    return chosen | {"data_format": data_format}
+    return dataclasses.replace(flags, **chosen, data_format=data_format)
 
 
 def _job_facts(plan: Plan) -> dict[str, Any]:
@@ -338,7 +302,7 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
 
 
 class Precompute(Task):
-    """Encodes a data set; its request are the flags."""
+    """Encodes a data set; its request is one of `PrecomputeSettings`."""
 
     kind = PRECOMPUTE
     program = "python -m sdbench precompute"
@@ -353,7 +317,7 @@ class Precompute(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self._machine, self._ranks = machine, ranks
-        self._plan = _resolve(self.request, machine=machine, ranks=ranks)
+        self._plan = _resolve(self.request.config, machine=machine, ranks=ranks)
 
     def make_folder(self) -> Path:
         """A new one in --results_dir; begins or resumes the output, too."""
@@ -441,8 +405,8 @@ def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
     lines = [
         f"Encoding {job.num_samples} {config['data_format']} images"
         f"{f' of {place!r}' if place else ''} at {config['image_size']} px by "
-        f"{job.architecture.name} to {plan.out} ({plan.out_format}, {job.latents}): {values}, "
-        f"ranks {ranks.world_size}"
+        f"{job.architecture.name} to {plan.out} ({plan.out_format}, {config['latents']}): "
+        f"{values}, ranks {ranks.world_size}"
     ]
     if job.architecture.weights_folder is None:
         lines.append(
@@ -498,7 +462,7 @@ def _finish(plan: Plan, output: Output) -> Totals:
         raise RunError(
             f"{num_expected} samples were to be encoded, {totals.num_written} were written and "
             f"{totals.num_bad} left out",
-            status="invalid",
+            status=INVALID,
         )
     return totals
 

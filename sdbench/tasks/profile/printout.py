@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdbench.base.escape import for_csv
-from sdbench.report.tables import Column, Table, make_cell
+from sdbench.report.tables import Column, Table, make_cell, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.report.text_table import to_terminal
 from sdbench.tasks.profile.result import Profile
 from sdbench.tasks.profile.roofline import Row
 

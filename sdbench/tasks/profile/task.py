@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
 from sdbench.measure.hardware import Machine
-from sdbench.plan import describe
-from sdbench.plan.resolve import Plan, resolve
+from sdbench.plan.resolve import Plan
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import PROFILE, RunFolder
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
-from sdbench.run.task import Run, Task
+from sdbench.run.task import Run
 from sdbench.tasks.profile import printout
 from sdbench.tasks.profile.result import Profile
 from sdbench.tasks.profile.roofline import Ceilings, join
+from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
     from sdbench.tasks.profile.steps import ProfiledSteps
@@ -35,48 +35,38 @@ OPERATORS_NAME = "operators.csv"
 TRACE_NAME = "trace.json.gz"
 
 
-class ProfileStep(Task):
+class ProfileStep(TrainingTask):
     """Profiles a training step; its request is a `ProfileRequest`."""
 
     kind = PROFILE
     program = "python -m sdbench profile"
     record_name = "profile.json"
     is_distributed = False
-    _plan: Plan
     _profile: Profile
     _warnings: list[str]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan of benchmark.py, and see whether it can be profiled."""
-        self._plan = resolve(self.request.request, machine=machine, ranks=ranks)
-        _check(self._plan)
-
-    def printed_config(self) -> str | None:
-        """The plan as a config file."""
-        request = self.request.request
-        return describe.as_yaml(self._plan, request) if request.print_config else None
+        super().resolve(machine, ranks)
+        _check(self.plan)
 
     def make_folder(self) -> Path:
         """That of --out, or a new one in --results_dir."""
-        return _make_folder(self._plan, self.request.out)
+        return _make_folder(self.plan, self.request.out)
 
     def for_person(self) -> str:
-        """The plan in words."""
-        config = self._plan.config
+        """The plan in words, and which steps are counted and profiled."""
+        config = self.plan.config
         return (
-            f"{describe.for_person(self._plan)}\n{config.warmup_batches} steps of warm-up, "
+            f"{super().for_person()}\n{config.warmup_batches} steps of warm-up, "
             f"{config.measure_batches} as they are, 1 counted, {config.profile_batches} profiled, "
             "each after one to settle"
         )
 
-    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
-        """The plan as a record has it."""
-        return describe.for_record(self._plan, self.request.request, num_restarts=num_restarts)
-
     def work(self, run: Run) -> dict[str, Any]:
         """Count and time the operators of a step, and measure the ceilings."""
-        self._profile = _profile(self._plan, trace_file=run.folder / TRACE_NAME)
-        is_compiled = self._plan.config.compile != "none"
+        self._profile = _profile(self.plan, trace_file=run.folder / TRACE_NAME)
+        is_compiled = self.plan.config.compile != "none"
         self._warnings = printout.warnings_of(self._profile, is_compiled=is_compiled)
         return {"warnings": self._warnings, **printout.to_json(self._profile)}
 
@@ -84,7 +74,7 @@ class ProfileStep(Task):
         """Write operators.csv."""
         with warn_if_not_written(OPERATORS_NAME):
             replace_file(folder / OPERATORS_NAME, printout.to_csv(self._profile))
-        on_gpu = self._plan.machine.device_type == "cuda"
+        on_gpu = self.plan.machine.device_type == "cuda"
         sentences = [*printout.describe_coverage(self._profile, on_gpu=on_gpu), *self._warnings]
         return "\n\n".join(
             (

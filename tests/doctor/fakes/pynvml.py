@@ -5,7 +5,6 @@ FAKE_GPUS is a JSON list; each GPU is what it differs in from an idle H100.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ IDLE = {
     "used_gib": 0.0,
     "num_processes": 0,
     "num_links": 18,
-    "fabric_state": 3,
     "num_ecc_errors": 0,
     "throttle_reasons": 0,
     "is_split": 0,
@@ -31,12 +29,6 @@ IDLE = {
 
 class NVMLError(Exception):
     """As NVML tells that something is not there."""
-
-
-class c_nvmlGpuFabricInfo_t(ctypes.Structure):
-    """Filled by the driver."""
-
-    _fields_ = [("state", ctypes.c_uint)]
 
 
 def _gpu(handle: int) -> dict[str, Any]:
@@ -109,12 +101,6 @@ def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:
     if num_links is None:
         raise NVMLError("Not Supported")
     return int(link < num_links)
-
-
-def nvmlDeviceGetGpuFabricInfo(handle: int, pointer: Any) -> int:
-    """Write the state to where the pointer points, as the driver does."""
-    pointer._obj.state = _gpu(handle)["fabric_state"]
-    return 0
 
 
 def nvmlDeviceGetNvLinkVersion(handle: int, link: int) -> int:

@@ -1,4 +1,4 @@
-"""A refusal told to the program that started the refused one."""
+"""The cause of a bad end, told to the program that started the command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 import benchmark
 from sdbench import cli
+from sdbench.base.cause import VARIABLE, read_cause, report_cause
 from sdbench.base.errors import MemoryEstimateError
-from sdbench.base.refusal import VARIABLE, read_refusal
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "refusal.json"))
-    return tmp_path / "refusal.json"
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cause.json"))
+    return tmp_path / "cause.json"
 
 
 def test_a_run_that_is_refused_for_memory_tells_the_class_of_the_error(file, tmp_path, monkeypatch):
@@ -24,20 +24,20 @@ def test_a_run_that_is_refused_for_memory_tells_the_class_of_the_error(file, tmp
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**28))
     argv = ["--use_synth_data", "--image_size", "256", "--results_dir", str(tmp_path / "runs")]
     assert benchmark.main(argv) == 2
-    assert read_refusal(file)["error"] == "MemoryEstimateError"
+    assert read_cause(file)["error"] == "MemoryEstimateError"
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_command_tells_its_refusal_without_secrets(file, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     assert cli.main(["compare", "hf_0123456789.csv", "b.csv"]) == 2
-    assert read_refusal(file)["error"] == "ConfigError"
-    assert read_refusal(file)["message"] in capsys.readouterr().err
+    assert read_cause(file)["error"] == "ConfigError"
+    assert read_cause(file)["message"] in capsys.readouterr().err
     assert "hf_0123456789" not in file.read_text()
 
 
 def test_without_a_file_or_with_a_full_disk_only_the_error_is_printed(tmp_path, monkeypatch):
-    assert read_refusal(tmp_path / "refusal.json") is None
+    assert read_cause(tmp_path / "cause.json") is None
     for path in ("/dev/full", str(tmp_path / "no" / "folder")):
         monkeypatch.setenv(VARIABLE, path)
         assert cli.main(["compare", "a.csv", "b.csv"]) == 2
@@ -48,3 +48,16 @@ def test_a_refusal_keeps_its_class_from_rank_to_rank():
     received = pickle.loads(pickle.dumps(error))
     assert type(received) is MemoryEstimateError
     assert (received.value, received.flag, str(received)) == (8, "--batch_size", str(error))
+
+
+def test_the_first_process_that_ends_badly_counts(file):
+    report_cause("ValueError", "the cause")
+    report_cause("Killed", "what followed from it")
+    assert read_cause(file) == {"error": "ValueError", "message": "the cause"}
+
+
+def test_an_error_that_nobody_foresaw_is_told(file, monkeypatch, tmp_path):
+    monkeypatch.setattr("sdbench.measure.hardware.inspect_machine", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        benchmark.main(["--use_synth_data", "--results_dir", str(tmp_path / "runs")])
+    assert read_cause(file)["error"] == "ZeroDivisionError"

@@ -1,0 +1,37 @@
+"""What ended a program badly, as values for the program that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from sdbench.base.secrets import redact
+
+# Names the file. Every process that the command starts inherits the variable.
+VARIABLE = "SDBENCH_CAUSE"
+# Causes that are no errors: SIGKILL ended the command, as the out-of-memory killer does; a rank
+# ended without a word, and the other ranks have noticed its silence.
+KILLED, LOST = "Killed", "Lost"
+
+
+def report_cause(error: str, message: str) -> None:
+    """Write why this process ends badly, if the program that started the command asks for it.
+
+    The first process to do so is the one that counts: others end because of it.
+
+    Args:
+        error: Class of the error, or `LOST`.
+        message: What is about to be printed.
+    """
+    path = os.environ.get(VARIABLE)
+    if path is not None:
+        # Without the file the exit code and the printed error still tell it.
+        with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+            json.dump({"error": error, "message": redact(message)}, file)
+
+
+def read_cause(path: Path) -> dict[str, str] | None:
+    """``error`` and ``message`` as they were reported; None if nothing was."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

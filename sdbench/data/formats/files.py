@@ -1,0 +1,68 @@
+"""The tars or parquet files that a place means, copied here where they are elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.remote import PIPE, cache_folder, fetch_all, is_url, list_urls
+from sdbench.data.source import SourceConfig
+
+
+def find_files(place: str, *, suffix: str) -> list[str]:
+    """Names and URLs of the files that a place means.
+
+    Args:
+        place: A file, a folder (not those below it), a URL of either, or any of them in braces.
+        suffix: How the files of a folder end, e.g. ``.tar``.
+
+    Raises:
+        ConfigError: One of them does not exist, there is none, or a URL's folder cannot be listed.
+        RunError: A store does not answer.
+    """
+    from braceexpand import UnbalancedBracesError, braceexpand
+
+    kind = suffix.removeprefix(".")
+    allowed = f"a {kind} file, a folder of them, or a quoted pattern like 'data/{{00..15}}{suffix}'"
+    try:
+        names = list(braceexpand(place))
+    except UnbalancedBracesError as error:
+        raise ConfigError(
+            "The braces are not closed", value=place, allowed=allowed, flag=PLACE_FLAGS
+        ) from error
+    files: list[str] = []
+    for name in names:
+        # Web servers cannot list a folder, and a signed URL ends with its signature.
+        if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(suffix):
+            files += list_urls(name, suffix=suffix)
+        elif not is_url(name) and Path(name).is_dir():
+            files += sorted(str(path) for path in Path(name).glob(f"*{suffix}"))
+        else:
+            files.append(name)
+    missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
+    if missing or not files:
+        raise ConfigError(
+            f"No such {kind} file" if missing else f"The folder holds no {kind} file",
+            value=missing[0] if missing else place,
+            allowed=allowed,
+            flag=PLACE_FLAGS,
+        )
+    return files
+
+
+def fetch_files(config: SourceConfig, *, suffix: str) -> list[Path]:
+    """The files that `config` names, on this machine; those behind URLs are copied first.
+
+    Raises:
+        ConfigError: As `find_files`.
+        RunError: A file cannot be copied.
+    """
+    place = config.remote or config.local
+    names = find_files(place, suffix=suffix)
+    urls = [name for name in names if is_url(name)]
+    if not urls:  # nor is a folder for copies needed
+        return [Path(name) for name in names]
+    cache = cache_folder(place, config.local if config.remote else None)
+    copies = dict(zip(urls, fetch_all(urls, cache=cache), strict=True))
+    return [copies.get(name, Path(name)) for name in names]

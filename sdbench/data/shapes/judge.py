@@ -1,0 +1,173 @@
+"""`python -m sdbench judge`: how many drawn pictures have the colour and the shape asked for."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.files import write_json
+from sdbench.data.shapes.vocabulary import (
+    BACKGROUND,
+    COLOURS,
+    SHAPES,
+    cover,
+    find_colour_and_shape,
+)
+from sdbench.settings.kinds import TEXT
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
+
+VERDICT_NAME = "judge.json"
+# Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
+TABLES = {"prompts.csv": "pictures", "captions.csv": "."}
+# Distance in RGB, of at most 442, from which a pixel is none of the background.
+MIN_DISTANCE = 60.0
+# Share of the picture below which there is no shape in it.
+MIN_AREA = 0.01
+EPILOG = """\
+examples:
+  python generate.py --model_name runs/shapes/model --prompt_file shapes/prompts.txt \\
+      --guidance_scale 1.5 --folder drawn
+  python -m sdbench judge drawn
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeFlags:
+    """Flags of the command."""
+
+    folder: str = setting(
+        TEXT, REQUIRED, "pictures of generate.py, or a folder with captions.csv", is_positional=True
+    )
+
+
+class Seen(NamedTuple):
+    """What a picture shows; None where there is no shape in it."""
+
+    colour: str | None
+    shape: str | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge the pictures of a folder.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: There are no pictures, or their captions name no colour and shape.
+    """
+    from PIL import Image
+
+    flags = parse(
+        JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"
+    ).config
+    folder = Path(flags.folder)
+    verdicts = []
+    for path, caption in _list_pictures(folder):
+        asked = find_colour_and_shape(caption)
+        if asked is None:
+            raise _refusal("a caption names no colour and shape", caption)
+        with Image.open(path) as image:
+            seen = look_at(np.asarray(image.convert("RGB")))
+        verdicts.append({"file": path.name, "caption": caption, **seen._asdict()})
+        verdicts[-1] |= {
+            "colour_is_right": seen.colour == asked[0],
+            "shape_is_right": seen.shape == asked[1],
+        }
+    if not verdicts:
+        raise _refusal("there are no pictures", flags.folder)
+    summary = _summarize(verdicts)
+    write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
+    print(
+        f"{summary['num_pictures']} pictures: the colour is right in "
+        f"{summary['colour_share']:.1%}, the shape in {summary['shape_share']:.1%}, both in "
+        f"{summary['both_share']:.1%}"
+    )
+    return 0
+
+
+def look_at(picture: np.ndarray) -> Seen:
+    """Say what a picture on a white background shows.
+
+    The colour is the nearest to the median of the shape's pixels. The shape is the one that covers
+    most nearly the same pixels of the box around them (intersection over union).
+
+    Args:
+        picture: RGB, uint8 (H, W, 3).
+    """
+    from scipy import ndimage
+
+    pixels = picture.astype(float)
+    rough = _distance(pixels, BACKGROUND) > MIN_DISTANCE
+    if rough.mean() < MIN_AREA:
+        return Seen(None, None)
+    median = np.median(pixels[rough], axis=0)
+    colour = min(COLOURS, key=lambda name: _distance(median, COLOURS[name]))
+    # The edge is where background and colour have equal shares; specks are left out.
+    parts, _ = ndimage.label(_distance(pixels, median) < _distance(pixels, BACKGROUND))
+    sizes = np.bincount(parts.ravel())
+    sizes[0] = 0
+    largest = int(sizes.argmax())
+    if sizes[largest] < MIN_AREA * parts.size:
+        return Seen(colour, None)
+    box = ndimage.find_objects(parts)[largest - 1]
+    return Seen(colour, _find_shape(parts[box] == largest))
+
+
+def _find_shape(mask: np.ndarray) -> str:
+    """The shape of a mask that it fills from edge to edge."""
+    y, x = (2 * (np.arange(side) + 0.5) / side - 1 for side in mask.shape)
+    overlaps = {}
+    for shape in SHAPES:
+        ideal = cover(shape, x[None, :], y[:, None])
+        overlaps[shape] = (mask & ideal).sum() / (mask | ideal).sum()
+    return max(overlaps, key=lambda shape: overlaps[shape])
+
+
+def _distance(pixels: np.ndarray, colour: Sequence[float] | np.ndarray) -> np.ndarray:
+    return np.linalg.norm(pixels - np.asarray(colour, dtype=float), axis=-1)
+
+
+def _summarize(verdicts: Sequence[dict]) -> dict[str, float]:
+    colours, shapes = (
+        np.array([verdict[name] for verdict in verdicts])
+        for name in ("colour_is_right", "shape_is_right")
+    )
+    return {
+        "num_pictures": len(verdicts),
+        "colour_share": float(colours.mean()),
+        "shape_share": float(shapes.mean()),
+        "both_share": float((colours & shapes).mean()),
+    }
+
+
+def _list_pictures(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The pictures of a table, with their captions."""
+    table = next((name for name in TABLES if (folder / name).is_file()), None)
+    if table is None:
+        raise _refusal("the folder has no table of captions", str(folder))
+    with (folder / table).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            path = folder / TABLES[table] / row["file"]
+            if not path.is_file():
+                raise _refusal("a picture of the table is missing", str(path))
+            yield path, row["caption"]
+
+
+def _refusal(what: str, value: str) -> ConfigError:
+    return ConfigError(
+        what,
+        value=value,
+        allowed=f"a folder with {' or '.join(TABLES)} and its pictures of coloured shapes",
+        flag="FOLDER",
+    )

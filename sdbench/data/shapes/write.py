@@ -1,0 +1,164 @@
+"""`python -m sdbench shapes`: a data set of coloured shapes, to see a model learn to draw."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.shapes.vocabulary import (
+    BACKGROUND,
+    COLOURS,
+    PLACES,
+    SHAPES,
+    SIZES,
+    Scene,
+    cover,
+    list_scenes,
+)
+from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, TEXT
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
+
+TABLE_NAME, PROMPTS_NAME = "captions.csv", "prompts.txt"
+TRAIN_NAME, VALIDATION_NAME = "train", "validation"
+# Of the ten scenes with one colour and shape, these are left out of the training data: 64 in all.
+NUM_HELD_OUT_EACH = 2
+# Largest change of a size, and of a place in parts of the picture's side.
+SIZE_JITTER, PLACE_JITTER = 0.1, 0.05
+# Points along a pixel's side: edges are smooth.
+POINTS_PER_PIXEL = 4
+EPILOG = """\
+examples:
+  python -m sdbench shapes shapes
+      shapes/train and shapes/validation, folders of pictures with captions.csv, and
+      shapes/prompts.txt, what is not in them
+
+then:
+  python train.py --config configs/shapes_vae.yaml
+  python train.py --config configs/shapes.yaml
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapesFlags:
+    """Flags of the command."""
+
+    folder: str = setting(TEXT, REQUIRED, "a new or an empty folder", is_positional=True)
+    num_train_images: int = setting(POSITIVE, 4096, "pictures to train with")
+    num_validation_images: int = setting(POSITIVE, 256, "pictures of the held-out scenes")
+    image_size: int = setting(POSITIVE, 64, "side of the square pictures in pixels")
+    seed: int = setting(NOT_NEGATIVE, 0, "of the scenes held out, and of sizes and places")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the data set.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The folder holds something.
+    """
+    flags = parse(
+        ShapesFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench shapes"
+    ).config
+    folder = Path(flags.folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            "there is something at the place of the data set",
+            value=flags.folder,
+            allowed="a new or an empty folder",
+            flag="FOLDER",
+        )
+    random = np.random.default_rng(flags.seed)
+    known, held_out = split_scenes(random)
+    for name, scenes, num_images in (
+        (TRAIN_NAME, known, flags.num_train_images),
+        (VALIDATION_NAME, held_out, flags.num_validation_images),
+    ):
+        _write_pictures(
+            folder / name, scenes, num_images, image_size=flags.image_size, random=random
+        )
+    prompts = "".join(f"{scene.caption}\n" for scene in held_out)
+    (folder / PROMPTS_NAME).write_text(prompts, encoding="utf-8")
+    print(
+        f"{flags.num_train_images} pictures of {len(known)} scenes in {folder / TRAIN_NAME}, "
+        f"{flags.num_validation_images} of {len(held_out)} others in {folder / VALIDATION_NAME}; "
+        f"the captions of those: {folder / PROMPTS_NAME}"
+    )
+    return 0
+
+
+def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]:
+    """Divide the scenes: the same number is held out of each pair of colour and shape.
+
+    Args:
+        random: Chooses.
+
+    Returns:
+        Those to train with, and the held-out ones.
+    """
+    num_each = len(SIZES) * len(PLACES)
+    held_out = {
+        first + chosen
+        for first in range(0, len(COLOURS) * len(SHAPES) * num_each, num_each)
+        for chosen in random.permutation(num_each)[:NUM_HELD_OUT_EACH].tolist()
+    }
+    parts: tuple[list[Scene], list[Scene]] = ([], [])
+    for number, scene in enumerate(list_scenes()):
+        parts[number in held_out].append(scene)
+    return parts
+
+
+def draw_scene(scene: Scene, *, image_size: int, random: np.random.Generator) -> np.ndarray:
+    """Draw a scene.
+
+    Args:
+        scene: What to draw.
+        image_size: Side of the picture in pixels.
+        random: Varies size and place a little.
+
+    Returns:
+        RGB, uint8 (H, W, 3).
+    """
+    half = SIZES[scene.size] / 2 * (1 + random.uniform(-SIZE_JITTER, SIZE_JITTER))
+    centre = np.add(PLACES[scene.place], random.uniform(-PLACE_JITTER, PLACE_JITTER, 2))
+    num_points = image_size * POINTS_PER_PIXEL
+    points = (np.arange(num_points) + 0.5) / num_points
+    x, y = ((points - middle) / half for middle in centre)
+    covered = cover(scene.shape, x[None, :], y[:, None])
+    cells = covered.reshape(image_size, POINTS_PER_PIXEL, image_size, POINTS_PER_PIXEL)
+    share = cells.mean((1, 3))[:, :, None]
+    picture = share * np.array(COLOURS[scene.colour]) + (1 - share) * np.array(BACKGROUND)
+    return picture.round().astype(np.uint8)
+
+
+def _write_pictures(
+    folder: Path,
+    scenes: Sequence[Scene],
+    num_images: int,
+    *,
+    image_size: int,
+    random: np.random.Generator,
+) -> None:
+    """Write pictures of the scenes in turn, and their captions."""
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    with (folder / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("file", "caption"))
+        for number in range(num_images):
+            scene = scenes[number % len(scenes)]
+            name = f"{number:05d}.png"
+            picture = draw_scene(scene, image_size=image_size, random=random)
+            Image.fromarray(picture).save(folder / name)
+            table.writerow((name, scene.caption))

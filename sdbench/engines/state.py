@@ -1,0 +1,164 @@
+"""`TrainState`: everything that decides how a training run goes on, as named tensors and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sdbench.engines.ema import ForeachEma
+from sdbench.engines.job import TrainJob
+from sdbench.engines.sharding import held_weights
+from sdbench.ranks.distributed import Ranks
+
+
+class Positioned(Protocol):
+    """A source of batches that can be resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batch that was trained on last."""
+
+
+class TrainingHooks(Protocol):
+    """What is done around the steps of a run that is meant to last."""
+
+    def begins(self, state: TrainState) -> None:
+        """All is built and placed, and nothing is trained yet: the moment to restore a state."""
+
+    def update_begins(self) -> None:
+        """The optimizer is about to change the state."""
+
+    def step_ended(self, state: TrainState) -> None:
+        """A step has ended and the watch knows of it."""
+
+
+class TrainState:
+    """The state of one rank between two steps.
+
+    Attributes:
+        num_steps: Steps trained, those before a resume included.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        optimizer: torch.optim.Optimizer,
+        *,
+        ema: ForeachEma | None,
+        batches: Positioned,
+        scaler: torch.amp.GradScaler | None,
+        sharding: str,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            job: With the model as it was placed, or shared out.
+            optimizer: Of the job's trained weights.
+            ema: Their moving average, if there is one.
+            batches: Know the position in the data.
+            scaler: Of the gradients of fp16; None where the engine keeps it to itself.
+            sharding: The config's.
+        """
+        self.num_steps = 0
+        self._job = job
+        self._optimizer = optimizer
+        self._ema = ema
+        self._batches = batches
+        self._scaler = scaler
+        self._sharding = sharding
+        self._random_states: dict[str, Tensor] = {}
+
+    @property
+    def averages(self) -> dict[str, Tensor] | None:
+        """The averages that this rank keeps, by the name of the weight; None without an EMA."""
+        return None if self._ema is None else self._ema.state_dict()["averages"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of this rank by name, which share memory with the run's own.
+
+        ``model.*``, ``ema.*`` and ``optimizer.*`` end in the name of a trained weight,
+        ``frozen.*`` in that of one the job keeps; ``random.<rank>.*`` are copies. Under ZeRO-1 a
+        rank has a part of the optimizer and the average; what several ranks have is the same on
+        each.
+        """
+        weights = self._job.trained_weights()
+        named = {f"model.{name}": weight.detach() for name, weight in weights.items()}
+        named |= {f"frozen.{name}": w.detach() for name, w in self._job.kept_weights().items()}
+        held = held_weights(self._job, self._optimizer, sharding=self._sharding)
+        # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
+        states = getattr(self._optimizer, "optim", self._optimizer).state
+        for name, weight in held.items():
+            if weight is not weights[name]:
+                named[f"fp32.{name}"] = weight.detach()
+            for key, value in states[weight].items():
+                named[f"optimizer.{key}.{name}"] = value
+        named |= {f"ema.{name}": average for name, average in (self.averages or {}).items()}
+        return named | _random_states()
+
+    def facts(self) -> dict[str, Any]:
+        """The rest of the state, as JSON; the same on every rank."""
+        return {
+            "num_steps": self.num_steps,
+            "world_size": Ranks.from_environment().world_size,
+            "data": self._batches.state_dict(),
+            "ema_num_steps": None if self._ema is None else self._ema.num_steps,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def prepare_to_load(self, facts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors to load into, as `tensors`; of other ranks' random states none.
+
+        Args:
+            facts: What `facts` gave when the state was saved.
+        """
+        self._make_optimizer_state()
+        named = self.tensors()
+        if facts["world_size"] != Ranks.from_environment().world_size:
+            for name in _random_states():
+                del named[name]
+        return named
+
+    def loaded(self, named: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Take over what was loaded into the tensors of `prepare_to_load`."""
+        self._random_states = {
+            name: value for name, value in named.items() if name.startswith("random.")
+        }
+        self.num_steps = facts["num_steps"]
+        self._job.loader.load_state_dict(facts["data"])
+        if self._ema is not None:
+            self._ema.num_steps = facts["ema_num_steps"]
+        if self._scaler is not None and facts["scaler"] is not None:
+            self._scaler.load_state_dict(facts["scaler"])
+
+    def restore_random_state(self) -> None:
+        """Set torch's generators as they were saved; called when nothing else draws any more."""
+        rank = Ranks.from_environment().rank
+        for name, value in self._random_states.items():
+            if name == f"random.{rank}.cpu":
+                torch.set_rng_state(value)
+            else:
+                torch.cuda.set_rng_state(value)
+
+    def _make_optimizer_state(self) -> None:
+        """Have the optimizer make its state, which it does in a step: one that changes nothing."""
+        weights = self._job.trained_weights().values()
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        for group in self._optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        self._optimizer.step()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Copies of the states of torch's generators on this rank."""
+    rank = Ranks.from_environment().rank
+    states = {f"random.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states

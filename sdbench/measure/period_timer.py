@@ -1,0 +1,113 @@
+"""Times a long training run by periods of steps, with one line of figures each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sdbench.measure.losses import Losses
+from sdbench.measure.timer import Timings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TRAINED = "trained"
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """Some steps in a row on one rank.
+
+    Attributes:
+        num_steps: How many.
+        time_s: Seconds that they took. Validation and the like between steps are left out.
+        data_wait_s: Seconds of them that the host waited for the data loader.
+        losses: Of each step.
+    """
+
+    num_steps: int
+    time_s: float
+    data_wait_s: float
+    losses: tuple[float, ...]
+
+
+class PeriodTimer:
+    """Adds up the time of the steps, and reads the device only when a period ends.
+
+    In the place of a `StepTimer`: a run of a million steps keeps no times of single steps.
+
+    Attributes:
+        losses: Of the steps so far.
+        train_s: Seconds of training in the periods that have ended.
+    """
+
+    num_steps_needed = 0
+
+    def __init__(
+        self,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            synchronize: Waits until the device has finished all work handed to it.
+            clock: Monotonic host clock in seconds.
+        """
+        self.losses = Losses()
+        self.train_s = 0.0
+        self._synchronize = synchronize
+        self._clock = clock
+        self._since_s = 0.0
+        self._time_s = 0.0
+        self._wait_start_s = 0.0
+        self._data_wait_s = 0.0
+        self._num_reported = 0
+
+    def start(self) -> None:
+        """The loop is about to ask for its first batch, or goes on after `pause`."""
+        self._since_s = self._clock()
+
+    def data_wait_begins(self) -> None:
+        """The host asks the loader for the next batch."""
+        self._wait_start_s = self._clock()
+
+    def data_wait_ends(self) -> None:
+        """The loader has delivered."""
+        self._data_wait_s += self._clock() - self._wait_start_s
+
+    def step_ends(self, *, loss: Tensor) -> None:
+        """The optimizer step is done (on a GPU: handed to the device)."""
+        self.losses.add(loss)
+
+    def pause(self) -> None:
+        """What follows until `start` is no training."""
+        self._synchronize()
+        self._time_s += self._clock() - self._since_s
+        self._since_s = self._clock()
+
+    def end_period(self) -> Period:
+        """The steps since the last period; waits for the device."""
+        self.pause()
+        losses = self.losses.read()[self._num_reported :]
+        period = Period(len(losses), self._time_s, self._data_wait_s, tuple(losses))
+        self._num_reported += len(losses)
+        self.train_s += self._time_s
+        self._time_s = self._data_wait_s = 0.0
+        return period
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended so far."""
+        return len(self.losses)
+
+    def phase_of(self, index: int) -> str:
+        """All steps are alike."""
+        return TRAINED
+
+    def timings(self) -> Timings:
+        """The whole run as one window, without single steps."""
+        return Timings((), window_s=self.train_s)

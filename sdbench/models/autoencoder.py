@@ -1,0 +1,127 @@
+"""`Autoencoder`: a VAE with the loss that trains it to give back images from small latents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from sdbench.models.architecture import Architecture
+from sdbench.models.components import make_vae
+from sdbench.models.precision import PRECISIONS
+from sdbench.models.stable_diffusion import (
+    MEMORY_FORMATS,
+    encode_images,
+    sample_latents,
+    to_pixels,
+)
+from sdbench.models.weights import Weights
+
+
+class Autoencoder(nn.Module):
+    """The VAE of a Stable Diffusion model, alone.
+
+    The loss is the mean squared error of the pixels in [-1, 1], plus `kl_weight` times the mean
+    over latents of their divergence from a standard normal distribution. The divergence brings the
+    latents to about unit variance, so that a scaling factor of 1 suits them.
+    """
+
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        *,
+        kl_weight: float,
+        autocast_dtype: torch.dtype | None,
+        memory_format: torch.memory_format,
+    ) -> None:
+        """Wrap a VAE.
+
+        Args:
+            vae: The VAE.
+            kl_weight: Weight of the divergence.
+            autocast_dtype: Compute type, or None to compute in the weights' type.
+            memory_format: Layout of images.
+        """
+        super().__init__()
+        self.vae = vae
+        self._kl_weight = kl_weight
+        self._autocast_dtype = autocast_dtype
+        self._memory_format = memory_format
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Encode images, draw latents, and decode them.
+
+        Args:
+            batch: `image` (B, 3, H, W), uint8 in 0..255 or float in [-1, 1].
+
+        Returns:
+            The squared errors (B,) and the divergences (B,), both in fp32.
+        """
+        mean, logvar = self._encode(batch["image"])
+        noise = torch.randn(mean.shape, device=mean.device)
+        latents = sample_latents(mean, logvar, noise=noise, scaling_factor=1.0)
+        divergence = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar)
+        return self._errors(latents, batch["image"]), divergence.flatten(1).mean(1)
+
+    def loss(self, errors: Tensor, divergences: Tensor) -> Tensor:
+        """The loss of what `forward` returns, a scalar."""
+        return errors.mean() + self._kl_weight * divergences.mean()
+
+    @torch.no_grad()
+    def reconstruction_errors(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean squared errors (B,) of the images of a batch, by the means of their latents."""
+        mean, _ = self._encode(batch["image"])
+        return self._errors(mean, batch["image"])
+
+    def _encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        with self._autocast(images.device):
+            return encode_images(self.vae, images, memory_format=self._memory_format)
+
+    def _errors(self, latents: Tensor, images: Tensor) -> Tensor:
+        with self._autocast(images.device):
+            decoded = self.vae.decode(latents.to(self.vae.dtype)).sample
+        return (decoded.float() - to_pixels(images, torch.float32)).square().mean((1, 2, 3))
+
+    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self._autocast_dtype)
+
+
+def build_autoencoder(
+    architecture: Architecture,
+    *,
+    seed: int,
+    precision: str,
+    memory_format: str,
+    attention: str,
+    kl_weight: float,
+    device: str | torch.device = "cpu",
+) -> Autoencoder:
+    """Build a VAE that is ready to train.
+
+    Args:
+        architecture: What to build; with a weights folder its weights are loaded, else drawn.
+        seed: Of the random weights.
+        precision: One of `PRECISIONS`.
+        memory_format: One of `MEMORY_FORMATS`.
+        attention: One of `components.ATTENTION`.
+        kl_weight: As `Autoencoder` takes it.
+        device: Device of the model.
+
+    Returns:
+        The model in training mode.
+    """
+    numbers, layout = PRECISIONS[precision], MEMORY_FORMATS[memory_format]
+    weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
+    model = Autoencoder(
+        make_vae(architecture, attention=attention, weights=weights),
+        kl_weight=kl_weight,
+        autocast_dtype=numbers.autocast,
+        memory_format=layout,
+    )
+    return model.train()

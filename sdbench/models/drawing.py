@@ -1,0 +1,252 @@
+"""Pictures drawn by a model: diffusers' own pipeline and samplers around our sub-models."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image, ImageDraw, ImageFont
+
+from sdbench.models.samplers import SAMPLERS, check_sampler
+from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+
+# As in the scheduler of Stable Diffusion 2: no step at time 0, no clipping of latents to [-1, 1].
+SAMPLER_OPTIONS = {
+    "steps_offset": 1,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "clip_sample": False,
+}
+
+# Captions to token ids, (B, 77) int64.
+Tokenize = Callable[[Sequence[str]], np.ndarray]
+
+GRID_MARGIN_PX = 4
+CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawingSettings:
+    """How pictures are drawn.
+
+    Attributes:
+        image_size: Side of the square pictures in pixels.
+        sampler: A key of `samplers.SAMPLERS`.
+        num_steps: Steps of the sampler.
+        guidance_scale: Weight of the prompt in classifier-free guidance; 1 and less: none.
+        batch_size: Pictures that are drawn together.
+    """
+
+    image_size: int
+    sampler: str = "ddim"
+    num_steps: int = 25
+    guidance_scale: float = 7.5
+    batch_size: int = 4
+
+
+def make_sampler(name: str, schedule: Mapping[str, Any]) -> Any:
+    """Make a sampler for a noise schedule.
+
+    Args:
+        name: A key of `samplers.SAMPLERS`.
+        schedule: Configuration of the scheduler of the model in training.
+
+    Returns:
+        A scheduler of diffusers.
+
+    Raises:
+        ConfigError: As `check_sampler`.
+    """
+    check_sampler(name, schedule)
+    kind = getattr(diffusers, SAMPLERS[name])
+    known = inspect.signature(kind.__init__).parameters
+    options = {key: value for key, value in SAMPLER_OPTIONS.items() if key in known}
+    return kind.from_config(schedule, **options)
+
+
+def draw(
+    model: StableDiffusion,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    tokenize: Tokenize,
+    settings: DrawingSettings,
+) -> list[Image.Image]:
+    """Draw a batch of pictures.
+
+    The noise that a picture begins with follows from its seed alone, and is drawn in fp32 on the
+    CPU: diffusers' pipeline gives the same picture for
+    ``generator=torch.Generator().manual_seed(seed)``. No other random numbers are drawn.
+
+    Args:
+        model: With its encoders, in training or not; what it computes in is what it trains in.
+        prompts: One per picture.
+        seeds: One per picture.
+        tokenize: Turns prompts into token ids.
+        settings: How to draw; `batch_size` is not looked at.
+
+    Returns:
+        A picture per prompt, RGB.
+
+    Raises:
+        ConfigError: As `check_sampler`.
+    """
+    assert model.text_encoder is not None and len(prompts) == len(seeds)
+    pipeline = StableDiffusionPipeline(
+        unet=model.unet,
+        scheduler=make_sampler(settings.sampler, model.scheduler.config),
+        vae=model.vae,
+        # Prompts are encoded and latents decoded as in training, each in its encoder's type.
+        text_encoder=None,
+        tokenizer=None,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    device = next(model.unet.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), model.unobserved(), model.autocast(device):
+            states, empty_states = (
+                model.text_states({"input_ids": torch.from_numpy(tokenize(texts)).to(device)})
+                for texts in (prompts, [""] * len(prompts))
+            )
+            latents = pipeline(
+                prompt_embeds=states.to(model.unet.dtype),
+                negative_prompt_embeds=empty_states.to(model.unet.dtype),
+                latents=_draw_noise(model, seeds, image_size=settings.image_size).to(
+                    device, model.unet.dtype
+                ),
+                height=settings.image_size,
+                width=settings.image_size,
+                num_inference_steps=settings.num_steps,
+                guidance_scale=settings.guidance_scale,
+                output_type="latent",
+            ).images
+            images = model.decode(latents.float())
+    finally:
+        model.train(was_training)
+    return VaeImageProcessor().postprocess(images, output_type="pil")
+
+
+def _draw_noise(model: StableDiffusion, seeds: Sequence[int], *, image_size: int) -> torch.Tensor:
+    """Standard normal noise (B, 4, H/8, W/8) in fp32, each sample by its seed."""
+    side = image_size // 2 ** (len(model.vae.config.block_out_channels) - 1)
+    shape = (model.unet.config.in_channels, side, side)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+
+
+def split_among_ranks(num_batches: int, ranks: Ranks) -> list[int | None]:
+    """Which batches this rank draws, by number.
+
+    The batches are the same for any number of ranks, and so are the pictures to the bit. Where the
+    weights are shared out all ranks have to call the model equally often, so that each rank gets
+    equally many entries.
+
+    Returns:
+        Numbers of batches; None stands for one that is drawn again and thrown away.
+    """
+    num_rounds = math.ceil(num_batches / ranks.world_size)
+    numbers = range(ranks.rank, num_rounds * ranks.world_size, ranks.world_size)
+    return [number if number < num_batches else None for number in numbers]
+
+
+def draw_samples(
+    model: StableDiffusion,
+    prompts: Sequence[str],
+    *,
+    seed: int,
+    tokenize: Tokenize,
+    settings: DrawingSettings,
+    ranks: Ranks,
+) -> list[Image.Image]:
+    """Draw a picture for each prompt, on all ranks together; picture i has the seed `seed` + i.
+
+    Args:
+        model: The same on every rank, or shared out among them.
+        prompts: One per picture.
+        seed: Of the first picture.
+        tokenize: Turns prompts into token ids.
+        settings: How to draw.
+        ranks: The place of this process; every rank has to call.
+
+    Returns:
+        All pictures in order, on every rank.
+    """
+    batches = [
+        range(first, min(first + settings.batch_size, len(prompts)))
+        for first in range(0, len(prompts), settings.batch_size)
+    ]
+    drawn: dict[int, np.ndarray] = {}
+    for number in split_among_ranks(len(batches), ranks):
+        indices = batches[number or 0]
+        pictures = draw(
+            model,
+            [prompts[index] for index in indices],
+            [seed + index for index in indices],
+            tokenize=tokenize,
+            settings=settings,
+        )
+        if number is not None:
+            drawn |= zip(indices, map(np.asarray, pictures), strict=True)
+    everyone: dict[int, np.ndarray] = {}
+    for of_rank in distributed.gather(drawn, ranks):
+        everyone |= of_rank
+    return [Image.fromarray(everyone[index]) for index in range(len(prompts))]
+
+
+def make_grid(
+    pictures: Sequence[Image.Image],
+    *,
+    num_columns: int | None = None,
+    captions: Sequence[str] = (),
+) -> Image.Image:
+    """Put pictures of one size side by side, in rows.
+
+    Args:
+        pictures: At least one.
+        num_columns: Pictures in a row; None makes about a square.
+        captions: A line below each picture, cut off where it is too long; none if empty.
+    """
+    if num_columns is None:
+        num_columns = math.ceil(math.sqrt(len(pictures)))
+    num_columns = min(num_columns, len(pictures))
+    width, height = pictures[0].size
+    caption_width = max(width, MIN_CAPTION_WIDTH_PX)
+    cell_width = GRID_MARGIN_PX + (caption_width if captions else width)
+    cell_height = height + GRID_MARGIN_PX + (CAPTION_HEIGHT_PX if captions else 0)
+    num_rows = math.ceil(len(pictures) / num_columns)
+    size = (num_columns * cell_width + GRID_MARGIN_PX, num_rows * cell_height + GRID_MARGIN_PX)
+    grid = Image.new("RGB", size, "white")
+    font = _load_font(CAPTION_HEIGHT_PX - 4)
+    for index, picture in enumerate(pictures):
+        row, column = divmod(index, num_columns)
+        place = (column * cell_width + GRID_MARGIN_PX, row * cell_height + GRID_MARGIN_PX)
+        grid.paste(picture, place)
+        if captions:
+            strip = Image.new("RGB", (caption_width, CAPTION_HEIGHT_PX), "white")
+            ImageDraw.Draw(strip).text((0, 0), captions[index], fill="black", font=font)
+            grid.paste(strip, (place[0], place[1] + height))
+    return grid
+
+
+def _load_font(size_px: int) -> ImageFont.FreeTypeFont:
+    """A font with most Latin, Greek and Cyrillic letters, which matplotlib carries."""
+    import matplotlib
+
+    file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(file, size_px)

@@ -1,0 +1,179 @@
+"""A trained model as a folder that diffusers' StableDiffusionPipeline loads: safetensors only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizerFast
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import replace_file
+from sdbench.base.secrets import redact_values
+from sdbench.models.drawing import make_sampler
+from sdbench.models.precision import ENCODER_DTYPES
+from sdbench.models.stable_diffusion import StableDiffusion
+
+# Prefixes of weights in a checkpoint, before `<module>.<parameter>`.
+TRAINED_PREFIX, AVERAGED_PREFIX, FROZEN_PREFIX = "model.", "ema.", "frozen."
+CARD_NAME = "README.md"
+
+
+def weights_of(tensors: Mapping[str, Tensor], *, use_ema: bool) -> dict[str, Tensor]:
+    """The trained weights among the tensors of a checkpoint, and the frozen ones that it keeps.
+
+    Args:
+        tensors: ``model.<module>.<parameter>``, ``ema.<module>.<parameter>`` and
+            ``frozen.<module>.<parameter>`` among others.
+        use_ema: Take the moving averages.
+
+    Returns:
+        By the name ``<module>.<parameter>``.
+
+    Raises:
+        ConfigError: There are no averages.
+    """
+    if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
+        raise ConfigError(
+            "the run kept no moving average of its weights",
+            value=True,
+            allowed="the weights themselves: --no_ema",
+            flag="--ema",
+        )
+    prefixes = (AVERAGED_PREFIX if use_ema else TRAINED_PREFIX, FROZEN_PREFIX)
+    return {
+        name.removeprefix(prefix): tensor
+        for prefix in prefixes
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def export(
+    model: StableDiffusion,
+    folder: Path,
+    *,
+    trained: Mapping[str, Tensor],
+    tokenizer: CLIPTokenizerFast,
+    dtype: str = "fp32",
+    sampler: str = "ddim",
+    card: str,
+) -> None:
+    """Write a model for diffusers, in one piece: the folder is whole or not there.
+
+    Args:
+        model: With its encoders, not sharded. It is not changed.
+        folder: New or empty.
+        trained: Weights that take the place of the model's, by the name ``<module>.<parameter>``.
+        tokenizer: With its pad token.
+        dtype: Type of the weights: fp32, fp16 or bf16.
+        sampler: A key of `samplers.SAMPLERS`, what diffusers draws with unless told otherwise.
+        card: Text of README.md.
+
+    Raises:
+        ConfigError: The folder holds something or cannot be made, or as `check_sampler`.
+        RunError: A weight is not finite in this type.
+    """
+    assert model.vae is not None and model.text_encoder is not None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            "there is something at the place of the model folder",
+            value=str(folder),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
+    weights = model.state_dict() | trained
+    # Made of configurations alone: what training has changed in the modules stays out of it.
+    with torch.device("meta"):
+        modules: dict[str, nn.Module] = {
+            "unet": UNet2DConditionModel.from_config(model.unet.config),
+            "vae": AutoencoderKL.from_config(model.vae.config),
+            "text_encoder": CLIPTextModel(model.text_encoder.config),
+        }
+    for name, module in modules.items():
+        _fill(module, weights, prefix=f"{name}.", dtype=ENCODER_DTYPES[dtype])
+    pipeline = StableDiffusionPipeline(
+        **modules,
+        scheduler=make_sampler(sampler, model.scheduler.config),
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        pipeline.save_pretrained(partial, safe_serialization=True)
+        replace_file(partial / CARD_NAME, card)
+        partial.replace(folder)  # over an empty folder, too
+    except OSError as error:
+        raise ConfigError(
+            f"the model folder cannot be written ({error.strerror or error})",
+            value=str(folder),
+            allowed="a place that this user may write, on a disk with space",
+            flag="--folder",
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill(
+    module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: torch.dtype
+) -> None:
+    """Give a module on the meta device its weights; they are copied only to be converted."""
+    own = {}
+    for name, weight in weights.items():
+        if name.startswith(prefix):
+            converted = weight.detach().to("cpu", dtype).contiguous()
+            if not torch.isfinite(converted).all():
+                raise RunError(f"the weight {name} is not finite in {dtype}")
+            own[name.removeprefix(prefix)] = converted
+    module.load_state_dict(own, assign=True)
+
+
+def make_card(
+    name: str, *, sections: Mapping[str, Mapping[str, Any]], commit: str | None, sampler: str
+) -> str:
+    """The model card: where a model comes from, for those who find the folder.
+
+    Args:
+        name: Of the model.
+        sections: Heading (Data, Settings, Figures) to facts.
+        commit: Of the suite that trained it; None if nobody knows.
+        sampler: What it was exported with.
+
+    Returns:
+        Markdown, without secrets.
+    """
+    lines = [
+        "---",
+        "library_name: diffusers",
+        "pipeline_tag: text-to-image",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A Stable Diffusion model trained by sdbench at commit {commit or 'unknown'}, with the "
+        f"sampler {sampler}. It has no safety checker.",
+        "",
+        "```python",
+        "from diffusers import StableDiffusionPipeline",
+        "",
+        'pipeline = StableDiffusionPipeline.from_pretrained("THIS_FOLDER", local_files_only=True)',
+        'pipeline("a prompt").images[0].save("picture.png")',
+        "```",
+    ]
+    for heading, facts in redact_values(sections).items():
+        lines += ["", f"## {heading}", "", "| what | value |", "|---|---|"]
+        lines += [f"| {_cell(what)} | {_cell(value)} |" for what, value in facts.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

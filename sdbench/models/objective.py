@@ -1,0 +1,123 @@
+"""The training objective: what the U-Net predicts, and how much each time step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Keys of diffusers' schedulers.
+ZERO_TERMINAL_SNR_KEY = "rescale_betas_zero_snr"
+SPACING_KEY = "timestep_spacing"
+# Noise, velocity, or the latents themselves.
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
+EPSILON, VELOCITY, SAMPLE = PREDICTION_TYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a training run changes in the plain objective of its model; by default nothing.
+
+    Attributes:
+        prediction_type: One of `PREDICTION_TYPES`; None: that of the model's own schedule.
+        min_snr_gamma: Limit of the signal-to-noise ratio in the weights of Hang et al. 2023 (arXiv
+            2303.09556); None: every time step counts the same.
+        offset_noise: Standard deviation of noise that is the same for all pixels of a channel,
+            added to the noise of training.
+        zero_terminal_snr: Shift and scale the schedule so that the last time step is noise alone,
+            as Lin et al. 2023 (arXiv 2305.08891).
+    """
+
+    prediction_type: str | None = None
+    min_snr_gamma: float | None = None
+    offset_noise: float = 0.0
+    zero_terminal_snr: bool = False
+
+    def schedule(self, scheduler: Mapping[str, Any]) -> dict[str, Any]:
+        """The noise schedule to train with, and to draw with afterwards.
+
+        Args:
+            scheduler: Configuration of the model's own, as diffusers has it.
+
+        Returns:
+            The configuration with the changes of this objective.
+
+        Raises:
+            ConfigError: Its last time step is noise alone, and the U-Net does not predict v.
+        """
+        config = dict(scheduler)
+        if self.prediction_type is not None:
+            config["prediction_type"] = self.prediction_type
+        if self.zero_terminal_snr:
+            config[ZERO_TERMINAL_SNR_KEY] = True
+        if config.get(ZERO_TERMINAL_SNR_KEY):
+            prediction_type = config.get("prediction_type", EPSILON)
+            if prediction_type != VELOCITY:
+                raise ConfigError(
+                    "where the last time step is noise alone, only v says something about it",
+                    value=prediction_type,
+                    allowed=VELOCITY,
+                    flag="--prediction_type or --zero_terminal_snr",
+                )
+            # The spacing whose first step is the last time step of training.
+            config[SPACING_KEY] = "trailing"
+        return config
+
+
+# What every run did before there was a choice.
+PLAIN = Objective()
+
+
+def target_of(
+    prediction_type: str,
+    *,
+    latents: Tensor,
+    noise: Tensor,
+    signal_scale: Tensor,
+    noise_scale: Tensor,
+) -> Tensor:
+    """What the U-Net should predict.
+
+    Args:
+        prediction_type: One of `PREDICTION_TYPES`.
+        latents: (B, 4, H/8, W/8), scaled.
+        noise: Of the same shape.
+        signal_scale: Factor of the latents in the noised latents, (B, 1, 1, 1).
+        noise_scale: Factor of the noise, (B, 1, 1, 1).
+
+    Returns:
+        A tensor of the shape of the latents.
+    """
+    if prediction_type == SAMPLE:
+        return latents
+    if prediction_type == VELOCITY:
+        # Salimans and Ho 2022 (arXiv 2202.00512): v = alpha eps - sigma x.
+        return signal_scale * noise - noise_scale * latents
+    assert prediction_type == EPSILON, prediction_type
+    return noise
+
+
+def min_snr_weights(signal_power: Tensor, *, gamma: float, prediction_type: str) -> Tensor:
+    """Weights of the squared error at each time step.
+
+    With SNR = p / (1 - p) the squared error of the latents counts min(SNR, gamma); what the same
+    error is worth in the other predictions follows: min(SNR, gamma) / SNR in the noise and
+    min(SNR, gamma) / (SNR + 1) in v. Where there is noise alone, it is 0 in v.
+
+    Args:
+        signal_power: p, the share of the signal in the power at each time step (diffusers'
+            `alphas_cumprod`).
+        gamma: Limit.
+        prediction_type: One of `PREDICTION_TYPES`.
+
+    Returns:
+        A tensor of the same shape.
+    """
+    snr = signal_power / (1.0 - signal_power)
+    divisors = {EPSILON: snr, VELOCITY: snr + 1.0, SAMPLE: 1.0}
+    return snr.clamp(max=gamma) / divisors[prediction_type]

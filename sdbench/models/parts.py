@@ -1,0 +1,129 @@
+"""`replace_parts`: a model whose parts come from several places."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import (
+    CONFIG_FILES,
+    PAD_TOKEN_IDS,
+    Architecture,
+    resolve_architecture,
+)
+
+PARTS_FLAG = "--model_parts"
+
+
+def replace_parts(
+    architecture: Architecture, parts: Mapping[str, Mapping[str, Any]]
+) -> tuple[Architecture, list[str]]:
+    """Put other parts into a model.
+
+    Args:
+        architecture: Of the model.
+        parts: Part to ``{"pretrained": model}``, whose configuration and weights it takes, or to
+            ``{"params": configuration}``, with random weights.
+
+    Returns:
+        The architecture, and notes for the user.
+
+    Raises:
+        ConfigError: There is no such model, or the parts do not fit together.
+    """
+    unknown = sorted(parts.keys() - CONFIG_FILES.keys())
+    if unknown:
+        raise ConfigError(
+            "a model has no such part",
+            value=unknown[0],
+            allowed=" | ".join(CONFIG_FILES),
+            flag=PARTS_FLAG,
+        )
+    notes = []
+    for part, given in parts.items():
+        if "params" in given:
+            params = dict(given["params"])
+            changes: dict[str, Any] = {part: _pad_token(params) if part == "tokenizer" else params}
+            folder = tokenizer_folder = None
+            if part != "tokenizer":
+                _check_params(part, params)
+        else:
+            source, note = resolve_architecture(given["pretrained"])
+            changes = {part: getattr(source, part)}
+            folder, tokenizer_folder = source.weights_folder, source.tokenizer_folder
+            notes += [] if note is None else [note]
+        if part == "tokenizer":
+            changes["tokenizer_folder"] = tokenizer_folder
+        folders = {**architecture.part_folders, part: folder}
+        architecture = dataclasses.replace(architecture, part_folders=folders, **changes)
+    _check_widths(architecture)
+    return architecture, notes
+
+
+def _pad_token(params: Mapping[str, Any]) -> dict[str, Any]:
+    if params.keys() != {"pad_token"} or params["pad_token"] not in PAD_TOKEN_IDS:
+        raise ConfigError(
+            "a tokenizer is CLIP's or comes from a folder",
+            value=params,
+            allowed=f"pad_token alone, {' or '.join(PAD_TOKEN_IDS)}",
+            flag=PARTS_FLAG,
+        )
+    return {"pad_token_id": PAD_TOKEN_IDS[params["pad_token"]]}
+
+
+def _check_params(part: str, params: Mapping[str, Any]) -> None:
+    """Make the part on the meta device: diffusers itself leaves unknown numbers out."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig
+
+    part_class: Any = {
+        "unet": UNet2DConditionModel,
+        "vae": AutoencoderKL,
+        "text_encoder": CLIPTextConfig,
+        "scheduler": DDPMScheduler,
+    }[part]
+    known = inspect.signature(part_class.__init__).parameters
+    unknown = sorted(params.keys() - known.keys())
+    problem = f"no such parameter: {unknown[0]}" if unknown else None
+    if problem is None:
+        try:
+            with torch.device("meta"):
+                part_class(**params)
+        except Exception as error:  # of any kind, from deep inside
+            problem = str(error)
+    if problem is not None:
+        raise ConfigError(
+            f"no {part} can be made from these numbers ({problem})",
+            value=dict(params),
+            allowed=f"parameters of {part_class.__name__} that fit together",
+            flag=PARTS_FLAG,
+        )
+
+
+def _check_widths(architecture: Architecture) -> None:
+    """Check that the U-Net can read latents and text."""
+    for part, key, value, allowed in (
+        (
+            "text encoder's states",
+            "cross_attention_dim",
+            architecture.unet.get("cross_attention_dim"),
+            architecture.text_encoder.get("hidden_size"),
+        ),
+        (
+            "VAE's latents",
+            "in_channels",
+            architecture.unet.get("in_channels"),
+            architecture.vae.get("latent_channels"),
+        ),
+    ):
+        if value != allowed:
+            raise ConfigError(
+                f"the U-Net's {key} is not the width of the {part}",
+                value=value,
+                allowed=str(allowed),
+                flag=PARTS_FLAG,
+            )

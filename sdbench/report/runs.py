@@ -1,0 +1,91 @@
+"""Reads records, groups runs by configuration, and describes the runs of one in words and cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.record.configuration import as_key, group, settings_of
+from sdbench.record.store import load_record
+from sdbench.report.tables import Cell, median_cell, optional_cell
+from sdbench.report.terminal import FLAG_MEANINGS, format_rates
+
+LATENTS_IN_WORDS = {
+    "online": "the encoders run in the step (online)",
+    "precomputed": "latents and text embeddings made beforehand (precomputed)",
+    "moments": "VAE moments made beforehand, text encoder in the step (moments)",
+}
+
+
+def read_record(path: Path, *, flag: str) -> dict[str, Any]:
+    """Read a record.
+
+    Args:
+        path: record.json, or the run folder that holds it.
+        flag: The flag for errors.
+
+    Raises:
+        ConfigError: If it cannot be read, or this version of the suite cannot use it.
+    """
+    try:
+        return load_record(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a record cannot be read ({error})",
+            value=str(path),
+            allowed="a record that this version of the suite reads, as it was written",
+            flag=flag,
+        ) from None
+
+
+def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Group runs by configuration, in the order in which each configuration first occurs."""
+    return list(group(records, key_of=lambda record: as_key(settings_of(record))).values())
+
+
+def describe_work(*, image_size: int | None, latents: str | None) -> str:
+    """The resolution and the place of the encoders in words."""
+    size = "resolution not told" if image_size is None else f"{image_size} px"
+    place = "place of the encoders not told" if latents is None else latents
+    return f"{size}, {LATENTS_IN_WORDS.get(place, place)}"
+
+
+def describe_device(record: dict[str, Any]) -> str:
+    """The name of the device that trained; of a CPU, with its number of cores."""
+    machine = record["machine"]
+    cores = f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
+    return f"{machine['device_name']}{cores}"
+
+
+def describe_devices(record: dict[str, Any]) -> str:
+    """The devices that trained, e.g. ``8 x NVIDIA H200``."""
+    return f"{record['ranks']['world_size']} x {describe_device(record)}"
+
+
+def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:
+    """Images/s of the runs of one configuration with their intervals, sorted by the median."""
+    median = summary_cell(runs, "images_per_second")
+    return Cell(format_rates([run["summary"] for run in runs]), median.value)
+
+
+def summary_cell(runs: Iterable[dict[str, Any]], name: str, *, num_digits: int = 4) -> Cell:
+    """Median over the runs of a figure of their summaries."""
+    return median_cell((run["summary"].get(name) for run in runs), num_digits=num_digits)
+
+
+def peak_memory_cell(runs: Iterable[dict[str, Any]]) -> Cell:
+    """Largest peak memory of a rank, in GiB."""
+    peak_gib = max(run["summary"]["peak_memory_gib"] for run in runs)
+    return Cell(f"{peak_gib:.1f}", peak_gib)
+
+
+def notes_cell(runs: Sequence[dict[str, Any]]) -> Cell:
+    """The flags of the runs in words, and whether their code had uncommitted changes."""
+    flags = dict.fromkeys(flag for run in runs for flag in run["summary"].get("flags", ()))
+    # A flag of another version of the suite has no meaning here and is shown as it is.
+    notes = [f"{flag}: {FLAG_MEANINGS.get(flag, flag)}" for flag in flags]
+    if any(run["git"]["dirty"] for run in runs):
+        notes.append("the code had uncommitted changes")
+    return optional_cell("; ".join(notes) or None)

@@ -1,0 +1,207 @@
+"""Reads what a training run has kept so far, and draws it: curves, and grids of its pictures."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.record.history import TRAIN_STEP_COLUMNS, read_history
+from sdbench.record.store import STEPS_NAME, TRAIN, kind_of
+from sdbench.report.plots import SERIES_COLOURS, Plot, make_figure, render
+from sdbench.report.runs import read_record
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+# Of a longer run every n-th step is drawn.
+MAX_STEPS_DRAWN = 1500
+# Half-life of the smoothed loss, as a share of the steps, and the shortest one in steps.
+SMOOTHING_SHARE = 0.01
+MIN_HALF_LIFE = 5.0
+MAX_GRIDS = 7
+# A larger grid is shown smaller, and as JPEG.
+MAX_GRID_BYTES = 1_000_000
+MAX_GRID_PIXELS = 1400
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """What a run has kept so far.
+
+    Attributes:
+        folder: Of the run.
+        record: Of its newest process.
+        steps: A row for each step with `TRAIN_STEP_COLUMNS` and ``smooth_loss``, the exponentially
+            weighted mean of the losses.
+        events: Of all its processes, in order.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    steps: pd.DataFrame
+    events: Sequence[dict[str, Any]]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The events of a name."""
+        return [one for one in self.events if one["event"] == event]
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """The events by which later processes went on with the run."""
+        return self.of("begin")[1:]
+
+
+def read_run(folder: Path) -> TrainingRun:
+    """Read a run of train.py, which may be training meanwhile.
+
+    Raises:
+        ConfigError: There is none, or a file of it cannot be read.
+    """
+    import pandas as pd
+
+    record = read_record(folder, flag="RUN")
+    if kind_of(record) != TRAIN:
+        raise ConfigError(
+            "the run has trained no model that is kept",
+            value=str(folder),
+            allowed="the folder of a run of train.py",
+            flag="RUN",
+        )
+    path = folder / STEPS_NAME
+    try:
+        steps = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
+        # Of a row that a full disk has cut off, the rest is missing.
+        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna().astype({"step": int})
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{STEPS_NAME} cannot be read ({error})",
+            value=str(path),
+            allowed=f"a table with the columns {', '.join(TRAIN_STEP_COLUMNS)}",
+            flag="RUN",
+        ) from None
+    half_life = half_life_of(len(steps))
+    steps["smooth_loss"] = steps["loss"].ewm(halflife=half_life).mean()
+    return TrainingRun(folder, record, steps, read_history(folder))
+
+
+def half_life_of(num_steps: int) -> float:
+    """Half-life of the smoothed loss, in steps."""
+    return max(MIN_HALF_LIFE, SMOOTHING_SHARE * num_steps)
+
+
+def draw_run(run: TrainingRun) -> Plot | None:
+    """Draw losses, learning rate, throughput and waiting against steps.
+
+    Returns:
+        The chart, or None before the first figures.
+    """
+    if run.steps.empty:
+        return None
+    sources = (
+        f"steps.csv and history.jsonl of {run.folder.name}; the line through the losses is their "
+        f"exponentially weighted mean with a half-life of {half_life_of(len(run.steps)):.0f} steps"
+    )
+    figure, axes = make_figure([3.0, 1.0, 1.0, 1.0], sources=sources, left=0.95, gap=0.3)
+    stride = -(-len(run.steps) // MAX_STEPS_DRAWN)
+    shown = run.steps[(len(run.steps) - 1) % stride :: stride]  # the last step is among them
+    _draw_losses(axes[0], run, shown)
+    for ax, column, label in zip(
+        axes[1:],
+        ("learning_rate", "images_per_second", "data_wait_percent"),
+        ("learning rate", "images/s", "data wait, %"),
+        strict=True,
+    ):
+        # The figures of a period are those of each step in it.
+        ax.plot(shown["step"], shown[column], color=SERIES_COLOURS[0], drawstyle="steps-pre")
+        ax.set_ylim(0, 1.1 * max(shown[column].max(), 1e-9))
+        ax.set_ylabel(label)
+    for ax in axes:
+        ax.set_xlim(0, run.steps["step"].iloc[-1])
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.tick_params(labelbottom=ax is axes[-1])
+        for restart in run.restarts:
+            ax.axvline(restart["step"], color="#666666", linestyle="--", linewidth=1)
+    figure.align_ylabels(axes)
+    axes[-1].set_xlabel("step")
+    return render(figure, name="training", title="Training, step by step")
+
+
+def _draw_losses(ax: Axes, run: TrainingRun, shown: pd.DataFrame) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    training, *colours = SERIES_COLOURS
+    ax.plot(
+        shown["step"],
+        shown["loss"],
+        color=training,
+        alpha=0.35,
+        linestyle="",
+        marker=".",
+        markersize=4,
+        markeredgewidth=0,
+    )
+    ax.plot(shown["step"], shown["smooth_loss"], color=training, label="training, smoothed")
+    validations = run.of("validation")
+    for fact, label, marker, colour in (
+        ("loss", "validation", "o", colours[0]),
+        ("ema_loss", "validation, averaged weights", "s", colours[1]),
+    ):
+        points = [(one["step"], one[fact]) for one in validations if fact in one]
+        if points:
+            places = zip(*points, strict=True)
+            ax.plot(*places, color=colour, marker=marker, label=label, clip_on=False)
+    at_the_foot = {"transform": ax.get_xaxis_transform(), "linestyle": "", "clip_on": False}
+    for label, marker, colour, holds in _SAVES:
+        saved = [one["step"] for one in run.of("save") if holds(one)]
+        if saved:
+            ax.plot(saved, [0.0] * len(saved), marker, color=colour, label=label, **at_the_foot)
+    if run.restarts:
+        ax.plot([], [], color="#666666", linestyle="--", linewidth=1, label="restart")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.set_ylabel("loss")
+    # Above the axes, where it covers no line.
+    ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=3)
+
+
+def _is_whole(save: dict[str, Any]) -> bool:
+    return save["error"] is None
+
+
+_SAVES: tuple[tuple[str, str, str, Callable[[dict[str, Any]], bool]], ...] = (
+    ("checkpoint", "^", "#000000", _is_whole),
+    ("checkpoint that failed", "x", "#D55E00", lambda save: not _is_whole(save)),
+)
+
+
+def encode_grids(run: TrainingRun) -> list[tuple[int, str]]:
+    """Steps and data URIs of grids, the newest first, the others from all over the run."""
+    # A step that was trained twice has one file.
+    files = {one["step"]: run.folder / one["file"] for one in run.of("samples")}
+    steps = sorted((step for step, path in files.items() if path.exists()), reverse=True)
+    last = len(steps) - 1
+    num_shown = min(len(steps), MAX_GRIDS)
+    places = [round(last * place / max(1, num_shown - 1)) for place in range(num_shown)]
+    return [(steps[place], _as_data_uri(files[steps[place]])) for place in places]
+
+
+def _as_data_uri(path: Path) -> str:
+    from PIL import Image
+
+    content, kind = path.read_bytes(), "png"
+    if len(content) > MAX_GRID_BYTES:
+        with Image.open(io.BytesIO(content)) as picture:
+            smaller = picture.convert("RGB")
+        smaller.thumbnail((MAX_GRID_PIXELS, MAX_GRID_PIXELS))
+        buffer, kind = io.BytesIO(), "jpeg"
+        smaller.save(buffer, kind, quality=85)
+        content = buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,203 @@
+"""The command `python -m sdbench watch`: a page that shows how a training run goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK
+from sdbench.base.files import replace_file
+from sdbench.base.units import BYTES_PER_GIB
+from sdbench.record.store import OK, UNFINISHED_REASON, utc_now
+from sdbench.report.page import Section, format_page
+from sdbench.report.plots import plain_style
+from sdbench.report.run_plots import describe_run
+from sdbench.report.tables import Table, make_table
+from sdbench.report.terminal import format_number
+from sdbench.report.training_run import TrainingRun, draw_run, encode_grids, read_run
+from sdbench.settings.kinds import PATH, SECONDS
+from sdbench.settings.request import parse
+from sdbench.settings.setting import REQUIRED, setting
+
+PAGE_NAME = "watch.html"
+# Of each table the newest rows.
+MAX_ROWS = 12
+HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
+EVENTS_IN_WORDS = {"begin": "start", "save": "checkpoint", "end": "end"}
+EPILOG = """\
+examples:
+  python -m sdbench watch runs/first
+      writes runs/first/watch.html
+  python -m sdbench watch runs/first --every 30
+      again and again, until the run has reached its end or Ctrl-C; the browser follows
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchFlags:
+    """Flags of the command."""
+
+    run: Path = setting(PATH, REQUIRED, "folder of a run of train.py", is_positional=True)
+    every: float | None = setting(
+        SECONDS, None, "seconds from one page to the next (default: one page)"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page of a run.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    flags = parse(
+        WatchFlags,
+        argv,
+        prog="python -m sdbench watch",
+        description="Make one HTML page of a training run: curves, pictures, restarts.",
+        epilog=EPILOG,
+    ).config
+    run = write_page(flags.run, refresh_s=flags.every)
+    print(flags.run / PAGE_NAME, flush=True)
+    try:
+        while flags.every is not None and run.record["status"] != OK:
+            time.sleep(flags.every)
+            run = write_page(flags.run, refresh_s=flags.every)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
+    """Write the page into the folder of the run; it needs no other file.
+
+    Args:
+        folder: Of the run.
+        refresh_s: Let the browser read the page again after so many seconds, while the run goes on.
+
+    Returns:
+        The run as the page shows it.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    run = read_run(folder)
+    is_over = run.record["status"] == OK
+    with plain_style():
+        plot = draw_run(run)
+    tables = [table for table in (_make_validations(run), _make_events(run)) if table.rows]
+    page = format_page(
+        [Section("Where it is", HELP, [_make_state(run)])],
+        [] if plot is None else [plot],
+        template="watch.html.j2",
+        name=folder.resolve().name,
+        step=_last_step(run),
+        work=describe_run(run.record),
+        made_utc=_without_zone(utc_now()),
+        refresh_s=None if refresh_s is None or is_over else f"{refresh_s:g}",
+        history=Section("History", "The newest rows of each table.", tables),
+        grids=encode_grids(run),
+        num_grids=len({one["step"] for one in run.of("samples")}),
+    )
+    replace_file(folder / PAGE_NAME, page)
+    return run
+
+
+def _last_step(run: TrainingRun) -> int:
+    return 0 if run.steps.empty else int(run.steps["step"].iloc[-1])
+
+
+def _make_state(run: TrainingRun) -> Table:
+    """Where the run is, in a row for each figure."""
+    record, steps = run.record, run.steps
+    num_steps = record["workload"]["num_steps"]
+    images_per_step = record["config"]["batch_size"]
+    state = record["status"]
+    if record["reason"] is not None:
+        state = f"{state}: {record['reason']}"
+    if record["reason"] == UNFINISHED_REASON:
+        state = "training, or killed"
+    figures = {"state": state, "steps": f"{_last_step(run):,} of {num_steps:,}"}
+    if not steps.empty:
+        last = steps.iloc[-1]
+        num_left = max(0, num_steps - last["step"])
+        figures |= {
+            "training loss, smoothed": f"{last['smooth_loss']:.4f}",
+            "learning rate": f"{last['learning_rate']:.3g}",
+            "images/s": format_number(last["images_per_second"]),
+            "data wait": f"{last['data_wait_percent']:.1f} %",
+            "trained": _duration((images_per_step / steps["images_per_second"]).sum()),
+            "left to train": _duration(num_left * images_per_step / last["images_per_second"]),
+        }
+    if validations := run.of("validation"):
+        best = min(validations, key=lambda one: one["loss"])
+        figures["validation loss, newest"] = _at_step(validations[-1])
+        figures["validation loss, lowest"] = _at_step(best)
+    for event, name in (("validation", "validating"), ("samples", "drawing pictures")):
+        if seconds := sum(one["seconds"] for one in run.of(event)):
+            figures[name] = _duration(seconds)
+    if saves := run.of("save"):
+        figures["waiting for checkpoints"] = _duration(sum(one["stall_s"] for one in saves))
+    lost = sum(one["num_lost_steps"] for one in run.restarts)
+    figures["restarts"] = f"{len(run.restarts)}, {lost:,} steps trained again"
+    rows = [{"what": name, "figure": figure} for name, figure in figures.items()]
+    return make_table(rows, name="state", caption="Figures of now")
+
+
+def _make_validations(run: TrainingRun) -> Table:
+    rows = [
+        {
+            "step": one["step"],
+            "loss": one["loss"],
+            "averaged weights": one.get("ema_loss"),
+            **{
+                f"t = {(k + 0.5) / len(one['by_timestep']) * 1000:.0f}": loss
+                for k, loss in enumerate(one["by_timestep"])
+            },
+        }
+        for one in run.of("validation")[: -MAX_ROWS - 1 : -1]
+    ]
+    caption = "Validation loss, and its parts by the time step t of the noise"
+    return make_table(rows, name="validation", caption=caption).without_empty_columns()
+
+
+def _make_events(run: TrainingRun) -> Table:
+    shown = [one for one in run.events if one["event"] in EVENTS_IN_WORDS]
+    rows = [
+        {
+            "time, UTC": _without_zone(one["time_utc"]),
+            "step": one["step"],
+            "event": "restart" if one in run.restarts else EVENTS_IN_WORDS[one["event"]],
+            "details": _describe_save(one) if one["event"] == "save" else "",
+        }
+        for one in shown[: -MAX_ROWS - 1 : -1]
+    ]
+    return make_table(rows, name="events", caption="Starts, checkpoints and ends")
+
+
+def _describe_save(save: dict[str, Any]) -> str:
+    if save["error"] is not None:
+        return f"not saved: {save['error']}"
+    gib = save["num_bytes"] / BYTES_PER_GIB
+    return f"{gib:.3g} GiB in {save['seconds']:.3g} s; training waited {save['stall_s']:.3g} s"
+
+
+def _at_step(validation: dict[str, Any]) -> str:
+    return f"{validation['loss']:.4f} at step {validation['step']:,}"
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _without_zone(time_utc: str) -> str:
+    return time_utc.removesuffix("+00:00")

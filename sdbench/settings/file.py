@@ -1,0 +1,119 @@
+"""`read_values`: the values of a YAML file and of arguments ``key=value``, by OmegaConf.
+
+A value may refer to another one (``${lr}``) or be left to the command line (``???``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+
+CONFIG_FLAG = "--config"
+MISSING = "???"
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+
+
+def is_assignment(argument: str) -> bool:
+    """Whether an argument has the form ``key=value``."""
+    return _ASSIGNMENT.fullmatch(argument) is not None
+
+
+def as_literal(value: Any) -> Any:
+    """A value as a file has to hold it: a ``${`` in a text refers to nothing."""
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def read_values(
+    path: str | None,
+    assignments: Sequence[str],
+    *,
+    flags: Mapping[str, Any],
+    names: Collection[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a file and assignments.
+
+    Args:
+        path: YAML file; None: there is none.
+        assignments: Arguments ``key=value``; ``a.b=value`` leads into a mapping of the file.
+        flags: Values of flags by name. What refers to such a name gets them.
+        names: Of all settings.
+
+    Returns:
+        The values of the file, some of them changed by assignments to ``a.b``, and those of the
+        assignments to settings.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is missing or refers to nothing.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    flat = [text for text in assignments if text.partition("=")[0] in names]
+    nested = [text for text in assignments if text not in flat]
+    content = OmegaConf.create() if path is None else _load(path)
+    try:
+        raw: Any = OmegaConf.to_container(OmegaConf.merge(content, OmegaConf.from_dotlist(nested)))
+        assigned: Any = OmegaConf.to_container(OmegaConf.from_dotlist(flat))
+        given = assigned | {name: as_literal(value) for name, value in flags.items()}
+        # `optimizer` is a setting, and in files of another trainer a mapping of its own.
+        given = {
+            name: value
+            for name, value in given.items()
+            if not isinstance(raw.get(name), dict) or value is None or isinstance(value, dict)
+        }
+        _refuse_missing(list(_find_missing(raw | given)), names=names)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(raw | given), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"a value cannot be read ({str(error).splitlines()[0]})",
+            value=" ".join(filter(None, (path, *assignments))),
+            allowed="YAML, ${key} for the value of another key, \\${ for the characters themselves",
+            flag=CONFIG_FLAG,
+        ) from None
+    of_file = {name: value for name, value in resolved.items() if name not in given}
+    return of_file, {name: resolved[name] if name in given else assigned[name] for name in assigned}
+
+
+def _load(path: str) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        content = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the config file cannot be read ({error})",
+            value=path,
+            allowed="a readable YAML file of flag names and values",
+            flag=CONFIG_FLAG,
+        ) from None
+    if not OmegaConf.is_dict(content):
+        raise ConfigError(
+            "the config file does not hold keys and values",
+            value=type(OmegaConf.to_container(content)).__name__,
+            allowed="lines such as `batch_size: 2048`",
+            flag=CONFIG_FLAG,
+        )
+    return content
+
+
+def _find_missing(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _find_missing(inner, f"{key}.{name}" if key else str(name))
+    elif value == MISSING:
+        yield key
+
+
+def _refuse_missing(keys: Sequence[str], *, names: Collection[str]) -> None:
+    if keys:
+        raise ConfigError(
+            "the config file leaves values to the command line",
+            value=MISSING,
+            allowed="a value of each",
+            flag=", ".join(f"--{key}" if key in names else f"{key}=VALUE" for key in keys),
+        )

@@ -1,0 +1,315 @@
+"""`translate`: config files of mlfoundations/open-diffusion, as the settings of train.py.
+
+Its keys are nested (``optimizer.params.learning_rate``). `KEYS` says what becomes of each of them;
+a key that is not there is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sdbench.base.errors import ConfigError
+from sdbench.settings.kinds import POSITIVE
+from sdbench.settings.request import Translation
+
+# Sub-models and their keys in a file, by the name of the part here.
+PARTS = {
+    "unet": ("unet",),
+    "vae": ("vae",),
+    "text_encoder": ("text_encoder",),
+    "tokenizer": ("tokenizer",),
+    "scheduler": ("scheduler", "noise_scheduler_training"),
+}
+TARGETS = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+    "text_encoder": ("CLIPTextModel",),
+    "tokenizer": ("CLIPTokenizer",),
+    # The second does not exist in diffusers, and stands in its files.
+    "scheduler": ("DDPMScheduler", "DDPMNoiseScheduler"),
+}
+# Its moving average keeps 0.995 of itself in a step: 0.5 ** (1 / 138).
+EMA_HALF_LIFE_BATCHES = 138
+WHOLE_MODEL = "model.pretrained"
+NO_ACCUMULATION = {"system.gradient_accumulation": 1}
+
+# What a file says, by nested key.
+Values = Mapping[str, Any]
+
+
+class Variable(NamedTuple):
+    """The value goes into an environment variable."""
+
+    name: str
+
+
+class Same(NamedTuple):
+    """The value has to be that of another key."""
+
+    key: str
+
+
+class OneOf(NamedTuple):
+    """The setting that a value means, from its name here or there; None: it has no setting."""
+
+    setting: str | None
+    meanings: Mapping[Any, Any]
+
+
+class NoEffect(NamedTuple):
+    """The value changes nothing here; the reason is told."""
+
+    reason: str
+
+
+def _global_batch(value: Any, values: Values) -> dict[str, Any]:
+    """Its batch is that of a GPU in a backward pass."""
+    device_batch = _positive("system.batch_size", values)
+    num_microbatches = _positive("system.gradient_accumulation", {**NO_ACCUMULATION, **values})
+    return {
+        "device_train_microbatch_size": device_batch,
+        "batch_size": device_batch * num_microbatches * int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _positive(key: str, values: Values) -> int:
+    try:
+        return POSITIVE.parse(values.get(key))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{key} is no number of images or passes",
+            value=values.get(key),
+            allowed=POSITIVE.allowed,
+            flag=f"{key}=VALUE",
+        ) from None
+
+
+def _results_dir(value: str, values: Values) -> dict[str, Any]:
+    """Its runs are in log_dir/project/name."""
+    project = values.get("experiment.project")
+    return {"results_dir": value if project is None else f"{value}/{project}"}
+
+
+def _name(value: str, values: Values) -> dict[str, Any]:
+    return {"run_name": value, "wandb_name": value}
+
+
+def _duration(value: int, values: Values) -> dict[str, Any]:
+    return {"max_duration": f"{value}sp"}
+
+
+def _what_is_kept(value: bool, values: Values) -> dict[str, Any]:
+    """The newest checkpoint alone, or every one."""
+    return {"keep": 1} | ({} if value else {"keep_every_batches": 1})
+
+
+def _prompts(value: str, values: Values) -> dict[str, Any]:
+    """It draws whenever it saves."""
+    return {
+        "sample_prompts": value,
+        "sample_every_batches": values.get("experiment.save_every", 1000),
+    }
+
+
+def _moving_average(value: bool, values: Values) -> dict[str, Any]:
+    if not value:
+        return {"use_ema": False}
+    return {
+        "use_ema": True,
+        "ema_half_life_batches": EMA_HALF_LIFE_BATCHES,
+        "ema_warmup": True,
+    }
+
+
+def _model(value: Any, values: Values) -> dict[str, Any]:
+    """One model, and the parts that are not of it."""
+    if WHOLE_MODEL in values:
+        return {"model_name": values[WHOLE_MODEL]}
+    parts: dict[str, dict[str, Any]] = {}
+    for part, keys in PARTS.items():
+        for key in keys:
+            for form in ("pretrained", "params"):
+                if f"model.{key}.{form}" in values:
+                    parts[part] = {form: values[f"model.{key}.{form}"]}
+    folders = [given["pretrained"] for given in parts.values() if "pretrained" in given]
+    if not folders:
+        return {"model_parts": parts}
+    name = max(folders, key=folders.count)
+    others = {part: given for part, given in parts.items() if given != {"pretrained": name}}
+    return {"model_name": name, **({"model_parts": others} if others else {})}
+
+
+def _average_to_begin_with(value: Any, values: Values) -> dict[str, Any]:
+    raise ConfigError(
+        "a moving average of open-diffusion cannot be read: it is a pickle, which can carry code",
+        value=value,
+        allowed="a diffusers folder of averaged weights as model.pretrained, or a run: --init_from",
+        flag="model.ema.path=VALUE",
+    )
+
+
+Rule = str | Variable | Same | OneOf | NoEffect | Callable[[Any, Values], dict[str, Any]]
+
+_BACKEND = NoEffect("NCCL joins the GPUs, and gloo CPUs")
+_FROM_ENVIRONMENT = OneOf(None, {"env://": None})
+KEYS: dict[str, Rule] = {
+    "wandb.api_key": Variable("WANDB_API_KEY"),
+    "wandb.entity": Variable("WANDB_ENTITY"),
+    "wandb.mode": Variable("WANDB_MODE"),
+    "system.gradient_accumulation": _global_batch,
+    "system.batch_size": _global_batch,
+    "system.workers": "num_workers",
+    "system.dist_backend": Same("distributed.dist_backend"),
+    "system.dist_url": Same("distributed.dist_url"),
+    "distributed.dist_backend": _BACKEND,
+    "distributed.dist_url": _FROM_ENVIRONMENT,
+    "experiment.log_dir": _results_dir,
+    "experiment.name": _name,
+    "experiment.project": "wandb_project",
+    "experiment.num_examples_to_see": _duration,
+    "experiment.save_only_most_recent": _what_is_kept,
+    "experiment.save_every": "save_every_batches",
+    "experiment.requeue": OneOf("resume", {True: "auto", False: "never"}),
+    "experiment.eval_caption_file": _prompts,
+    "experiment.num_eval_images": "num_sample_images",
+    "optimizer.name": OneOf(None, {"adamw": None}),
+    "optimizer.params.learning_rate": Same("lr_scheduler.params.learning_rate"),
+    "optimizer.params.beta1": "beta1",
+    "optimizer.params.beta2": "beta2",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.epsilon": "adam_eps",
+    "model.pt_path": NoEffect("it is for other keys to refer to"),
+    WHOLE_MODEL: _model,
+    **{
+        f"model.{key}.{form}": _model
+        for keys in PARTS.values()
+        for key in keys
+        for form in ("pretrained", "params")
+    },
+    **{
+        f"model.{key}.target": OneOf(
+            None, {f"{package}{name}": None for package in ("", "diffusers.") for name in names}
+        )
+        for part, names in TARGETS.items()
+        for key in PARTS[part]
+    },
+    "model.noise_scheduler_inference.pretrained": NoEffect("pictures are drawn by DDIM"),
+    "model.noise_scheduler_inference.target": NoEffect("pictures are drawn by DDIM"),
+    "model.use_ema": _moving_average,
+    "model.ema.path": _average_to_begin_with,
+    "model.mixed_precision": OneOf("precision", {"bf16": "amp_bf16", "fp16": "amp_fp16"}),
+    "model.gradient_checkpointing": OneOf(
+        "activation_checkpointing", {True: "full", False: "none"}
+    ),
+    "model.xformers": NoEffect("torch has such a kernel itself; --attention chooses among several"),
+    "model.max_grad_norm": "clip_norm",
+    "dataset.type": OneOf(
+        "data_format",
+        {
+            "WebDataset": "webdataset",
+            "ClassificationWebDataset": "webdataset",
+            "ParquetDataset": "parquet",
+        },
+    ),
+    "dataset.params.path": "remote",
+    "dataset.params.batch_size": Same("system.batch_size"),
+    "dataset.params.workers": Same("system.workers"),
+    "dataset.params.num_examples_to_see": Same("experiment.num_examples_to_see"),
+    "dataset.params.resolution": "image_size",
+    "dataset.params.filters": "filters",
+    "dataset.params.idx_to_prompt": "class_prompts",
+    "dataset.params.class_mapping": "class_prompts",
+    "lr_scheduler.scheduler": OneOf(
+        "lr_schedule", {"ConstantWithWarmup": "constant", "CosineWithWarmup": "cosine"}
+    ),
+    "lr_scheduler.params.learning_rate": "lr",
+    "lr_scheduler.params.warmup_length": "lr_warmup_batches",
+}
+GROUPS = {key.partition(".")[0] for key in KEYS}
+
+
+def translate(content: dict[str, Any]) -> Translation:
+    """Take what a file has in open-diffusion's form out of its content.
+
+    Keys of wandb go into the variables that W&B reads, which a record leaves out.
+
+    Args:
+        content: Of the file; loses the groups of `KEYS`.
+
+    Raises:
+        ConfigError: A key is unknown, contradicts another one, or has a value without a meaning.
+    """
+    groups = [name for name in content if name in GROUPS and isinstance(content[name], dict)]
+    values = {
+        key: value
+        for name in groups
+        for key, value in _flatten(name, content.pop(name))
+        if value is not None
+    }
+    settings: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    notes = []
+    for key, value in values.items():
+        rule = _find_rule(key, values)
+        if isinstance(rule, NoEffect):
+            notes.append(f"{key} has no effect: {rule.reason}.")
+        elif isinstance(rule, Variable):
+            os.environ[rule.name] = str(value)
+        else:
+            found = _apply(rule, key, values)
+            keys |= {name: key for name in found if name not in settings}
+            settings |= found
+    return Translation(settings, keys, tuple(notes))
+
+
+def _find_rule(key: str, values: Values) -> Rule:
+    rule = KEYS.get(key)
+    if rule is None:
+        nearest = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            "unknown key",
+            value=key,
+            allowed=f"the keys of open-diffusion, the nearest is {nearest}",
+            flag=f"{nearest}=VALUE",
+        )
+    if isinstance(rule, Same) and rule.key not in values:
+        return KEYS[rule.key]
+    if rule is _model and key != WHOLE_MODEL and WHOLE_MODEL in values:
+        return NoEffect(f"{WHOLE_MODEL} is the whole model")
+    return rule
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in KEYS or not isinstance(value, dict):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _flatten(f"{key}.{name}", inner)
+
+
+def _apply(rule: Any, key: str, values: Values) -> dict[str, Any]:
+    value = values[key]
+    if isinstance(rule, str):
+        return {rule: value}
+    if isinstance(rule, Same):
+        if value != values[rule.key]:
+            raise ConfigError(
+                f"{key} and {rule.key} contradict each other",
+                value=value,
+                allowed=str(values[rule.key]),
+                flag=f"{key}=VALUE or {rule.key}=VALUE",
+            )
+        return {}
+    if not isinstance(rule, OneOf):
+        return rule(value, values)
+    if value not in list(rule.meanings):  # a list can be no key
+        raise ConfigError(
+            f"{key} has a value that means nothing here",
+            value=value,
+            allowed=" | ".join(map(str, rule.meanings)),
+            flag=f"{key}=VALUE",
+        )
+    return {} if rule.setting is None else {rule.setting: rule.meanings[value]}

@@ -1,0 +1,221 @@
+"""`TrainConfig`, the settings of train.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sdbench.settings.arithmetic import ArithmeticSpeedups
+from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.data import DataSettings
+from sdbench.settings.kinds import (
+    DURATION,
+    FRACTION,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_NUMBER,
+    PARTS,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    SWITCH,
+    TEXT,
+    one_of,
+)
+from sdbench.settings.measuring import LoggingSettings, RunSettings
+from sdbench.settings.open_diffusion import translate
+from sdbench.settings.parallel import RankSpeedups
+from sdbench.settings.request import Request, parse
+from sdbench.settings.setting import setting
+from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
+from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthSettings:
+    """How long a run is, and where it is kept."""
+
+    GROUP = "length, folder and resuming"
+
+    max_duration: str | None = setting(
+        DURATION, None, "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp"
+    )
+    run_name: str | None = setting(
+        TEXT, None, "folder of the run below --results_dir (default: time, machine and model)"
+    )
+    resume: str = setting(
+        one_of("never", "auto"),
+        "never",
+        "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
+    )
+    init_from: str | None = setting(
+        TEXT,
+        None,
+        "run or checkpoint whose weights this run begins with, all of the same names: those of "
+        "256 px for 512, or those of the VAE",
+        identifies=True,
+    )
+    save_every_batches: int | None = setting(
+        POSITIVE, None, "steps from one checkpoint to the next (default: one at the end)"
+    )
+    keep: int = setting(POSITIVE, 2, "newest checkpoints that are kept")
+    keep_every_batches: int | None = setting(
+        POSITIVE, None, "checkpoints of multiples of so many steps are kept as well"
+    )
+    on_failed_save: str = setting(
+        one_of("continue", "stop"),
+        "continue",
+        "what a checkpoint that cannot be written does: the run goes on with a warning, or stops",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartSettings:
+    """Which parts of the model are trained, and which are not as --model_name says."""
+
+    GROUP = ModelSettings.GROUP
+
+    model_parts: Mapping[str, Mapping[str, Any]] | None = setting(
+        PARTS,
+        None,
+        "parts (unet, vae, text_encoder, tokenizer, scheduler) from elsewhere than --model_name: "
+        "each `pretrained`, as --model_name takes it, or `params`, from which it is made",
+        identifies=True,
+    )
+    train: str = setting(
+        one_of("diffusion", "vae"),
+        "diffusion",
+        "what is trained: the U-Net, or the VAE alone",
+        identifies=True,
+    )
+    kl_weight: float = setting(
+        NOT_NEGATIVE_NUMBER,
+        1e-3,
+        "VAE: weight of the latents' divergence from a normal distribution, beside the squared "
+        "error of the pixels",
+    )
+    train_text_encoder: bool = setting(
+        SWITCH, False, "train the text encoder with the U-Net", identifies=True
+    )
+    text_encoder_lr_factor: float = setting(
+        POSITIVE_NUMBER, 1.0, "learning rate of the text encoder, as a multiple of --lr"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateSettings:
+    """Learning rate, optimizer and moving average."""
+
+    GROUP = UpdateSettings.GROUP
+
+    lr_schedule: str = setting(
+        one_of("constant", "cosine", "linear"), "constant", "learning rate behind the warm-up"
+    )
+    lr_warmup_batches: int = setting(
+        NOT_NEGATIVE, 0, "steps in which the learning rate rises to --lr"
+    )
+    lr_end_factor: float = setting(
+        FRACTION, 0.0, "share of --lr at the end of the schedules cosine and linear"
+    )
+    beta1: float = setting(FRACTION, 0.9, "AdamW: decay of the mean of the gradients")
+    beta2: float = setting(FRACTION, 0.999, "AdamW: decay of the mean of their squares")
+    adam_eps: float = setting(POSITIVE_NUMBER, 1e-8, "AdamW: added to the divisor")
+    clip_norm: float | None = setting(
+        POSITIVE_NUMBER, None, "largest norm of a step's gradients (default: they are not clipped)"
+    )
+    ema_half_life_batches: int = setting(
+        POSITIVE, 1000, "steps after which a weight's influence on the moving average has halved"
+    )
+    ema_warmup: bool = setting(
+        SWITCH, False, "let the average follow faster at first: decay at most (1 + n) / (10 + n)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What the network learns to predict, and how errors are weighted."""
+
+    GROUP = "objective"
+
+    prediction_type: str | None = setting(
+        one_of("epsilon", "v_prediction", "sample"),
+        None,
+        "what the U-Net predicts (default: as the model was made for)",
+    )
+    min_snr_gamma: float | None = setting(
+        POSITIVE_NUMBER, None, "weight losses by min(SNR, gamma) (arXiv 2303.09556; 5 is usual)"
+    )
+    noise_offset: float = setting(
+        NOT_NEGATIVE_NUMBER, 0.0, "noise of one value per picture and channel that is added"
+    )
+    zero_terminal_snr: bool = setting(
+        SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """What is looked at while the model trains; none of it counts as training time."""
+
+    GROUP = "looking at the model"
+
+    log_every_batches: int = setting(POSITIVE, 10, "steps from one line of figures to the next")
+    validate_every_batches: int | None = setting(
+        POSITIVE, None, "steps from one validation loss to the next"
+    )
+    validation_remote: str | None = setting(
+        TEXT, None, "where held-out samples are, of the same kind as --remote"
+    )
+    num_validation_images: int = setting(POSITIVE, 64, "held-out images that are used")
+    sample_every_batches: int | None = setting(
+        POSITIVE, None, "steps from one grid of pictures to the next"
+    )
+    sample_prompts: str | None = setting(
+        TEXT, None, "text file with one prompt a line, or a CSV with the columns uid and caption"
+    )
+    num_sample_images: int = setting(
+        POSITIVE, 64, "prompts of the file that are drawn, from the top"
+    )
+    sample_guidance: float = setting(
+        NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance when drawing"
+    )
+    sample_steps: int = setting(POSITIVE, 25, "steps of the DDIM sampler when drawing")
+    tensorboard: bool = setting(
+        SWITCH, False, "write figures and pictures for TensorBoard as well, in the run's folder"
+    )
+
+
+# The fields of the last base come first in the help.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    LoggingSettings,
+    HostSpeedups,
+    RankSpeedups,
+    UpdateSpeedups,
+    CompilingSpeedups,
+    ArithmeticSpeedups,
+    WatchSettings,
+    ObjectiveSettings,
+    RateSettings,
+    UpdateSettings,
+    DataSettings,
+    BatchSettings,
+    PartSettings,
+    ModelSettings,
+    LengthSettings,
+    RunSettings,
+):
+    """Everything that decides a training run. None means: chosen for the machine, then printed."""
+
+
+def parse_request(
+    argv: Sequence[str] | None, *, description: str, epilog: str
+) -> Request[TrainConfig]:
+    """Read the command line of train.py; as `request.parse`."""
+    return parse(
+        TrainConfig,
+        argv,
+        description=description,
+        epilog=epilog,
+        takes_file=True,
+        translate=translate,
+    )

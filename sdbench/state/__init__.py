@@ -1,0 +1,1 @@
+"""What outlives a process: checkpoints of a run, and the lock of its folder."""

@@ -1,0 +1,262 @@
+"""A checkpoint on disk: its files, and reading them.
+
+    step_00000120/            has this name only when it is whole
+        checkpoint.json       step, facts about the run, size and CRC-32 of each other file
+        .metadata             where each part of each tensor is, by torch.distributed.checkpoint
+        __<rank>_0.distcp     the parts that a rank has written
+
+Tensors are read with weights_only. `.metadata` is a pickle, and the unpickler that reads it knows
+only the classes that it consists of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    MetadataIndex,
+    TensorProperties,
+)
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.files import write_json
+from sdbench.base.secrets import redact_values
+from sdbench.ranks.distributed import Ranks, gather
+
+SCHEMA_VERSION = 1
+DESCRIPTION_NAME = "checkpoint.json"
+METADATA_NAME = ".metadata"
+READ_BYTES = 2**24
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+# The names in a pickle that `.metadata` needs. None of them does anything but make a value.
+KNOWN_TO_PICKLE = {
+    (known.__module__, known.__qualname__): known
+    for known in (
+        dcp.Metadata,
+        dcp.TensorStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+KNOWN_TO_PICKLE |= {("torch", n): one for n, one in vars(torch).items() if type(one) is torch.dtype}
+
+# Each rank reads for itself, and a run of one rank writes without a process group.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+# A deprecation within torch itself.
+warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: all its files are there, with the sizes that they were saved with.
+
+    Attributes:
+        folder: Where it is.
+        step: After which it was made.
+        facts: What was saved about the run beside the tensors.
+        files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
+        ranks: Who reads it.
+    """
+
+    folder: Path
+    step: int
+    facts: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    ranks: Ranks = ALONE
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Open a checkpoint, to be read by this process alone.
+
+        Args:
+            folder: Of the checkpoint.
+
+        Raises:
+            ConfigError: It is not whole.
+        """
+        path = folder / DESCRIPTION_NAME
+        try:
+            content = json.loads(path.read_bytes())
+            crc32 = content.pop("crc32")
+        except (OSError, ValueError, AttributeError, KeyError) as error:
+            raise _damaged(path, f"it cannot be read ({error})") from None
+        if crc32 != _crc32_of(content):
+            raise _damaged(path, "its checksum is another one")
+        if content.pop("schema_version") != SCHEMA_VERSION:
+            raise _damaged(path, f"its schema_version is not {SCHEMA_VERSION}")
+        for name, described in content["files"].items():
+            size = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if size != described["bytes"]:
+                found = "it is missing" if size is None else f"it has {size} bytes"
+                raise _damaged(folder / name, f"{found}; {described['bytes']} were saved")
+        return cls(folder=folder, **content)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What was saved: the whole size and the dtype of each tensor, on the meta device.
+
+        Raises:
+            ConfigError: `.metadata` is damaged.
+        """
+        return {
+            name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+            for name, saved in self._read_metadata().state_dict_metadata.items()
+        }
+
+    def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read values into tensors in place, each rank its own part. All ranks call it.
+
+        The ranks share the check of all checksums. Nothing is loaded where one of them finds fault.
+
+        Args:
+            tensors: Any of those that were saved, by name, on any device. DTensors may be shared
+                out in another way, or among another number of ranks, than when they were saved.
+
+        Raises:
+            ConfigError: A file is damaged, or a tensor was not saved or had another size or dtype.
+        """
+        fault = None
+        try:
+            for name in sorted(self.files)[self.ranks.rank :: self.ranks.world_size]:
+                self._check_file(name)
+            self._check_tensors(tensors)
+        except ConfigError as error:
+            fault = error
+        for found in gather(fault, self.ranks):
+            if found is not None:
+                raise found
+        dcp.load(
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            storage_reader=_Reader(self.folder, self._read_metadata()),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+
+    def _check_file(self, name: str) -> None:
+        try:
+            found = describe_file(self.folder / name)
+        except OSError as error:
+            raise _damaged(self.folder / name, f"it cannot be read ({error.strerror})") from None
+        if found != self.files[name]:
+            raise _damaged(self.folder / name, "its checksum is not the one that was saved")
+
+    def _check_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        saved = self.tensors()
+        for name, tensor in tensors.items():
+            known = _describe(saved[name]) if name in saved else "not saved"
+            if known != _describe(tensor):
+                raise ConfigError(
+                    "The checkpoint is that of another job",
+                    value=f"{name}: {known}",
+                    allowed=_describe(tensor),
+                    flag="--resume",
+                )
+
+    def _read_metadata(self) -> dcp.Metadata:
+        self._check_file(METADATA_NAME)
+        try:
+            with (self.folder / METADATA_NAME).open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except Exception as error:  # a pickle that is not what it should be may raise anything
+            what = f"it is no description of tensors ({error})"
+            raise _damaged(self.folder / METADATA_NAME, what) from None
+        return metadata
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors by metadata that have been read and checked."""
+
+    def __init__(self, folder: Path, metadata: dcp.Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what `.metadata` consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in KNOWN_TO_PICKLE:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        return KNOWN_TO_PICKLE[module, name]
+
+
+def write_description(
+    folder: Path, *, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
+) -> None:
+    """Write `checkpoint.json`, and bring the folder to the disk.
+
+    Args:
+        folder: Of the checkpoint.
+        step: As in `Checkpoint`.
+        facts: As in `Checkpoint`; secrets are left out.
+        files: As in `Checkpoint`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = {"schema_version": SCHEMA_VERSION, "step": step, "facts": facts, "files": files}
+    content = redact_values(content)
+    write_json(folder / DESCRIPTION_NAME, {**content, "crc32": _crc32_of(content)})
+    synchronize(folder)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file as it is read back.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    crc32 = 0
+    with path.open("rb") as file:
+        while read := file.read(READ_BYTES):
+            crc32 = zlib.crc32(read, crc32)
+        return {"bytes": file.tell(), "crc32": f"{crc32:08x}"}
+
+
+def synchronize(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _crc32_of(content: Any) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.size())}"
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"A file of the checkpoint is damaged: {what}",
+        value=str(path),
+        allowed="a checkpoint as it was saved, such as an earlier one",
+        flag="--resume",
+    )

@@ -1,0 +1,277 @@
+"""The checkpoints of a run: saved in the background, found again, and removed in their time.
+
+<run>/checkpoints/step_00000120/             a whole checkpoint
+<run>/checkpoints/.step_00000130.writing/    one that is being written, or was when it was killed
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.ranks.distributed import Ranks, broadcast
+from sdbench.state.checkpoint import Checkpoint
+from sdbench.state.writer import (
+    CheckpointWriter,
+    CopyingPlanner,
+    find_remains,
+    hide,
+    remove_remains,
+)
+
+FOLDER_NAME = "checkpoints"
+PREFIX = "step_"
+# Tensors up to this size are copied at once: some, such as random states, change in a step's
+# forward pass.
+SMALL_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveReport:
+    """How a save has ended.
+
+    Attributes:
+        step: After which the checkpoint was made.
+        duration_s: From its beginning to its end.
+        stall_s: For how long of that training on this rank stood still.
+        num_bytes: Of the tensors, of all ranks; 0 where it failed.
+        error: Why there is no checkpoint; None if all went well.
+    """
+
+    step: int
+    duration_s: float
+    stall_s: float
+    num_bytes: int
+    error: str | None
+
+
+@dataclasses.dataclass
+class _Save:
+    """A save under way.
+
+    Attributes:
+        step: As in `SaveReport`.
+        stall_s: So far.
+        writer: Of this rank.
+        ended: Gives duration, bytes and error, as in `SaveReport`.
+    """
+
+    step: int
+    stall_s: float
+    writer: CheckpointWriter
+    ended: concurrent.futures.Future[tuple[float, int, str | None]]
+
+
+class Checkpoints:
+    """The checkpoints of one run folder.
+
+    A save is written in a thread while training goes on. Nothing of the state changes between two
+    optimizer steps, so the thread reads the tensors in place, and training waits for it before the
+    next optimizer step::
+
+        checkpoints.begin_save(step, tensors, facts, copies=False)
+        loss.backward()
+        checkpoints.wait_until_read()
+        optimizer.step()
+
+    A process that ends waits for a save under way, unless it is killed.
+    """
+
+    def __init__(self, folder: Path, *, ranks: Ranks, keep: int, keep_every: int | None) -> None:
+        """Write nothing yet. All ranks do this together, when they have joined.
+
+        Args:
+            folder: Of the run; seen by all ranks.
+            ranks: The place of this process.
+            keep: How many checkpoints stay, the newest ones; at least 1.
+            keep_every: Those of every so many steps stay besides; None: none do.
+        """
+        assert keep >= 1
+        self.folder = folder / FOLDER_NAME
+        self._ranks = ranks
+        self._keep = keep
+        self._keep_every = keep_every
+        # Apart from the ranks' other communication, which goes on in the meantime.
+        self._group = torch.distributed.new_group(backend="gloo") if ranks.world_size > 1 else None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._save: _Save | None = None
+        self._reports: list[SaveReport] = []
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; what is passed over for it is printed. All ranks call it."""
+        found = find_newest(self.folder.parent) if self._ranks.rank == 0 else None
+        found = broadcast(found, self._ranks)
+        return None if found is None else dataclasses.replace(found, ranks=self._ranks)
+
+    def begin_save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, Any],
+        *,
+        copies: bool,
+    ) -> None:
+        """Begin to save, as soon as the save before has ended. All ranks call it.
+
+        Args:
+            step: Optimizer steps taken.
+            tensors: The state by name: tensors that all ranks have alike, DTensors, and tensors
+                under a name that this rank alone gives. All of it, at each save. Must not change
+                until `wait_until_read` returns; those of at most 64 KiB may at once.
+            facts: More about the run, as JSON has it; those of the first rank are saved.
+            copies: Whether to copy the tensors to host memory before they are written, as is right
+                on a GPU: training goes on sooner, and memory is taken for what this rank writes.
+
+        Raises:
+            ValueError: The facts have a number that is not finite.
+            TypeError: They are not JSON.
+        """
+        facts = json.loads(json.dumps(facts, allow_nan=False))
+        self._collect()
+        started_s = time.perf_counter()
+        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
+                tensors[name] = tensor.clone()
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        if copies:
+            planner = CopyingPlanner(self._buffers)
+        writer = CheckpointWriter(self._path(step), step=step, facts=facts)
+        ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
+        self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun whose end `poll` has not told yet."""
+        return self._save is not None
+
+    def wait_until_read(self) -> None:
+        """Wait until the tensors may change. Call it before each optimizer step."""
+        if self._save is not None:
+            with self._standing_still():
+                self._save.writer.is_read.wait()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one.
+
+        Raises:
+            RunError: It failed, on all ranks alike.
+        """
+        report = self._collect()
+        if report is not None and report.error is not None:
+            raise RunError(f"the checkpoint of step {report.step} was not saved: {report.error}")
+
+    def poll(self) -> list[SaveReport]:
+        """The saves that have ended since the last call.
+
+        Ranks see the same reports, and may see one a step apart: before they act on an error, they
+        have to agree.
+        """
+        if self._save is not None and self._save.ended.done():
+            self._collect()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _collect(self) -> SaveReport | None:
+        """Wait for the save under way, and note how it has ended."""
+        if self._save is None:
+            return None
+        with self._standing_still():
+            duration_s, num_bytes, error = self._save.ended.result()
+        report = SaveReport(self._save.step, duration_s, self._save.stall_s, num_bytes, error)
+        self._reports.append(report)
+        self._save = None
+        return report
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        assert self._save is not None
+        started_s = time.perf_counter()
+        yield
+        self._save.stall_s += time.perf_counter() - started_s
+
+    def _write(
+        self,
+        started_s: float,
+        writer: CheckpointWriter,
+        planner: dcp.SavePlanner,
+        tensors: dict[str, torch.Tensor],
+    ) -> tuple[float, int, str | None]:
+        """Save, in the thread: seconds, bytes, and the error."""
+        num_bytes, error = 0, None
+        try:
+            metadata = dcp.save(
+                tensors,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+            num_bytes = sum(
+                saved.size.numel() * saved.properties.dtype.itemsize
+                for saved in metadata.state_dict_metadata.values()
+            )
+        except (dcp.CheckpointException, Exception) as caught:
+            error = self._name(caught)
+        finally:
+            writer.is_read.set()
+        if self._ranks.rank == 0:
+            if error is None:
+                self._remove_old(writer.step)
+            remove_remains(self.folder)
+        return time.perf_counter() - started_s, num_bytes, error
+
+    def _name(self, error: BaseException) -> str:
+        """An error in a line, with the rank that it is of where there are several."""
+        where = ""
+        if isinstance(error, dcp.CheckpointException):
+            rank, (error, _) = next(iter(error.failures.items()))
+            where = f"rank {rank}: " if self._ranks.world_size > 1 else ""
+        return where + (str(error).splitlines() or [type(error).__name__])[0]
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints that are not to be kept beside this newest one.
+
+        Those of later steps are of a course that was given up, and stay for the user to remove.
+        """
+        steps = [known for known in _list_steps(self.folder) if known <= step]
+        for old in steps[: -self._keep]:
+            if not self._keep_every or old % self._keep_every != 0:
+                with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
+                    hide(self._path(old))
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{PREFIX}{step:08d}"
+
+
+def find_newest(run: Path) -> Checkpoint | None:
+    """The newest whole checkpoint of a run; what is passed over for it is printed.
+
+    Args:
+        run: Folder of the run.
+    """
+    folder = run / FOLDER_NAME
+    for remains in find_remains(folder):
+        print(f"A checkpoint that is not whole is passed over: {remains}", flush=True)
+    for step in reversed(_list_steps(folder)):
+        try:
+            return Checkpoint.open(folder / f"{PREFIX}{step:08d}")
+        except ConfigError as error:
+            print(f"A checkpoint is passed over. {error.what} ({error.value})", flush=True)
+    return None
+
+
+def _list_steps(folder: Path) -> list[int]:
+    numbers = [path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")]
+    return sorted(int(number) for number in numbers if number.isdecimal())

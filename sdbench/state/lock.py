@@ -1,0 +1,47 @@
+"""Keeps a second run out of a run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+
+LOCK_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder while the block runs. For one process of a run, its first rank.
+
+    The system frees the lock when the process ends, however it ends. It is the process's own:
+    workers that it has forked do not keep it (`fcntl.flock` would let them), and the process itself
+    must not lock the folder again.
+
+    Args:
+        folder: Of the run; it is there.
+
+    Raises:
+        ConfigError: Another process has the lock.
+    """
+    with (folder / LOCK_NAME).open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # which of them depends on the system
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ConfigError(
+                "Another run is at work in this folder",
+                value=str(folder),
+                allowed=f"one run at a time; this one is that of {holder}",
+                flag="--resume",
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+        file.truncate(0)

@@ -1,0 +1,436 @@
+"""The task of generate.py: draw pictures from prompts, on all ranks, and go on where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import shutil
+import tarfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import replace_file
+from sdbench.base.progress import Progress
+from sdbench.measure import hardware
+from sdbench.measure.hardware import Machine
+from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.models.samplers import check_sampler
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+from sdbench.run.task import Run, Task
+from sdbench.settings.kinds import (
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_NUMBER,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    RowOf,
+    one_of,
+)
+from sdbench.settings.request import Request
+from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.training import ModelSettings
+from sdbench.tasks.prompts import number_prompts, read_prompt_file
+
+PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
+    "pictures",
+    "pictures.tar",
+    "prompts.csv",
+    "grid.png",
+)
+PROMPT_SEPARATOR = "|"
+PROMPT_FLAG = "--prompts or --prompt_file"
+MAX_PICTURES_OF_GRID = 64
+# A rank that has drawn its share waits for the others.
+RANK_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    """Flags of generate.py."""
+
+    model_name: str = shared(
+        ModelSettings, "model_name", default=REQUIRED, help="a diffusers folder, or a hub id"
+    )
+    model_revision: str | None = shared(ModelSettings, "model_revision")
+    prompts: str | None = setting(
+        TEXT, None, f"what to draw; several prompts are separated by {PROMPT_SEPARATOR}"
+    )
+    prompt_file: str | None = setting(
+        TEXT,
+        None,
+        "text file with a prompt on each line, or a CSV with the columns uid and caption",
+    )
+    folder: str = setting(TEXT, REQUIRED, "folder of the pictures; may hold some of them already")
+    tar: bool = setting(
+        SWITCH,
+        False,
+        "keep pictures and prompts in one tar, as WebDataset has it (<uid>.png, <uid>.txt)",
+    )
+    num_images_per_prompt: int = setting(POSITIVE, 1, "pictures of each prompt")
+    image_size: int | None = setting(
+        POSITIVE, None, "side of the square pictures in pixels (default: the model's own)"
+    )
+    scheduler: str = setting(
+        RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "how noise is taken away"
+    )
+    num_steps: int = setting(POSITIVE, 25, "steps in which it is taken away")
+    guidance_scale: float = setting(
+        NOT_NEGATIVE_NUMBER, 7.5, "weight of the prompt against no prompt; 1 and less: no guidance"
+    )
+    seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next one has the next")
+    batch_size: int = setting(POSITIVE, 4, "pictures that a rank draws together")
+    dtype: str | None = setting(
+        one_of("fp32", "fp16", "bf16"),
+        None,
+        "type of weights and arithmetic (default: fp16 on a GPU, fp32 on a CPU)",
+    )
+
+
+class Picture(NamedTuple):
+    """A picture to draw: a row of prompts.csv."""
+
+    uid: str
+    caption: str
+    seed: int
+    file: str
+
+
+def read_prompts(flags: GenerateFlags) -> list[tuple[str, str]]:
+    """The prompts, each with a name that no other has.
+
+    Args:
+        flags: With prompts, or a file of them.
+
+    Returns:
+        Pairs of uid and prompt. Prompts of a text have their numbers for names.
+
+    Raises:
+        ConfigError: There are none, or the file cannot be used.
+    """
+    if (flags.prompts is None) == (flags.prompt_file is None):
+        raise ConfigError(
+            "prompts come from one place",
+            value=None if flags.prompts is None else flags.prompt_file,
+            allowed="a text or a file",
+            flag=PROMPT_FLAG,
+        )
+    if flags.prompts is not None:
+        return number_prompts(
+            flags.prompts.split(PROMPT_SEPARATOR), value=flags.prompts, flag=PROMPT_FLAG
+        )
+    return read_prompt_file(flags.prompt_file, flag=PROMPT_FLAG)
+
+
+def list_pictures(
+    prompts: Sequence[tuple[str, str]], *, num_images_per_prompt: int, seed: int
+) -> list[Picture]:
+    """The pictures of a run in order; picture i has the seed `seed` + i."""
+    is_one = num_images_per_prompt == 1
+    return [
+        Picture(
+            uid,
+            caption,
+            seed + position * num_images_per_prompt + copy,
+            f"{uid}.png" if is_one else f"{uid}_{copy}.png",
+        )
+        for position, (uid, caption) in enumerate(prompts)
+        for copy in range(num_images_per_prompt)
+    ]
+
+
+class Generate(Task):
+    """Draws pictures; its request are the `GenerateFlags`."""
+
+    kind = "generate"
+    program = "generate.py"
+    record_name = "generate.json"
+    timeout_s = RANK_TIMEOUT_S
+    request: Request[GenerateFlags]
+    _flags: GenerateFlags
+    _machine: Machine
+    _ranks: Ranks
+    _architecture: Architecture
+    _note: str | None
+    _pictures: list[Picture]
+
+    def resolve(self, machine: Machine, ranks: Ranks) -> None:
+        """Read the prompts, and look at the model."""
+        flags = self.request.config
+        self._machine, self._ranks = machine, ranks
+        prompts = read_prompts(flags)
+        self._architecture, self._note = resolve_architecture(
+            flags.model_name, revision=flags.model_revision
+        )
+        check_sampler(flags.scheduler, self._architecture.scheduler)
+        on_gpu = machine.device_type == "cuda"
+        if flags.dtype == "fp16" and not on_gpu:
+            raise ConfigError(
+                "a CPU cannot draw in this type",
+                value=flags.dtype,
+                allowed="fp32 | bf16",
+                flag="--dtype",
+            )
+        self._flags = dataclasses.replace(
+            flags,
+            image_size=flags.image_size or self._architecture.default_image_size,
+            dtype=flags.dtype or ("fp16" if on_gpu else "fp32"),
+        )
+        self._architecture.check_image_size(self._flags.image_size)
+        self._pictures = list_pictures(
+            prompts, num_images_per_prompt=flags.num_images_per_prompt, seed=flags.seed
+        )
+
+    def make_folder(self) -> Path:
+        """That of --folder, new or with pictures of the same job."""
+        folder = Path(self._flags.folder)
+        self._check_earlier_job(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if (folder / TAR_NAME).is_file():  # a kill may have left what is in it
+                shutil.rmtree(folder / PICTURES_NAME, ignore_errors=True)
+            else:
+                (folder / PICTURES_NAME).mkdir(exist_ok=True)
+            (folder / ".failed").unlink(missing_ok=True)
+            _write_table(folder, self._pictures)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder cannot be written ({error.strerror})",
+                value=str(folder),
+                allowed="a folder that this user may write",
+                flag="--folder",
+            ) from None
+        return folder
+
+    def _check_earlier_job(self, folder: Path) -> None:
+        """Refuse a folder with pictures of something else."""
+        pictures = [folder / TAR_NAME, *(folder / PICTURES_NAME).glob("*.png")]
+        if not any(path.is_file() for path in pictures):
+            return
+        record = folder / self.record_name
+        try:
+            earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
+        except (OSError, ValueError, KeyError, TypeError):
+            earlier = {}
+        # Compared as JSON has it.
+        job = json.loads(json.dumps(self._job()))
+        unlike = sorted(name for name, value in job.items() if earlier.get(name) != value)
+        if unlike:
+            raise ConfigError(
+                f"the folder has pictures of another job: {', '.join(unlike)} differ",
+                value=str(folder),
+                allowed="a new folder, or the same job",
+                flag="--folder",
+            )
+
+    def _job(self) -> dict[str, Any]:
+        """What decides the pictures."""
+        flags = self._flags
+        names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
+        rows = json.dumps(self._pictures)
+        weights = self._architecture.weights_folder
+        files = [] if weights is None else sorted(weights.glob("*/*.safetensors"))
+        return {
+            "model_name": str(weights or self._architecture.name),
+            "model_revision": self._architecture.revision,
+            "weights": [[file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "prompts_crc32": zlib.crc32(rows.encode()),
+            **{name: getattr(flags, name) for name in (*names, "seed", "batch_size", "dtype")},
+        }
+
+    def for_person(self) -> str:
+        """What is about to be drawn."""
+        flags = self._flags
+        lines = [
+            f"Drawing {len(self._pictures)} pictures of {flags.image_size} px by "
+            f"{self._architecture.name} into {flags.folder}: {flags.scheduler}, {flags.num_steps} "
+            f"steps, guidance {flags.guidance_scale:g}, {flags.dtype}, ranks "
+            f"{self._ranks.world_size}"
+        ]
+        if self._architecture.weights_folder is None:
+            lines.append(f"{self._architecture.name} has random weights: the pictures will be too.")
+        if self._note is not None:
+            lines.append(self._note)
+        return "\n".join(lines)
+
+    def for_record(self, *, num_restarts: int) -> dict[str, Any]:
+        """Flags, job and machine."""
+        return {
+            "config": dataclasses.asdict(self._flags),
+            "job": self._job(),
+            "machine": hardware.as_dict(self._machine),
+        }
+
+    def work(self, run: Run) -> dict[str, Any]:
+        """Draw the missing pictures, and put all of them together."""
+        started_s = time.perf_counter()
+        missing = self._missing_batches(run.folder) if self._ranks.rank == 0 else []
+        batches = distributed.broadcast(missing, self._ranks)
+        self._draw(batches, run.folder)
+        distributed.gather(None, self._ranks)  # all have drawn their share
+        if self._ranks.rank != 0:
+            return {}
+        if not (run.folder / TAR_NAME).is_file():
+            self._put_together(run.folder)
+        num_drawn = sum(map(len, batches))
+        return {
+            "summary": {
+                "num_pictures": len(self._pictures),
+                "num_drawn": num_drawn,
+                "pictures_per_second": num_drawn / (time.perf_counter() - started_s),
+            }
+        }
+
+    def _missing_batches(self, folder: Path) -> list[list[Picture]]:
+        """The batches of which a picture is missing.
+
+        They are the same whoever draws them and in however many runs, and so are the pictures.
+        """
+        if (folder / TAR_NAME).is_file():
+            return []
+        there = {path.name for path in (folder / PICTURES_NAME).iterdir()}
+        size = self._flags.batch_size
+        batches = [
+            self._pictures[first : first + size] for first in range(0, len(self._pictures), size)
+        ]
+        return [batch for batch in batches if any(picture.file not in there for picture in batch)]
+
+    def _draw(self, batches: list[list[Picture]], folder: Path) -> None:
+        """Draw this rank's share of the batches."""
+        mine = batches[self._ranks.rank :: self._ranks.world_size]
+        if not mine:
+            return
+        from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+        from sdbench.models.drawing import DrawingSettings, draw
+
+        flags, architecture = self._flags, self._architecture
+        model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
+        tokenize = CaptionTokenizer(
+            folder=architecture.tokenizer_folder,
+            pad_token_id=architecture.tokenizer["pad_token_id"],
+        )
+        settings = DrawingSettings(
+            image_size=flags.image_size,
+            sampler=flags.scheduler,
+            num_steps=flags.num_steps,
+            guidance_scale=flags.guidance_scale,
+        )
+        total, num_done = sum(map(len, batches)), 0
+        is_first = self._ranks.rank == 0
+        with Progress(total, unit="picture", enabled=is_first) as progress:
+            for batch in mine:
+                pictures = draw(
+                    model,
+                    [picture.caption for picture in batch],
+                    [picture.seed for picture in batch],
+                    tokenize=tokenize,
+                    settings=settings,
+                )
+                for picture, image in zip(batch, pictures, strict=True):
+                    with _in_one_piece(folder / PICTURES_NAME / picture.file) as path:
+                        image.save(path, format="png")
+                # The other ranks advance alike.
+                count = min(len(batch) * self._ranks.world_size, total - num_done)
+                num_done += count
+                progress.advance(count)
+
+    def _put_together(self, folder: Path) -> None:
+        """Make the grid and, if asked for, the tar."""
+        from PIL import Image
+
+        from sdbench.models.drawing import make_grid
+
+        place = folder / PICTURES_NAME
+        missing = [
+            picture.file for picture in self._pictures if not (place / picture.file).is_file()
+        ]
+        if missing:
+            raise RunError(
+                f"{len(missing)} pictures are not there, {missing[0]} the first of them: do all "
+                "nodes share the folder?"
+            )
+        shown = self._pictures[:MAX_PICTURES_OF_GRID]
+        num_each = self._flags.num_images_per_prompt
+        grid = make_grid(
+            [Image.open(place / picture.file) for picture in shown],
+            num_columns=num_each if num_each > 1 else None,
+            captions=[picture.caption for picture in shown],
+        )
+        with _in_one_piece(folder / GRID_NAME) as path:
+            grid.save(path, format="png")
+        if self._flags.tar:
+            _pack(self._pictures, place=place, tar=folder / TAR_NAME)
+            shutil.rmtree(place)
+
+    def conclude(self, content: dict[str, Any], folder: Path) -> str:
+        """Where the pictures are."""
+        summary = content["summary"]
+        place = TAR_NAME if (folder / TAR_NAME).is_file() else f"{PICTURES_NAME}/"
+        return (
+            f"{summary['num_pictures']} pictures in {folder / place}, {summary['num_drawn']} of "
+            f"them drawn now, in {content['duration_s']:.1f} s; all at a glance: "
+            f"{folder / GRID_NAME}"
+        )
+
+
+def _build(
+    architecture: Architecture, flags: GenerateFlags, *, machine: Machine, ranks: Ranks
+) -> Any:
+    """The model on the device of this rank, in the type of --dtype."""
+    import torch
+
+    from sdbench.models.precision import ENCODER_DTYPES
+    from sdbench.models.stable_diffusion import build_stable_diffusion
+
+    if flags.dtype == "fp32":
+        torch.backends.cudnn.allow_tf32 = False
+    model = build_stable_diffusion(
+        architecture,
+        seed=flags.seed,
+        precision="fp32",
+        encoder_dtype=flags.dtype,
+        memory_format="contiguous",
+        attention="sdpa",
+        trained=(),
+        device=f"cuda:{ranks.local_rank}" if machine.device_type == "cuda" else "cpu",
+    )
+    torch.nn.Module.to(model.unet, ENCODER_DTYPES[flags.dtype])
+    return model
+
+
+def _write_table(folder: Path, pictures: Sequence[Picture]) -> None:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(Picture._fields)
+    writer.writerows(pictures)
+    replace_file(folder / TABLE_NAME, buffer.getvalue())
+
+
+@contextlib.contextmanager
+def _in_one_piece(path: Path) -> Iterator[Path]:
+    """Where to write a file that becomes `path` when it is whole."""
+    partial = path.with_name(f".{path.name}")
+    yield partial
+    partial.replace(path)
+
+
+def _pack(pictures: Sequence[Picture], *, place: Path, tar: Path) -> None:
+    """Put pictures and prompts into a tar, in one piece and always the same."""
+    with _in_one_piece(tar) as path, tarfile.open(path, "w") as archive:
+        for picture in pictures:
+            content = (place / picture.file).read_bytes()
+            name = Path(picture.file).stem
+            for member, data in (
+                (f"{name}.png", content),
+                (f"{name}.txt", picture.caption.encode()),
+            ):
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))

@@ -1,0 +1,82 @@
+"""`read_prompt_file`: prompts from a text file or a CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+
+# A name that is safe in a folder; in a tar of WebDataset it ends at the first dot.
+UID = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
+    """The prompts of a file, each with a name that no other has.
+
+    Args:
+        path: Text with a prompt on each line, or a CSV with the columns uid and caption.
+        flag: For errors.
+
+    Returns:
+        Pairs of uid and prompt. Prompts of a text have their numbers for names.
+
+    Raises:
+        ConfigError: There are none, or the file cannot be used.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the prompt file cannot be read ({error})"
+        raise _bad_prompts(what, value=path, flag=flag) from None
+    if not path.lower().endswith(".csv"):
+        return number_prompts(text.splitlines(), value=path, flag=flag)
+    return _read_table(text, path=path, flag=flag)
+
+
+def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple[str, str]]:
+    """Prompts with their numbers for names; empty lines are none.
+
+    Args:
+        lines: The prompts.
+        value: Where they come from, for errors.
+        flag: For errors.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    captions = [line.strip() for line in lines if line.strip()]
+    if not captions:
+        raise _bad_prompts("there is no prompt", value=value, flag=flag)
+    return [(f"{number:05d}", caption) for number, caption in enumerate(captions)]
+
+
+def _read_table(text: str, *, path: str, flag: str) -> list[tuple[str, str]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    columns = set(reader.fieldnames or ())
+    if not {"uid", "caption"} <= columns:
+        missing = ", ".join(sorted({"uid", "caption"} - columns))
+        raise _bad_prompts(f"the prompt file lacks the column {missing}", value=path, flag=flag)
+    rows = [(row["uid"] or "", (row["caption"] or "").strip()) for row in reader]
+    if not rows:
+        raise _bad_prompts("the prompt file has no prompt", value=path, flag=flag)
+    seen: set[str] = set()
+    for uid, _ in rows:
+        if not UID.fullmatch(uid) or uid in seen:
+            what = "stands there twice" if uid in seen else "cannot be the name of a file"
+            raise _bad_prompts(f"a uid of {path} {what}", value=uid, flag=flag)
+        seen.add(uid)
+    return rows
+
+
+def _bad_prompts(what: str, *, value: str, flag: str) -> ConfigError:
+    return ConfigError(
+        what,
+        value=value,
+        allowed="UTF-8 text with a prompt on each line, or a CSV with the columns uid (a name of "
+        "letters, digits, _ and -, once each) and caption",
+        flag=flag,
+    )

@@ -1,0 +1,1 @@
+"""The task of train.py: train a model for real."""

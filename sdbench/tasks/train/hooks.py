@@ -1,0 +1,204 @@
+"""What happens between the steps of train.py: figures, checkpoints, validation, pictures."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import RunError
+from sdbench.tasks.train.log import TrainLog
+
+if TYPE_CHECKING:
+    from sdbench.engines.job import TrainJob
+    from sdbench.engines.state import TrainState
+    from sdbench.measure.watch import StepWatch
+    from sdbench.run.progress import StepProgress
+    from sdbench.settings.recipe import TrainConfig
+    from sdbench.state.checkpoints import Checkpoint, Checkpoints
+
+
+class TrainHooks:
+    """The `TrainingHooks` of a run.
+
+    Attributes:
+        seconds: Time that was no training: by event, of this process.
+        num_saved: Checkpoints written by this process.
+        last_loss: Of the last step that has been read; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: TrainJob,
+        *,
+        watch: StepWatch,
+        checkpoints: Checkpoints,
+        resumed: Checkpoint | None,
+        log: TrainLog | None,
+        progress: StepProgress,
+        looks: dict[str, tuple[int, Callable[[TrainState], dict[str, Any]]]],
+        facts: dict[str, Any],
+        num_steps: int,
+        on_gpu: bool,
+    ) -> None:
+        """Join the pieces.
+
+        Args:
+            config: The resolved config.
+            job: What is trained.
+            watch: Over the steps; its `PeriodTimer` stands still while anything but training is
+                done.
+            checkpoints: Of the run's folder.
+            resumed: The checkpoint to begin with, or None.
+            log: Of the run's folder, on the first rank; None on the others.
+            progress: Shows a line of figures for each period.
+            looks: Validation and the like by event: steps from one to the next, and what gives the
+                facts of the event; called on every rank.
+            facts: What a checkpoint has beside the state: the settings.
+            num_steps: Of the run, those of earlier processes included.
+            on_gpu: Whether the state is on a GPU, and copied to host memory before it is written.
+        """
+        self.seconds: dict[str, float] = {}
+        self.num_saved = 0
+        self.last_loss: float | None = None
+        self._config = config
+        self._job = job
+        self._watch = watch
+        self._timer: Any = watch.timer
+        self._checkpoints = checkpoints
+        self._resumed = resumed
+        self._log = log
+        self._progress = progress
+        self._looks = looks
+        self._facts = facts
+        self._num_steps = num_steps
+        self._copies = on_gpu
+        self._state: TrainState | None = None
+        self._saved_step: int | None = None
+
+    def begins(self, state: TrainState) -> None:
+        """Load the checkpoint, if there is one."""
+        self._state = state
+        if self._resumed is not None:
+            facts = self._resumed.facts["state"]
+            tensors = state.prepare_to_load(facts)
+            self._resumed.load_into(tensors)
+            state.loaded(tensors, facts)
+            self._saved_step = state.num_steps
+        if self._log is not None:
+            self._log.begin(num_steps=state.num_steps)
+
+    def update_begins(self) -> None:
+        """Wait for a save that still reads what the optimizer is about to change."""
+        if self._checkpoints.is_saving:
+            self._timer.pause()
+            self._checkpoints.wait_until_read()
+            self._timer.start()
+
+    def step_ended(self, state: TrainState) -> None:
+        """Write a line of figures, look at the model and save, whatever is due."""
+        step = state.num_steps
+        is_last = self._watch.is_over
+        if is_last or step % self._config.log_every_batches == 0:
+            self._write_figures(step)
+        self._report_saves()
+        due = [
+            (event, look)
+            for event, (interval, look) in self._looks.items()
+            if step % interval == 0 or (is_last and not self._watch.is_stopped)
+        ]
+        interval = self._config.save_every_batches
+        saves = is_last or (interval is not None and step % interval == 0)
+        if not due and not saves:
+            return
+        self._timer.pause()
+        started_s = time.perf_counter()
+        for event, look in due:
+            self._timed(event, step, look, state)
+        if saves and step != self._saved_step:
+            self._begin_save(state)
+        self._progress.leave_out(time.perf_counter() - started_s)
+        self._timer.start()
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way."""
+        if self._state is not None:
+            self._checkpoints.finish()
+            self._report_saves()
+
+    def _write_figures(self, step: int) -> None:
+        period = self._timer.end_period()
+        if not period.num_steps:
+            return
+        self.last_loss = period.losses[-1]
+        if self._log is None:
+            return
+        rate = period.num_steps * self._job.images_per_step / period.time_s
+        wait = 100 * period.data_wait_s / period.time_s
+        first = step - period.num_steps
+        rows = [
+            (first + n + 1, loss, self._config.lr * self._job.schedule(first + n), rate, wait)
+            for n, loss in enumerate(period.losses)
+        ]
+        self._log.add_steps(rows)
+        figures = (
+            f"mean loss {statistics.fmean(period.losses):.4f}, learning rate {rows[-1][2]:.3g}, "
+            f"{rate:.3g} images/s, data wait {wait:.1f} %"
+        )
+        if not self._watch.is_over:
+            figures += f", next checkpoint at step {self._next_save(step)}"
+        self._progress.period_ends(figures)
+
+    def _next_save(self, step: int) -> int:
+        interval = self._config.save_every_batches or self._num_steps
+        return min((step // interval + 1) * interval, self._num_steps)
+
+    def _timed(
+        self, event: str, step: int, look: Callable[[TrainState], dict[str, Any]], state: TrainState
+    ) -> None:
+        started_s = time.perf_counter()
+        facts = look(state)
+        seconds = time.perf_counter() - started_s
+        self.seconds[event] = self.seconds.get(event, 0.0) + seconds
+        if self._log is not None:
+            self._log.add_event(event, step=step, seconds=seconds, **facts)
+
+    def _begin_save(self, state: TrainState) -> None:
+        losses = self._timer.losses
+        values = losses.read()
+        if (index := losses.first_not_finite) is not None:
+            # Step 1 of this process comes behind those of the processes before.
+            step = state.num_steps - len(values) + index + 1
+            raise RunError(
+                f"the loss is {values[index]} at step {step}: nothing is saved of it",
+                status="invalid",
+            )
+        self._checkpoints.begin_save(
+            state.num_steps,
+            state.tensors(),
+            self._facts | {"state": state.facts()},
+            copies=self._copies,
+        )
+        self._saved_step = state.num_steps
+
+    def _report_saves(self) -> None:
+        for save in self._checkpoints.poll():
+            if save.error is None:
+                self.num_saved += 1
+            elif self._log is not None:
+                print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
+            self.seconds["save"] = self.seconds.get("save", 0.0) + save.stall_s
+            if self._log is not None:
+                self._log.add_event(
+                    "save",
+                    step=save.step,
+                    seconds=save.duration_s,
+                    stall_s=save.stall_s,
+                    num_bytes=save.num_bytes,
+                    error=save.error,
+                )
+            if save.error is not None and self._config.on_failed_save == "stop":
+                raise RunError(f"step {save.step} was not saved (--on_failed_save): {save.error}")

@@ -1,0 +1,150 @@
+"""Looks at a model in training: validation losses and grids of pictures, every so many steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sdbench import data
+from sdbench.base.errors import ConfigError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.source import SourceConfig
+from sdbench.engines.job import TrainJob
+from sdbench.engines.state import TrainState
+from sdbench.models.drawing import DrawingSettings, draw_samples, make_grid
+from sdbench.plan.resolve import Plan
+from sdbench.tasks.prompts import read_prompt_file
+from sdbench.tasks.validation import (
+    averaged_weights,
+    held_out_batches,
+    reconstruction_loss,
+    validation_loss,
+)
+
+SAMPLES_NAME = "samples"
+
+# Gives the facts of an event; called on every rank.
+Look = Callable[[TrainState], dict[str, Any]]
+
+
+def held_out_source(plan: Plan) -> SourceConfig:
+    """The held-out samples of --validation_remote, as those of the training data are read.
+
+    Raises:
+        ConfigError: They cannot be used, or are those that are trained on.
+    """
+    config: Any = plan.config
+    place = config.validation_remote
+    if place in (config.remote, config.local):
+        raise ConfigError(
+            "the model is trained on the held-out samples",
+            value=place,
+            allowed="another place than that of the training data",
+            flag="--validation_remote",
+        )
+    data_format = data.resolve_format(
+        data_format="auto", use_synth_data=False, remote=place, local=None
+    )
+    source = dataclasses.replace(
+        plan.source, remote=place, local=None, streams=None, data_format=data_format
+    )
+    try:
+        data.check(dataclasses.replace(source, device_batch_size=1))
+    except ConfigError as error:  # it names the flag of the training data
+        raise ConfigError(
+            error.what, value=error.value, allowed=error.allowed, flag="--validation_remote"
+        ) from None
+    return source
+
+
+def read_prompts(config: Any) -> list[str]:
+    """The prompts of a grid, of --sample_prompts.
+
+    Raises:
+        ConfigError: As `read_prompt_file`.
+    """
+    rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
+    return [prompt for _, prompt in rows[: config.num_sample_images]]
+
+
+def make_looks(plan: Plan, job: TrainJob, *, folder: Path) -> dict[str, tuple[int, Look]]:
+    """The looks that the config asks for: name of the event to the steps between two, and the look.
+
+    Args:
+        plan: Of the run.
+        job: Its model is looked at.
+        folder: Of the run; gets the grids.
+    """
+    config: Any = plan.config
+    looks: dict[str, tuple[int, Look]] = {}
+    if config.validate_every_batches is not None:
+        validate = functools.partial(_validate, plan, job, held_out_source(plan))
+        looks["validation"] = (config.validate_every_batches, validate)
+    if config.sample_every_batches is not None:
+        sample = functools.partial(_sample, plan, job, read_prompts(config), folder / SAMPLES_NAME)
+        looks["samples"] = (config.sample_every_batches, sample)
+    return looks
+
+
+def _validate(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -> dict[str, Any]:
+    """The loss of the weights and, where there is one, of their average."""
+    config: Any = plan.config
+
+    def measure() -> dict[str, Any]:
+        batches = held_out_batches(
+            source,
+            num_samples=config.num_validation_images,
+            batch_size=config.device_train_microbatch_size,
+            ranks=plan.ranks,
+        )
+        loss = reconstruction_loss if config.train == "vae" else validation_loss
+        return loss(job.model, batches, ranks=plan.ranks)
+
+    facts = measure()
+    if state.averages is not None:
+        with averaged_weights(job, state.averages, ranks=plan.ranks):
+            facts["ema_loss"] = measure()["loss"]
+    return facts
+
+
+def _sample(
+    plan: Plan, job: TrainJob, prompts: list[str], folder: Path, state: TrainState
+) -> dict[str, Any]:
+    """A grid with a picture for each prompt, by the averaged weights where there are some."""
+    config: Any = plan.config
+    architecture = plan.architecture
+    with _best_weights(plan, job, state):
+        pictures = draw_samples(
+            job.model,
+            prompts,
+            seed=config.seed,
+            tokenize=CaptionTokenizer(
+                folder=architecture.tokenizer_folder,
+                pad_token_id=architecture.tokenizer["pad_token_id"],
+            ),
+            settings=DrawingSettings(
+                image_size=config.image_size,
+                num_steps=config.sample_steps,
+                guidance_scale=config.sample_guidance,
+                batch_size=config.device_train_microbatch_size,
+            ),
+            ranks=plan.ranks,
+        )
+    path = folder / f"step_{state.num_steps:08d}.png"
+    if plan.ranks.rank == 0:
+        folder.mkdir(exist_ok=True)
+        make_grid(pictures, captions=prompts).save(path)
+    return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+
+
+@contextlib.contextmanager
+def _best_weights(plan: Plan, job: TrainJob, state: TrainState) -> Iterator[None]:
+    if state.averages is None:
+        yield
+        return
+    with averaged_weights(job, state.averages, ranks=plan.ranks):
+        yield

@@ -1,0 +1,41 @@
+"""Whether the settings of today go on with the run that a checkpoint belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.settings.recipe import TrainConfig
+from sdbench.settings.setting import declarations
+
+
+def compare_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path
+) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, each with its value before and now.
+
+    Args:
+        before: Settings of the checkpoint.
+        now: Settings of this process.
+        folder: Of the checkpoint, for the message.
+
+    Raises:
+        ConfigError: One of them makes it another run.
+    """
+    changes = {
+        name: (before[name], value)
+        for name, value in now.items()
+        if name in before and before[name] != value
+    }
+    for name, declared in declarations(TrainConfig).items():
+        if declared.identifies and name in changes:
+            was, value = changes[name]
+            raise ConfigError(
+                f"the checkpoint {folder} belongs to a run with another --{name}",
+                value=value,
+                allowed=f"{was}, or another --run_name for another run",
+                flag=f"--{name}",
+            )
+    return changes

@@ -1,0 +1,319 @@
+"""The task of train.py: train a model, keep it, and go on with it after a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact_values
+from sdbench.measure import startup
+from sdbench.measure.hardware import Machine
+from sdbench.plan.draft import Draft
+from sdbench.plan.resolve import Plan, resolve
+from sdbench.plan.window import steps_in_duration
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import TRAIN, RunFolder
+from sdbench.run.progress import StepProgress
+from sdbench.run.runner import garbage_collection_paused
+from sdbench.run.task import Run
+from sdbench.run.tensorboard_log import TensorboardLog
+from sdbench.run.wandb_log import WandbLog
+from sdbench.tasks.train.log import TrainLog
+from sdbench.tasks.train.parts import check_parts
+from sdbench.tasks.train.resuming import compare_settings
+from sdbench.tasks.training import TrainingTask
+
+if TYPE_CHECKING:
+    from sdbench.engines.job import TrainJob
+    from sdbench.measure.watch import Observer, StepWatch
+    from sdbench.state.checkpoints import Checkpoint
+
+
+# The summary of a run that goes on behind its end.
+NOTHING_LEFT = {
+    "images_per_second": None,
+    "train_s": 0.0,
+    "other_s": {},
+    "num_saved": 0,
+    "loss_last": None,
+    "peak_memory_gib": None,
+}
+
+
+class Train(TrainingTask):
+    """Trains a model for as long as the user says; its request is a `Request`."""
+
+    kind = TRAIN
+    program = "train.py"
+
+    @property
+    def timeout_s(self) -> float:
+        """The flag --dist_timeout."""
+        return self.request.config.dist_timeout
+
+    def resolve(self, machine: Machine, ranks: Ranks) -> None:
+        """Make the plan, and check what training needs beside a measurement."""
+        config = self.request.config
+        _check(config)
+        check_parts(self.request)
+        self.plan = resolve(
+            self.request,
+            machine=machine,
+            ranks=ranks,
+            model_parts=config.model_parts,
+            resolve_steps=_resolve_length,
+        )
+        self._changes = self._compare_with_checkpoint()
+        self._initial = self._find_initial()
+        self._check_looks()
+
+    def make_folder(self) -> Path:
+        """The folder of --run_name, locked against a second run; else a new one."""
+        from sdbench.state.lock import lock
+
+        config = self.plan.config
+        if config.run_name is None:
+            machine = self.plan.machine.slug
+            folder = RunFolder.create(config.results_dir, machine=machine, name=self.plan.name)
+        else:
+            folder = Path(config.results_dir, config.run_name)
+            folder.mkdir(parents=True, exist_ok=True)
+        self.resources.enter_context(lock(folder))
+        if config.resume == "never" and _has_steps(folder):
+            raise ConfigError(
+                "the folder holds a run already",
+                value=str(folder),
+                allowed="--resume auto to go on with it, or another name",
+                flag="--run_name or --resume",
+            )
+        RunFolder(folder).begin_again()
+        return folder
+
+    def work(self, run: Run) -> dict[str, Any]:
+        """Build the job, go on from its checkpoint, and train it."""
+        from sdbench.engines import load_engine
+        from sdbench.state.checkpoints import Checkpoints
+        from sdbench.tasks import tuning
+        from sdbench.tasks.train import job as train_job
+        from sdbench.tasks.train.hooks import TrainHooks
+        from sdbench.tasks.train.looks import make_looks
+        from sdbench.tasks.train.weights import take_weights
+
+        plan, clock = self.plan, run.clock
+        config: Any = plan.config
+        ranks = plan.ranks
+        checkpoints = Checkpoints(
+            run.folder, ranks=ranks, keep=config.keep, keep_every=config.keep_every_batches
+        )
+        resumed = checkpoints.newest() if config.resume == "auto" else None
+        first_step = 0 if resumed is None else resumed.step
+        if resumed is not None and ranks.rank == 0:
+            self._tell_of_resume(resumed)
+        if first_step >= plan.num_steps:
+            return {"summary": NOTHING_LEFT | {"first_step": first_step}}
+        wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
+        wandb_log.start(config=self._settings(), folder=run.folder, has_parts=True)
+        tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
+        tensorboard_log.start(folder=run.folder, num_steps=first_step)
+        self.resources.callback(tensorboard_log.close)
+        tuning.set_up_process(config)
+        clock.ends(startup.PLAN)
+        with garbage_collection_paused():
+            fit = load_engine(config.engine)
+        clock.ends(startup.IMPORTS)
+        is_first = ranks.rank == 0
+        progress = StepProgress(
+            images_per_step=config.batch_size,
+            enabled=is_first,
+            first_step=first_step,
+            steps_per_period=config.log_every_batches,
+        )
+        watch = _make_watch(
+            plan, num_steps=plan.num_steps - first_step, observers=[clock, run.heartbeat, progress]
+        )
+        job = train_job.build(plan, phase=watch.phases.phase)
+        if self._initial is not None and resumed is None:
+            told = take_weights(job.model, self._initial)
+            if is_first:
+                print(told)
+        clock.ends(startup.BUILD)
+        trackers = (wandb_log, tensorboard_log)
+        log = TrainLog(run.folder, trackers=trackers) if is_first else None
+        hooks = TrainHooks(
+            config,
+            job,
+            watch=watch,
+            checkpoints=checkpoints,
+            resumed=resumed,
+            log=log,
+            progress=progress,
+            looks=make_looks(plan, job, folder=run.folder),
+            facts={"config": self._settings()},
+            num_steps=plan.num_steps,
+            on_gpu=plan.machine.device_type == "cuda",
+        )
+        try:
+            with contextlib.closing(progress):
+                measurements = fit(job, config, watch, hooks)
+        except BaseException:
+            with contextlib.suppress(RunError):  # what ended the run is the reason that is told
+                hooks.close()
+            raise
+        hooks.close()
+        fields = self._summary(job, measurements, hooks, first_step=first_step)
+        wandb_log.finish(fields["summary"])
+        return fields
+
+    def _settings(self) -> dict[str, Any]:
+        """As a checkpoint has them: without secrets."""
+        return redact_values(dataclasses.asdict(self.plan.config))
+
+    def _compare_with_checkpoint(self) -> dict[str, tuple[Any, Any]]:
+        """The settings that differ from those of the checkpoint to go on from."""
+        from sdbench.state.checkpoints import find_newest
+
+        config: Any = self.plan.config
+        self._found = None
+        if config.resume == "auto":
+            self._found = find_newest(Path(config.results_dir, config.run_name))
+        if self._found is None:
+            return {}
+        before = self._found.facts["config"]
+        return compare_settings(before, self._settings(), folder=self._found.folder)
+
+    def _check_looks(self) -> None:
+        """Find mistakes about held-out samples and prompts before any weights are built."""
+        config: Any = self.plan.config
+        if config.validate_every_batches is None and config.sample_every_batches is None:
+            return
+        from sdbench.tasks.train.looks import held_out_source, read_prompts
+
+        if config.validate_every_batches is not None:
+            held_out_source(self.plan)
+        if config.sample_every_batches is not None:
+            read_prompts(config)
+
+    def _find_initial(self) -> Checkpoint | None:
+        """The checkpoint whose weights a new run begins with."""
+        config: Any = self.plan.config
+        if config.init_from is None or self._found is not None:
+            return None
+        from sdbench.tasks.train.weights import open_checkpoint
+
+        return open_checkpoint(Path(config.init_from), flag="--init_from")
+
+    def _tell_of_resume(self, resumed: Checkpoint) -> None:
+        print(f"Going on from step {resumed.step} ({resumed.folder}).")
+        for name, (before, now) in self._changes.items():
+            print(f"  --{name}: {before} before, {now} now")
+
+    def _summary(
+        self, job: TrainJob, measurements: Any, hooks: Any, *, first_step: int
+    ) -> dict[str, Any]:
+        timings = measurements.timings
+        images = (self.plan.num_steps - first_step) * job.images_per_step
+        stats = distributed.gather(job.loader.stats, self.plan.ranks)
+        train_s = max(distributed.gather(timings.window_s, self.plan.ranks))
+        return {
+            "summary": {
+                "images_per_second": images / train_s if train_s else None,
+                "train_s": train_s,
+                "other_s": hooks.seconds,
+                "first_step": first_step,
+                "num_saved": hooks.num_saved,
+                "loss_last": hooks.last_loss,
+                "peak_memory_gib": measurements.peak_memory_gib,
+            },
+            "workload": {
+                "num_parameters": job.num_parameters,
+                "num_trainable_parameters": job.num_trainable_parameters,
+                "flops_per_image": job.flops_per_image,
+                "num_images": self.plan.num_steps * job.images_per_step,
+                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
+                "num_dropped_samples": job.loader.stats.num_dropped_samples,
+            },
+        }
+
+    def conclude(self, content: dict[str, Any], folder: Path) -> str:
+        """The result in words."""
+        summary = content["summary"]
+        rate, num_steps = summary["images_per_second"], content["workload"]["num_steps"]
+        TrainLog(folder).add_event("end", step=max(num_steps, summary["first_step"]))
+        if rate is None:
+            return f"Nothing is left to train: the run has {summary['first_step']} steps."
+        other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
+        return (
+            f"Trained to step {num_steps}: {rate:.4g} images/s while training ({other_s} besides), "
+            f"last loss {summary['loss_last']:.4f}.\n"
+            f"Its model for diffusers: python -m sdbench export {folder}"
+        )
+
+
+def _check(config: Any) -> None:
+    if config.max_duration is None:
+        raise ConfigError(
+            "a training run needs an end",
+            value=None,
+            allowed="batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
+            flag="--max_duration",
+        )
+    for interval, needed in (
+        ("validate_every_batches", "validation_remote"),
+        ("sample_every_batches", "sample_prompts"),
+    ):
+        if getattr(config, interval) is not None and getattr(config, needed) is None:
+            raise ConfigError(
+                f"--{interval} needs something to look at",
+                value=None,
+                allowed=f"a place given by --{needed}",
+                flag=f"--{needed}",
+            )
+    if config.sample_every_batches is not None and config.latents != "online":
+        raise ConfigError(
+            "a model that is trained on latents has no encoders to draw with",
+            value=config.latents,
+            allowed="online, or no --sample_every_batches: the exported model draws",
+            flag="--latents or --sample_every_batches",
+        )
+    if config.use_ema and config.ema_impl == "composer":
+        raise ConfigError(
+            "Composer's moving average is not kept in checkpoints",
+            value=config.ema_impl,
+            allowed="foreach",
+            flag="--ema_impl",
+        )
+    if config.resume == "auto" and config.run_name is None:
+        raise ConfigError(
+            "only a run with a name can be found again",
+            value=config.resume,
+            allowed="never, or auto with --run_name",
+            flag="--resume or --run_name",
+        )
+
+
+def _has_steps(folder: Path) -> bool:
+    return (folder / "checkpoints").exists() or (folder / "steps.csv").exists()
+
+
+def _resolve_length(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
+    """The steps of the run, which nothing makes longer."""
+    num_steps = steps_in_duration(draft, draft.config.max_duration, num_samples)
+    return num_steps, num_steps
+
+
+def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> StepWatch:
+    import torch
+
+    from sdbench.measure.period_timer import PeriodTimer
+    from sdbench.measure.phases import PhaseClock
+    from sdbench.measure.watch import StepWatch
+
+    on_gpu = plan.machine.device_type == "cuda"
+    timer: Any = PeriodTimer(**({"synchronize": torch.cuda.synchronize} if on_gpu else {}))
+    return StepWatch(
+        timer, phases=PhaseClock(), observers=observers, gpu_monitor=None, num_steps=num_steps
+    )

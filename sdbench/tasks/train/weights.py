@@ -1,0 +1,121 @@
+"""The weights in a checkpoint of a training run: to begin another run with, or to give away."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sdbench.base.errors import ConfigError
+from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
+from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
+from sdbench.state.checkpoints import find_newest
+
+# Of the copies that an optimizer keeps of bf16 weights.
+COPIES_PREFIX = "fp32."
+
+
+def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
+    """The newest whole checkpoint of a run, or the one that is named.
+
+    Args:
+        run: Folder of a run, or of a checkpoint.
+        flag: What the folder was given by.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if (run / DESCRIPTION_NAME).is_file():
+        return Checkpoint.open(run)
+    checkpoint = find_newest(run)
+    if checkpoint is None:
+        raise ConfigError(
+            "there is no whole checkpoint",
+            value=str(run),
+            allowed="the folder of a run of train.py that has saved one, or a checkpoint",
+            flag=flag,
+        )
+    return checkpoint
+
+
+def has_averages(checkpoint: Checkpoint) -> bool:
+    """Whether the run kept a moving average of its weights."""
+    return any(name.startswith(AVERAGED_PREFIX) for name in checkpoint.tensors())
+
+
+def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
+    """Read the trained weights, and the frozen ones that the run kept.
+
+    Args:
+        checkpoint: Of a run of train.py.
+        use_ema: Take the moving averages for the trained ones.
+
+    Returns:
+        Tensors on the CPU by the name ``<module>.<parameter>``.
+
+    Raises:
+        ConfigError: There are no averages, or a file is damaged.
+    """
+    trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
+    tensors = {
+        name: torch.empty_like(like, device="cpu")
+        for name, like in checkpoint.tensors().items()
+        if name.startswith((*trained, FROZEN_PREFIX))
+    }
+    checkpoint.load_into(tensors)
+    # The fp32 copies of bf16 weights are what was trained.
+    tensors |= {
+        name.replace(COPIES_PREFIX, TRAINED_PREFIX, 1): copy
+        for name, copy in tensors.items()
+        if name.startswith(COPIES_PREFIX)
+    }
+    return weights_of(tensors, use_ema=use_ema)
+
+
+def take_weights(model: nn.Module, checkpoint: Checkpoint) -> str:
+    """Give a model the weights of the same names, the averaged ones where there are some.
+
+    Args:
+        model: Built, and not sharded yet; changed in place.
+        checkpoint: Of another run.
+
+    Returns:
+        A sentence that says what was taken.
+
+    Raises:
+        ConfigError: No name is the same, or a weight has another size.
+    """
+    use_ema = has_averages(checkpoint)
+    weights = read_weights(checkpoint, use_ema=use_ema)
+    own = dict(model.named_parameters())
+    shared = [name for name in own if name in weights]
+    if not shared:
+        raise _refusal("the checkpoint has none of this run's weights", checkpoint)
+    for name in shared:
+        if weights[name].shape != own[name].shape:
+            sizes = f"{list(weights[name].shape)} there, {list(own[name].shape)} here"
+            raise _refusal(f"the checkpoint is of another model: {name} is {sizes}", checkpoint)
+    with torch.no_grad():
+        for name in shared:
+            own[name].copy_(weights[name])
+    return (
+        f"Beginning with {_count_parts(shared)} of step {checkpoint.step} in {checkpoint.folder}"
+        f"{', averaged' if use_ema else ''}."
+    )
+
+
+def _count_parts(names: list[str]) -> str:
+    """The modules of weights, e.g. ``vae (88 tensors)``."""
+    counts = collections.Counter(name.split(".")[0] for name in names)
+    return " and ".join(f"{part} ({count} tensors)" for part, count in counts.items())
+
+
+def _refusal(what: str, checkpoint: Checkpoint) -> ConfigError:
+    return ConfigError(
+        what,
+        value=str(checkpoint.folder),
+        allowed="a run with a model of the same architecture",
+        flag="--init_from",
+    )

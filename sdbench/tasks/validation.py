@@ -1,0 +1,261 @@
+"""The validation loss: held-out samples at fixed time steps and noise, the same at every call.
+
+Chance has no part in it, so it falls smoothly where a training loss scatters, and the losses of the
+time steps show where a model learns. It is the plain squared error also where training weights it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from sdbench import data
+from sdbench.base.errors import RunError
+from sdbench.data.pipeline.order import Key
+from sdbench.data.source import SourceConfig
+from sdbench.engines.job import TrainJob
+from sdbench.models.autoencoder import Autoencoder
+from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+
+NUM_TIMESTEPS = 8
+# Held-out samples by number, None for one that only fills a batch, and the batch of them.
+NumberedBatch = tuple[Sequence[int | None], Mapping[str, Tensor]]
+
+
+def held_out_batches(
+    source: SourceConfig, *, num_samples: int | None, batch_size: int, ranks: Ranks
+) -> Iterator[NumberedBatch]:
+    """Read this rank's share of the held-out samples, in stored order and without augmentation.
+
+    Args:
+        source: Where they are; of another split than the training data.
+        num_samples: Take the first ones; None takes all.
+        batch_size: Samples per batch.
+        ranks: The place of this process. All ranks get equally many batches.
+
+    Yields:
+        Numbers, and tensors on the CPU as training takes them.
+
+    Raises:
+        ConfigError: As `data.check`.
+        RunError: A sample is bad and may not be left out, or a whole batch is.
+    """
+    plain = dataclasses.replace(
+        source,
+        device_batch_size=1,
+        crop="center",
+        horizontal_flip_probability=0.0,
+        caption_drop_probability=0.0,
+    )
+    reader = data.open_batches(plain)
+    num_samples = min(num_samples or reader.num_samples, reader.num_samples)
+    num_each = -(-num_samples // ranks.world_size)
+    mine = range(ranks.rank, num_each * ranks.world_size, ranks.world_size)
+    for first in range(0, num_each, batch_size):
+        wanted = mine[first : first + batch_size]
+        good = reader.read_good([Key(0, number % num_samples) for number in wanted])
+        if not good.keys:
+            raise RunError(f"All {len(wanted)} held-out samples are bad: {good.report.bad[0]}")
+        found = {key.index: position for position, key in enumerate(good.keys)}
+        # Another one stands in for a bad one, and for one that the other ranks have besides.
+        numbers = [number if number in found else None for number in wanted]
+        positions = [found.get(number % num_samples, 0) for number in wanted]
+        yield numbers, {name: tensor[positions] for name, tensor in good.tensors.items()}
+
+
+@torch.no_grad()
+def validation_loss(
+    model: StableDiffusion,
+    batches: Iterable[NumberedBatch],
+    *,
+    ranks: Ranks,
+    num_timesteps: int = NUM_TIMESTEPS,
+) -> dict[str, Any]:
+    """Measure the error of a model's predictions.
+
+    The noise of a sample follows from its number. The latents of an image are the means that the
+    VAE gives. No global random number is drawn.
+
+    Args:
+        model: In training or not.
+        batches: This rank's share of the samples; each number once on all ranks.
+        ranks: The place of this process; every rank has to call.
+        num_timesteps: Time steps at which each sample is predicted: the middles of as many equal
+            parts of the schedule.
+
+    Returns:
+        On every rank ``loss``, the mean, ``by_timestep``, a mean for each, ``timesteps``, and
+        ``num_samples``.
+    """
+    timesteps = [
+        int((part + 0.5) / num_timesteps * len(model.signal_scale)) for part in range(num_timesteps)
+    ]
+    with model.unobserved():
+        errors_of = functools.partial(_errors, model, timesteps=timesteps)
+        rows = _measure(model, batches, errors_of, ranks=ranks)
+    return {
+        "loss": rows.mean().item(),
+        "by_timestep": rows.mean(0).tolist(),
+        "timesteps": timesteps,
+        "num_samples": len(rows),
+    }
+
+
+def reconstruction_loss(
+    model: Autoencoder, batches: Iterable[NumberedBatch], *, ranks: Ranks
+) -> dict[str, Any]:
+    """Measure how well a VAE gives back images, by the means of their latents.
+
+    Args:
+        model: In training or not.
+        batches: As `validation_loss` takes them.
+        ranks: The place of this process; every rank has to call.
+
+    Returns:
+        On every rank ``loss``, the mean squared error of pixels in [-1, 1], and ``num_samples``.
+    """
+    rows = _measure(
+        model, batches, lambda _, batch: model.reconstruction_errors(batch)[:, None], ranks=ranks
+    )
+    return {"loss": rows.mean().item(), "num_samples": len(rows)}
+
+
+def _measure(
+    model: nn.Module,
+    batches: Iterable[NumberedBatch],
+    errors_of: Callable[[Sequence[int | None], dict[str, Tensor]], Tensor],
+    *,
+    ranks: Ranks,
+) -> Tensor:
+    """The errors (N, T) of the samples of all ranks in order, in fp64 on the CPU.
+
+    Args:
+        model: To be put into evaluation mode meanwhile.
+        batches: This rank's share.
+        errors_of: Gives the errors (B, T) of a batch on the device of the model.
+        ranks: The place of this process.
+    """
+    device = next(model.parameters()).device
+    errors: dict[int, list[float]] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for numbers, batch in batches:
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+            of_samples = zip(numbers, errors_of(numbers, on_device).tolist(), strict=True)
+            errors |= {number: row for number, row in of_samples if number is not None}
+    finally:
+        model.train(was_training)
+    for of_rank in distributed.gather(errors, ranks):
+        errors |= of_rank
+    return torch.tensor([errors[number] for number in sorted(errors)], dtype=torch.float64)
+
+
+def _errors(
+    model: StableDiffusion,
+    numbers: Sequence[int | None],
+    batch: Mapping[str, Tensor],
+    *,
+    timesteps: Sequence[int],
+) -> Tensor:
+    """Mean squared errors (B, T)."""
+    latents, text_states = model.encode_means(batch)
+    noise = torch.stack(
+        [
+            torch.randn(
+                (len(timesteps), *latents.shape[1:]),
+                generator=torch.Generator().manual_seed(number or 0),
+            )
+            for number in numbers
+        ]
+    ).to(latents.device)
+    errors = []
+    for position, timestep in enumerate(timesteps):
+        prediction, target = model.predict(
+            latents,
+            text_states,
+            timesteps=torch.full((len(latents),), timestep, device=latents.device),
+            noise=noise[:, position],
+        )
+        errors.append((prediction.float() - target).square().mean((1, 2, 3)))
+    return torch.stack(errors, dim=1)
+
+
+@contextlib.contextmanager
+def averaged_weights(
+    job: TrainJob, averages: Mapping[str, Tensor], *, ranks: Ranks
+) -> Iterator[None]:
+    """Let the model have the moving averages for its weights while the block runs.
+
+    Weights and averages of one type change places, a tensor at a time: that takes no memory. To
+    what is saved at this moment, neither may be touched.
+
+    Args:
+        job: Placed, or sharded; every rank has to call.
+        averages: Of the trained weights that this rank averages, by name and placed as they are,
+            as ``ForeachEma.state_dict()["averages"]``. The others come from the ranks that have
+            them (zero1).
+        ranks: The place of this process.
+    """
+    weights = job.trained_weights()
+    owners = _find_owners(weights, averages, ranks)
+    kept: dict[str, Tensor] = {}
+    exchanged: list[str] = []
+    try:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                average = averages.get(name)
+                if owners[name] is None and average.dtype == weight.dtype:
+                    exchanged.append(name)
+                    _exchange(weight, average)
+                    continue
+                kept[name] = weight.detach().clone()
+                if average is not None:
+                    weight.copy_(average)
+                if owners[name] is not None:
+                    torch.distributed.broadcast(weight.detach(), src=owners[name])
+        _forget_gathered(job)
+        yield
+    finally:
+        with torch.no_grad():
+            for name in exchanged:
+                _exchange(weights[name], averages[name])
+            for name, value in kept.items():
+                weights[name].copy_(value)
+        _forget_gathered(job)
+
+
+def _find_owners(
+    weights: Mapping[str, Tensor], averages: Mapping[str, Tensor], ranks: Ranks
+) -> dict[str, int | None]:
+    """The first rank that has the average of each weight; None where all have it."""
+    held = distributed.gather(set(averages), ranks)
+    return {
+        name: None
+        if all(name in names for names in held)
+        else next(rank for rank, names in enumerate(held) if name in names)
+        for name in weights
+    }
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    value = one.detach().clone()
+    one.copy_(other)
+    other.copy_(value)
+
+
+def _forget_gathered(job: TrainJob) -> None:
+    """Let FSDP gather the weights anew: after a forward pass it may keep whole ones."""
+    for trained in job.trained.values():
+        for module in trained.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

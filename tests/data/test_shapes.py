@@ -1,0 +1,120 @@
+"""The coloured shapes: what is drawn is judged right, and what is not is not."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sdbench.cli import main as sdbench
+from tests.refusals import refusal_of
+
+NUM_SCENES = 8 * 4 * 2 * 5
+NUM_HELD_OUT = 64
+
+
+def write(folder: Path, *argv: str) -> Path:
+    assert sdbench(["shapes", str(folder), *argv]) == 0
+    return folder
+
+
+def judge(folder: Path) -> dict:
+    assert sdbench(["judge", str(folder)]) == 0
+    return json.loads((folder / "judge.json").read_text())
+
+
+def captions(folder: Path) -> list[str]:
+    with (folder / "captions.csv").open(newline="") as file:
+        return [row["caption"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    """Two pictures of each scene."""
+    numbers = ("--num_train_images", "512", "--num_validation_images", "128")
+    return write(tmp_path_factory.mktemp("data") / "shapes", *numbers)
+
+
+def test_every_drawn_picture_is_judged_right(shapes) -> None:
+    for name, num_pictures in (("train", 512), ("validation", 128)):
+        verdict = judge(shapes / name)
+        assert verdict["num_pictures"] == num_pictures
+        assert verdict["colour_share"] == verdict["shape_share"] == verdict["both_share"] == 1.0
+
+
+def test_larger_pictures_are_judged_alike(tmp_path) -> None:
+    numbers = ("--num_train_images", "256", "--image_size", "128")
+    assert judge(write(tmp_path / "large", *numbers) / "train")["both_share"] == 1.0
+
+
+def test_the_prompts_are_of_no_training_picture(shapes) -> None:
+    prompts = (shapes / "prompts.txt").read_text().splitlines()
+    known = set(captions(shapes / "train"))
+    assert len(prompts) == len(set(prompts)) == NUM_HELD_OUT
+    assert set(captions(shapes / "validation")) == set(prompts)
+    assert len(known) == NUM_SCENES - NUM_HELD_OUT and not known & set(prompts)
+    # Colour and shape together, without the article, the size and the place.
+    pairs = [tuple(prompt.split()[2:4]) for prompt in prompts]
+    assert all(pairs.count(pair) == 2 for pair in pairs) and len(set(pairs)) == 32
+
+
+def test_a_seed_gives_the_same_pictures(tmp_path) -> None:
+    few = ("--num_train_images", "4", "--num_validation_images", "4")
+
+    def content(name: str, *argv: str) -> dict[str, bytes]:
+        folder = write(tmp_path / name, *few, *argv)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    first = content("first")
+    assert content("again") == first
+    other = content("other", "--seed", "1")
+    assert other.keys() == first.keys() and other["prompts.txt"] != first["prompts.txt"]
+
+
+def as_generated(folder: Path, rows: list[tuple[str, Image.Image]]) -> Path:
+    """A folder as generate.py leaves it, with these captions and pictures."""
+    (folder / "pictures").mkdir(parents=True)
+    with (folder / "prompts.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("uid", "caption", "seed", "file"))
+        for number, (caption, picture) in enumerate(rows):
+            picture.save(folder / "pictures" / f"{number}.png")
+            table.writerow((number, caption, number, f"{number}.png"))
+    return folder
+
+
+def test_wrong_pictures_are_judged_wrong(tmp_path, shapes) -> None:
+    known = dict(
+        zip(captions(shapes / "train"), sorted((shapes / "train").glob("*.png")), strict=True)
+    )
+    caption = next(caption for caption in known if "large red square" in caption)
+    picture = Image.open(known[caption])
+    blank = Image.new("RGB", (64, 64), "white")
+    noise = Image.effect_noise((64, 64), 200).convert("RGB")
+    dark = Image.new("RGB", (64, 64), "black")
+    rows = [
+        (caption, picture),
+        (caption.replace("red", "blue"), picture),
+        (caption.replace("square", "circle"), picture),
+        (caption, blank),
+        (caption, noise),
+        (caption, dark),
+    ]
+    verdict = judge(as_generated(tmp_path / "drawn", rows))
+    right = [(row["colour_is_right"], row["shape_is_right"]) for row in verdict["pictures"]]
+    assert right[:4] == [(True, True), (False, True), (True, False), (False, False)]
+    assert not right[4][0] and not right[5][0]
+    assert verdict["colour_share"] == pytest.approx(2 / 6)
+
+
+def test_refusals(tmp_path, shapes) -> None:
+    assert refusal_of("shapes", shapes).value == str(shapes)
+    assert refusal_of("judge", tmp_path).value == str(tmp_path)
+    folder = as_generated(tmp_path / "cats", [("a cat", Image.new("RGB", (8, 8)))])
+    assert refusal_of("judge", folder).value == "a cat"
+    (folder / "pictures" / "0.png").unlink()
+    assert refusal_of("judge", folder).value == str(folder / "pictures" / "0.png")

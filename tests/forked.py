@@ -1,0 +1,111 @@
+"""Ranks as forked processes, which saves each of them the import of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+NUM_RANKS = 2
+
+
+@contextlib.contextmanager
+def forked_ranks(
+    program: Callable[[], int], folder: Path, *, num_ranks: int = NUM_RANKS, num_nodes: int = 1
+) -> Iterator[list[BaseProcess]]:
+    """Ranks that run a program in sessions of their own, until it or the context ends.
+
+    Args:
+        program: Is called in each rank, whose place is in the environment as a launcher tells it.
+            Returns the rank's exit code.
+        folder: For what they print, see `log_of`.
+        num_ranks: On all nodes together.
+        num_nodes: As which this machine passes.
+
+    Yields:
+        The processes, by rank.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks_per_node = num_ranks // num_nodes
+    context = multiprocessing.get_context("fork")
+    ranks = []
+    try:
+        for rank in range(num_ranks):
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": num_ranks,
+                "LOCAL_RANK": rank % ranks_per_node,
+                "LOCAL_WORLD_SIZE": ranks_per_node,
+                "NODE_RANK": rank // ranks_per_node,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            log = log_of(folder, rank)
+            log.touch()
+            ranks.append(context.Process(target=_be_rank, args=(program, place, log)))
+            ranks[-1].start()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank prints."""
+    return folder / f"rank{rank}.log"
+
+
+def wait_for_step(log: Path, *, timeout_s: float = 120) -> None:
+    """Wait until a run has ended its first step, by what it prints."""
+    deadline_s = time.monotonic() + timeout_s
+    while "step 1/" not in log.read_text():
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.1)
+
+
+def exit_codes(ranks: list[BaseProcess], *, timeout_s: float = 60) -> list[int | None]:
+    """Wait for the ranks; None stands for one that has not ended in time."""
+    for rank in ranks:
+        rank.join(timeout_s)
+    return [rank.exitcode for rank in ranks]
+
+
+def run_in_group(run: Callable[[int], None], folder: Path) -> None:
+    """Call `run(rank)` on each of two ranks that have joined a gloo group."""
+    from sdbench.engines import ENGINES, load_engine
+
+    for engine in ENGINES:
+        load_engine(engine)  # here, and not once in each rank
+
+    def program() -> int:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        run(torch.distributed.get_rank())
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        return 0
+
+    with forked_ranks(program, folder) as ranks:
+        codes = exit_codes(ranks, timeout_s=240)
+        logs = [log_of(folder, rank).read_text() for rank in range(NUM_RANKS)]
+        assert codes == [0] * NUM_RANKS, logs
+
+
+def _be_rank(program: Callable[[], int], place: dict[str, object], log: Path) -> None:
+    os.setsid()
+    os.environ |= {name: str(value) for name, value in place.items()}
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for number in (1, 2):
+        os.dup2(sys.stdout.fileno(), number)
+    os._exit(program())

@@ -1,0 +1,194 @@
+"""Pictures are those of diffusers' own pipeline, whatever draws them and beside what."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.drawing import DrawingSettings, draw, draw_samples, make_grid, make_sampler
+from sdbench.models.objective import Objective
+from sdbench.models.samplers import SAMPLERS, check_sampler
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.ranks.distributed import Ranks
+from tests.forked import run_in_group
+from tests.refusals import refused
+
+TINY, _ = resolve_architecture("tiny")
+PROMPTS = ["a red circle", "", "a blue square on white"]
+SETTINGS = DrawingSettings(image_size=64, num_steps=4, batch_size=2)
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+ZERO_TERMINAL_SNR = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
+OPTIONS = dict(
+    precision="fp32",
+    encoder_dtype="fp32",
+    memory_format="contiguous",
+    attention="sdpa",
+    trained=("unet", "text_encoder"),
+)
+
+
+def build(**objective) -> StableDiffusion:
+    model = build_stable_diffusion(TINY, seed=3, objective=Objective(**objective), **OPTIONS)
+    with torch.no_grad():
+        # Random weights make all pictures nearly grey.
+        model.unet.conv_out.weight.mul_(8)
+        model.vae.decoder.conv_out.weight.mul_(20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> StableDiffusion:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def tokenize() -> CaptionTokenizer:
+    return CaptionTokenizer(pad_token_id=0)
+
+
+def pixels(pictures: list[Image.Image]) -> np.ndarray:
+    return np.stack([np.asarray(picture) for picture in pictures]).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "objective"),
+    [
+        *((sampler, {}) for sampler in SAMPLERS),
+        *((sampler, {"prediction_type": "v_prediction"}) for sampler in ("pndm", "dpm")),
+        *((sampler, {"prediction_type": "sample"}) for sampler in ("ddim", "euler", "dpm")),
+        *((sampler, ZERO_TERMINAL_SNR) for sampler in ("ddim", "euler", "dpm")),
+    ],
+    ids=str,
+)
+def test_pictures_are_those_of_diffusers(tokenize, sampler, objective) -> None:
+    model = build(**objective)
+    settings = dataclasses.replace(SETTINGS, sampler=sampler, guidance_scale=3.0)
+    drawn = draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=settings)
+    kind = getattr(diffusers, SAMPLERS[sampler])
+    pipeline = diffusers.StableDiffusionPipeline(
+        unet=model.unet,
+        vae=model.vae,
+        text_encoder=model.text_encoder,
+        tokenizer=tokenize.for_diffusers(),
+        scheduler=kind.from_config(
+            model.scheduler.config, steps_offset=1, set_alpha_to_one=False, skip_prk_steps=True
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    expected = pipeline(
+        PROMPTS,
+        generator=[torch.Generator().manual_seed(seed) for seed in (5, 6, 7)],
+        num_inference_steps=4,
+        guidance_scale=3.0,
+    ).images
+    assert np.array_equal(pixels(drawn), pixels(expected))
+    assert pixels(drawn).shape == (3, 64, 64, 3)
+
+
+def test_a_picture_depends_on_its_prompt_and_its_seed_alone(model, tokenize) -> None:
+    def one(prompt: str, seed: int) -> np.ndarray:
+        return pixels(draw(model, [prompt], [seed], tokenize=tokenize, settings=SETTINGS))[0]
+
+    together = pixels(draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=SETTINGS))
+    for picture, prompt, seed in zip(together, PROMPTS, (5, 6, 7), strict=True):
+        # Batches of other sizes round differently.
+        assert abs(picture - one(prompt, seed)).max() <= 1
+    assert abs(one(PROMPTS[0], 5) - one(PROMPTS[0], 6)).mean() > 2
+    assert abs(one(PROMPTS[0], 5) - one(PROMPTS[2], 5)).max() > 2
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_drawing_leaves_no_trace_in_training(tokenize, sampler) -> None:
+    model, told = build(), []
+
+    @contextlib.contextmanager
+    def phase(name: str):
+        told.append(name)
+        yield
+
+    model._phase = phase
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    settings = dataclasses.replace(SETTINGS, sampler=sampler)
+    draw(model, PROMPTS, [1, 2, 3], tokenize=tokenize, settings=settings)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.unet.training and model.text_encoder.training and not model.vae.training
+    assert told == []
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "bf16"])
+def test_every_precision_draws_about_the_same(model, tokenize, precision) -> None:
+    options = OPTIONS | {"precision": precision, "encoder_dtype": "bf16"}
+    other = build_stable_diffusion(TINY, seed=3, **options)
+    other.load_state_dict(model.state_dict())
+    expected = pixels(draw(model, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=SETTINGS))
+    drawn = pixels(draw(other, PROMPTS, [5, 6, 7], tokenize=tokenize, settings=SETTINGS))
+    assert abs(drawn - expected).mean() < 4
+
+
+def test_two_ranks_draw_what_one_draws(model, tokenize, tmp_path) -> None:
+    prompts = [*PROMPTS, "a green star", "a cat"]  # three batches for two ranks
+
+    def samples(ranks: Ranks) -> np.ndarray:
+        pictures = draw_samples(
+            model, prompts, seed=9, tokenize=tokenize, settings=SETTINGS, ranks=ranks
+        )
+        return pixels(pictures)
+
+    def run(rank: int, folder) -> None:
+        np.save(folder / f"{rank}.npy", samples(Ranks.from_environment()))
+
+    alone = samples(ALONE)
+    run_in_group(lambda rank: run(rank, tmp_path), tmp_path)
+    assert np.array_equal(alone, np.load(tmp_path / "0.npy"))
+    assert np.array_equal(alone, np.load(tmp_path / "1.npy"))
+
+
+@pytest.mark.parametrize("key", ["zero_terminal_snr", "sample"])
+def test_pndm_refuses_what_it_does_not_know(key) -> None:
+    objective = Objective(prediction_type="sample")
+    if key == "zero_terminal_snr":
+        objective = Objective(**ZERO_TERMINAL_SNR)
+    with refused("--scheduler", value="pndm", allowed="ddim | euler | dpm"):
+        check_sampler("pndm", objective.schedule(TINY.scheduler))
+
+
+def test_where_the_last_time_step_is_noise_alone_drawing_begins_there() -> None:
+    objective = Objective(**ZERO_TERMINAL_SNR)
+    for name in ("ddim", "euler", "dpm"):
+        sampler = make_sampler(name, objective.schedule(TINY.scheduler))
+        sampler.set_timesteps(25)
+        assert sampler.timesteps[0] == 999
+    plain = make_sampler("ddim", TINY.scheduler)
+    plain.set_timesteps(25)
+    assert plain.timesteps[0] == 961
+
+
+def test_a_grid_has_its_pictures_in_rows_with_their_captions() -> None:
+    colours = ["red", "green", "blue", "black", "white"]
+    pictures = [Image.new("RGB", (64, 48), colour) for colour in colours]
+    plain = make_grid(pictures)
+    assert plain.size == (4 + 3 * 68, 4 + 2 * 52)
+    for index, picture in enumerate(pictures):
+        row, column = divmod(index, 3)
+        x, y = 4 + 68 * column, 4 + 52 * row
+        assert plain.crop((x, y, x + 64, y + 48)).tobytes() == picture.tobytes()
+    captioned = make_grid(pictures, num_columns=2, captions=["a caption that is much too long"] * 5)
+    assert captioned.size == (4 + 2 * 116, 4 + 3 * (52 + 16))
+    below = np.asarray(captioned)[52:68, 4:116]
+    assert below.min() < 64 and below.max() == 255
+    # No caption runs into what lies beside it.
+    assert (np.asarray(captioned)[:, 116:120] == 255).all()

@@ -1,0 +1,181 @@
+"""An exported folder is loaded by diffusers, and by this suite, and draws the run's pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file
+
+from sdbench.base.errors import RunError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.drawing import DrawingSettings, draw
+from sdbench.models.export import export, make_card, weights_of
+from sdbench.models.objective import Objective
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from tests.refusals import refused
+
+TINY, _ = resolve_architecture("tiny")
+OPTIONS = dict(
+    precision="fp32", encoder_dtype="fp32", memory_format="channels_last", attention="sdpa"
+)
+UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
+CONV_IN = "unet.conv_in.weight"
+PROMPT = "a red circle"
+
+
+def build(**objective) -> StableDiffusion:
+    model = build_stable_diffusion(TINY, seed=3, objective=Objective(**objective), **OPTIONS)
+    with torch.no_grad():
+        model.vae.decoder.conv_out.weight.mul_(20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CaptionTokenizer:
+    return CaptionTokenizer(pad_token_id=0)
+
+
+@pytest.fixture
+def write(tokenizer, tmp_path):
+    """A function that exports a model and returns the folder."""
+
+    def write(model: StableDiffusion, **changes) -> Path:
+        options = {"trained": {}, "tokenizer": tokenizer.for_diffusers(), "card": "# a card\n"}
+        export(model, tmp_path / "model", **(options | changes))
+        return tmp_path / "model"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [{}, {"prediction_type": "v_prediction", "zero_terminal_snr": True}],
+    ids=["plain", "zero_terminal_snr"],
+)
+def test_diffusers_loads_the_folder_and_draws_what_the_run_drew(
+    write, tokenizer, objective
+) -> None:
+    model = build(**objective)
+    folder = write(model)
+    settings = DrawingSettings(image_size=64, num_steps=4)
+    (drawn,) = draw(model, [PROMPT], [5], tokenize=tokenizer, settings=settings)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    (loaded,) = pipeline(
+        [PROMPT], generator=[torch.Generator().manual_seed(5)], num_inference_steps=4
+    ).images
+    difference = np.asarray(drawn).astype(int) - np.asarray(loaded).astype(int)
+    assert abs(difference).max() <= 1  # one of them is in another memory layout
+    assert np.asarray(drawn).std() > 10
+
+
+def test_the_folder_has_no_pickle_and_every_part(write) -> None:
+    folder = write(build())
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {Path(name).suffix for name in names} == {".json", ".safetensors", ".txt", ".md"}
+    assert {"model_index.json", UNET_FILE, "tokenizer/tokenizer_config.json"} <= names
+    assert (folder / "README.md").read_text() == "# a card\n"
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_this_suite_loads_the_folder(write, tokenizer) -> None:
+    model = build(prediction_type="v_prediction", zero_terminal_snr=True)
+    folder = write(model, sampler="dpm")
+    architecture, note = resolve_architecture(str(folder))
+    assert note is None
+    loaded = build_stable_diffusion(architecture, seed=1, **OPTIONS)
+    expected = model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in loaded.state_dict().items())
+    assert torch.equal(loaded.signal_scale, model.signal_scale)
+    assert (loaded.prediction_type, loaded.scaling_factor) == ("v_prediction", 0.18215)
+    again = CaptionTokenizer(folder=architecture.tokenizer_folder, pad_token_id=0)
+    captions = ["A red circle", "", "50% off... (really?)", "word " * 100]
+    assert again(captions).tolist() == tokenizer(captions).tolist()
+    # By diffusers' call too.
+    ids = again.for_diffusers()(
+        captions, padding="max_length", max_length=77, truncation=True, return_tensors="np"
+    ).input_ids
+    assert ids.tolist() == tokenizer(captions).tolist()
+
+
+def test_weights_of_a_checkpoint_take_the_place_of_the_models(write) -> None:
+    model = build()
+    weight = model.state_dict()[CONV_IN]
+    tensors = {
+        f"model.{CONV_IN}": weight + 1,
+        f"ema.{CONV_IN}": weight + 2,
+        "optimizer.exp_avg": weight,
+    }
+    assert weights_of(tensors, use_ema=False)[CONV_IN] is tensors[f"model.{CONV_IN}"]
+    folder = write(model, trained=weights_of(tensors, use_ema=True), dtype="fp16")
+    stored = load_file(folder / UNET_FILE)
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+    assert torch.equal(stored["conv_in.weight"], (weight + 2).half())
+    assert torch.equal(stored["conv_out.weight"], model.state_dict()["unet.conv_out.weight"].half())
+    assert torch.equal(model.state_dict()[CONV_IN], weight)
+    text = load_file(folder / "text_encoder" / "model.safetensors")
+    assert {value.dtype for value in text.values()} == {torch.float16}
+
+
+def test_a_run_without_average_is_refused_one() -> None:
+    with refused("--ema", value=True):
+        weights_of({f"model.{CONV_IN}": torch.zeros(1)}, use_ema=True)
+
+
+def test_a_weight_that_fp16_cannot_hold_is_an_error(write, tmp_path) -> None:
+    model = build()
+    trained = {CONV_IN: torch.full_like(model.state_dict()[CONV_IN], 1e6)}
+    with pytest.raises(RunError, match=CONV_IN):
+        write(model, trained=trained, dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_alone(write, tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("mine")
+    with refused("--folder", value=str(tmp_path / "model")):
+        write(build())
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "thesis.txt"]
+
+
+def test_an_empty_folder_is_taken(write, tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    assert (write(build()) / "model_index.json").is_file()
+
+
+def test_the_card_tells_data_settings_figures_and_commit(monkeypatch) -> None:
+    monkeypatch.setenv("MY_API_TOKEN", "0123456789abcdef")
+    sections = {
+        "Data": {"remote": "https://me:password@host/tars?key=1", "samples": 2000},
+        "Figures": {"validation_loss": 0.03, "odd": "a | b\nc"},
+    }
+    card = make_card("shapes", sections=sections, commit="0" * 40, sampler="ddim")
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert "| samples | 2000 |" in rows and "| validation_loss | 0.03 |" in rows
+    assert "| odd | a \\| b c |" in rows
+    assert "0" * 40 in card and "password" not in card and "key=1" not in card
+    header = card.split("---")[1]
+    assert "library_name: diffusers" in header
+
+
+def test_the_stored_configurations_are_those_of_the_model(write) -> None:
+    folder = write(build(prediction_type="v_prediction", zero_terminal_snr=True))
+    scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    wanted = {
+        "_class_name": "DDIMScheduler",
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
+        "timestep_spacing": "trailing",
+        "beta_start": 0.00085,
+        "steps_offset": 1,
+        "clip_sample": False,
+    }
+    assert {key: scheduler[key] for key in wanted} == wanted
+    unet = json.loads((folder / "unet" / "config.json").read_text())
+    assert {key: unet[key] for key in TINY.unet} == TINY.unet

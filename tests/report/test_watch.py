@@ -1,0 +1,219 @@
+"""`python -m sdbench watch`: the page of a training run."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html.parser
+import io
+import json
+import re
+import time
+
+import pytest
+from PIL import Image
+
+from sdbench.cli import main
+from sdbench.record.history import HISTORY_NAME, TRAIN_STEP_COLUMNS
+from sdbench.record.store import UNFINISHED_REASON
+from sdbench.report.training_run import MAX_GRIDS, draw_run, encode_grids, read_run
+from tests.refusals import refusal_of
+from tests.report.results_folder import make_record
+
+NUM_STEPS = 4000
+
+
+class Cells(html.parser.HTMLParser):
+    """Texts of the cells of each table's rows; empty ones are left out."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows = {}
+        self._is_cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self._rows = self.rows[dict(attributes)["id"]] = []
+        elif tag == "tr":
+            self._rows.append([])
+        self._is_cell = tag == "td"
+
+    def handle_endtag(self, tag):
+        self._is_cell = False
+
+    def handle_data(self, data):
+        if self._is_cell:
+            self._rows[-1].append(data)
+
+
+def make_steps(num_steps):
+    """Losses that fall from 1 and swing by 0.2 around their mean, at 8 images/s."""
+    return [(n, 1 / n**0.5 + 0.2 * (-1) ** n, 1e-4, 8.0, 0.5) for n in range(1, num_steps + 1)]
+
+
+def event(name, step, **facts):
+    return {"time_utc": "2026-11-22T10:00:00+00:00", "event": name, "step": step, **facts}
+
+
+def save(step, error=None):
+    return event("save", step, seconds=2.0, stall_s=0.5, num_bytes=2**30, error=error)
+
+
+def make_run(folder, *, steps=(), events=(), status="failed", reason=UNFINISHED_REASON):
+    """The folder of a run with global batch 4 of 5,000 steps."""
+    folder.mkdir()
+    record = make_record(
+        kind="train",
+        status=status,
+        reason=reason,
+        duration_s=None,
+        summary=None,
+        config__max_duration="5000ba",
+        config__resume="auto",
+        config__save_every_batches=1000,
+        config__keep=2,
+        config__batch_size=4,
+        workload__num_steps=5000,
+    )
+    (folder / "record.json").write_text(json.dumps(record))
+    with (folder / "steps.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([TRAIN_STEP_COLUMNS, *steps])
+    (folder / HISTORY_NAME).write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has been killed once, whose newest event is cut off."""
+    events = [
+        event("begin", 0, num_lost_steps=0),
+        event("validation", 1000, seconds=3.0, loss=0.5, ema_loss=0.6, by_timestep=[0.9, 0.1]),
+        event("samples", 1000, seconds=4.0, file="samples/step_00001000.png", num_pictures=1),
+        save(1000),
+        save(2000, error="No space <left>"),
+        event("begin", 1000, num_lost_steps=1020),
+        event("validation", 2000, seconds=3.0, loss=0.4, ema_loss=0.3, by_timestep=[0.7, 0.1]),
+        event("validation", 3000, seconds=3.0, loss=0.45, ema_loss=0.2, by_timestep=[0.8, 0.1]),
+    ]
+    folder = make_run(tmp_path / "first", steps=make_steps(NUM_STEPS), events=events)
+    with (folder / HISTORY_NAME).open("a") as file:
+        file.write('{"time_utc": "2026-')
+    (folder / "samples").mkdir()
+    Image.new("RGB", (8, 8), "red").save(folder / "samples" / "step_00001000.png")
+    return folder
+
+
+def test_the_page_tells_where_the_run_is(run):
+    assert main(["watch", str(run)]) == 0
+    page = (run / "watch.html").read_text()
+    tables = Cells(page).rows
+    state = dict(tables["state"][1:])
+    assert (
+        state
+        | {
+            "state": "training, or killed",
+            "steps": "4,000 of 5,000",
+            "learning rate": "0.0001",
+            "images/s": "8",
+            "data wait": "0.5 %",
+            "trained": "0:33:20",  # 4,000 steps of half a second
+            "left to train": "0:08:20",
+            "validation loss, newest": "0.4500 at step 3,000",
+            "validation loss, lowest": "0.4000 at step 2,000",
+            "validating": "0:00:09",
+            "drawing pictures": "0:00:04",
+            "waiting for checkpoints": "0:00:01",
+            "restarts": "1, 1,020 steps trained again",
+        }
+        == state
+    )
+    # The swing of the losses is gone: their mean falls as 1 / sqrt(n).
+    assert float(state["training loss, smoothed"]) == pytest.approx(NUM_STEPS**-0.5, abs=0.002)
+    assert [row[:3] for row in tables["validation"][1:]] == [
+        ["3000", "0.45", "0.2"],
+        ["2000", "0.4", "0.3"],
+        ["1000", "0.5", "0.6"],
+    ]
+    assert [row[1:] for row in tables["events"][1:]] == [
+        ["1000", "restart"],
+        ["2000", "checkpoint", "not saved: No space <left>"],
+        ["1000", "checkpoint", "1 GiB in 2 s; training waited 0.5 s"],
+        ["0", "start"],
+    ]
+
+
+def test_the_page_is_one_file_and_shows_curves_and_pictures(run):
+    assert main(["watch", str(run)]) == 0
+    page = (run / "watch.html").read_text()
+    links = re.findall(r"""\b(?:src|href|action|srcset)=["']?([^"'\s>]+)""", page)
+    pictures = [link for link in links if not link.startswith("#")]
+    assert [link.partition(";")[0] for link in pictures] == [
+        "data:image/svg+xml",
+        "data:image/png",
+    ]
+    chart, grid = (base64.b64decode(link.partition(",")[2]) for link in pictures)
+    labels = ("training, smoothed", "validation, averaged weights", "restart", "checkpoint")
+    assert all(f">{label}<" in chart.decode() for label in labels)
+    assert len(chart) < 500_000  # however many steps there are
+    assert grid == (run / "samples" / "step_00001000.png").read_bytes()
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path):
+    run = make_run(tmp_path / "new")
+    assert main(["watch", str(run)]) == 0
+    state = Cells((run / "watch.html").read_text()).rows["state"]
+    assert state[1:] == [
+        ["state", "training, or killed"],
+        ["steps", "0 of 5,000"],
+        ["restarts", "0, 0 steps trained again"],
+    ]
+    assert draw_run(read_run(run)) is None
+
+
+def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
+    pages = []
+
+    def train_on(seconds):
+        pages.append((run / "watch.html").read_text())
+        assert seconds == 30.0
+        record = json.loads((run / "record.json").read_text())
+        if len(pages) == 2:
+            summary = {"train_s": 1.0, "other_s": {}, "first_step": 0, "num_saved": 1}
+            summary |= dict.fromkeys(("images_per_second", "loss_last", "peak_memory_gib"))
+            record |= {"status": "ok", "reason": None, "duration_s": 1.0, "summary": summary}
+        (run / "record.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(time, "sleep", train_on)
+    assert main(["watch", str(run), "--every", "30"]) == 0
+    assert len(pages) == 2 and all('http-equiv="refresh" content="30"' in page for page in pages)
+    last = (run / "watch.html").read_text()
+    assert 'http-equiv="refresh"' not in last
+    assert Cells(last).rows["state"][1] == ["state", "ok"]
+
+
+def test_grids_of_a_long_run_are_few_and_large_ones_shrink(tmp_path):
+    names = {step: f"samples/step_{step:08d}.png" for step in range(10, 210, 10)}
+    events = [event("samples", step, seconds=1.0, file=file) for step, file in names.items()]
+    run = make_run(tmp_path / "long", events=events)
+    (run / "samples").mkdir()
+    for file in names.values():
+        Image.new("RGB", (8, 8)).save(run / file)
+    Image.effect_noise((3000, 2000), 100).save(run / names[200])
+    grids = encode_grids(read_run(run))
+    steps = [step for step, _ in grids]
+    assert len(steps) == MAX_GRIDS and steps == sorted(steps, reverse=True)
+    assert (steps[0], steps[-1]) == (200, 10)
+    kind, _, content = grids[0][1].partition(",")
+    assert kind == "data:image/jpeg;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(content))).size == (1400, 933)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    run = make_run(tmp_path / "other", steps=make_steps(1))
+    (run / "steps.csv").write_text("index,phase\n0,warmup\n")
+    assert refusal_of("watch", run).value == str(run / "steps.csv")
+    (run / "record.json").write_text(json.dumps(make_record()))
+    assert refusal_of("watch", run).flag == "RUN"
+    assert refusal_of("watch", tmp_path / "nowhere").value == str(tmp_path / "nowhere")

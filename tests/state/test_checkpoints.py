@@ -1,0 +1,149 @@
+"""Checkpoints of one rank: saved in the background, found, loaded and removed."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from sdbench.base.errors import RunError
+from tests.refusals import refused
+from tests.state.states import holds, make_checkpoints, make_state, names, save
+
+BIG = 2**24  # values, 64 MiB: still being written when the next statement is reached
+FACTS = {"images": 2048, "loss": 0.1, "settings": {"lr": 1e-4, "model": "tiny"}, "ids": [3, None]}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_is_loaded_is_what_was_saved(tmp_path, copies):
+    checkpoints = make_checkpoints(tmp_path)
+    assert checkpoints.newest() is None
+    save(checkpoints, 10, copies=copies)
+    save(checkpoints, 20, facts=FACTS, copies=copies)
+    newest = make_checkpoints(tmp_path).newest()
+    assert (newest.step, newest.facts) == (20, FACTS)
+    assert holds(newest, 20)
+    assert names(tmp_path) == ["step_00000010", "step_00000020"]
+
+
+def test_a_part_is_loaded_into_parameters_in_place(tmp_path):
+    save(make_checkpoints(tmp_path), 10)
+    parameter = torch.nn.Parameter(torch.zeros(2, 3, 4, 5))
+    make_checkpoints(tmp_path).newest().load_into({"weights.conv": parameter})
+    assert torch.equal(parameter, make_state(10)["weights.conv"])
+
+
+def test_it_is_known_what_was_saved_before_it_is_loaded(tmp_path):
+    save(make_checkpoints(tmp_path), 10)
+    saved = make_checkpoints(tmp_path).newest().tensors()
+    described = {name: (tensor.size(), tensor.dtype) for name, tensor in saved.items()}
+    state = make_state()
+    assert described == {name: (tensor.size(), tensor.dtype) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("device", "copies"),
+    [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)],
+)
+def test_tensors_may_change_once_they_are_read(tmp_path, device, copies):
+    checkpoints = make_checkpoints(tmp_path)
+    weights = torch.full((BIG,), 1.0, device=device)
+    random_state = torch.full((16,), 1.0)
+    state = {"weights": weights, "random_state": random_state}
+    checkpoints.begin_save(1, state, {}, copies=copies)
+    random_state.fill_(2.0)  # small: it may change at once
+    checkpoints.wait_until_read()
+    weights.fill_(2.0)
+    checkpoints.finish()
+    checkpoints.newest().load_into(state)
+    assert (weights.min(), weights.max(), random_state.max()) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_training_goes_on_while_the_disk_is_slow(tmp_path, copies, monkeypatch):
+    checkpoints, is_written, fsync = make_checkpoints(tmp_path), threading.Event(), os.fsync
+
+    def wait_and_fsync(descriptor):
+        assert is_written.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait_and_fsync)
+    checkpoints.begin_save(10, make_state(10), {}, copies=copies)
+    checkpoints.wait_until_read()
+    assert checkpoints.poll() == []
+    assert checkpoints.newest() is None
+    is_written.set()
+    checkpoints.finish()
+    assert checkpoints.newest().step == 10
+
+
+def test_facts_may_change_at_once(tmp_path):
+    checkpoints, facts = make_checkpoints(tmp_path), {"images": [1]}
+    checkpoints.begin_save(1, {"weights": torch.zeros(BIG)}, facts, copies=False)
+    facts["images"].append(2)
+    checkpoints.finish()
+    assert checkpoints.newest().facts == {"images": [1]}
+
+
+def test_each_save_is_reported_once(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    state = {"weights": torch.zeros(BIG)}
+    checkpoints.begin_save(1, state, {}, copies=False)
+    checkpoints.begin_save(2, state, {}, copies=False)  # waits for the first one
+    checkpoints.finish()
+    reports = checkpoints.poll()
+    assert [(report.step, report.error) for report in reports] == [(1, None), (2, None)]
+    for report in reports:
+        assert report.num_bytes == 4 * BIG
+        assert 0 < report.stall_s <= report.duration_s + 0.1
+    assert checkpoints.poll() == []
+    checkpoints.finish()  # nothing is under way
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [(1, None, [60]), (2, None, [50, 60]), (2, 20, [20, 40, 50, 60]), (9, None, range(10, 70, 10))],
+)
+def test_the_newest_stay_and_those_of_every_so_many_steps(tmp_path, keep, keep_every, kept):
+    checkpoints = make_checkpoints(tmp_path, keep=keep, keep_every=keep_every)
+    for step in range(10, 70, 10):
+        save(checkpoints, step)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in kept]
+
+
+def test_a_step_that_is_reached_again_is_saved_again(tmp_path):
+    checkpoints = make_checkpoints(tmp_path, keep=1)
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    save(checkpoints, 20, value=99)
+    assert names(tmp_path) == ["step_00000020"]
+    assert holds(checkpoints.newest(), 99)
+
+
+@pytest.mark.parametrize(
+    ("other", "value"),
+    [
+        ({"weights.tail": torch.zeros(7)}, "weights.tail: not saved"),
+        ({"weights.head": torch.zeros(8).bfloat16()}, "weights.head: bfloat16 [7]"),
+        ({"weights.head": torch.zeros(7)}, "weights.head: bfloat16 [7]"),
+    ],
+)
+def test_the_checkpoint_of_another_job_is_refused(tmp_path, other, value):
+    save(make_checkpoints(tmp_path), 10)
+    with refused("--resume", value=value):
+        make_checkpoints(tmp_path).newest().load_into({**make_state(), **other})
+
+
+def test_what_the_disk_cannot_take_is_not_begun(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    save(checkpoints, 10)
+    huge = torch.zeros(1).expand(2**50)  # which takes no memory
+    checkpoints.begin_save(20, {"weights": huge}, {}, copies=False)
+    with pytest.raises(RunError, match="step 20 was not saved: no space left"):
+        checkpoints.finish()
+    assert [report.step for report in checkpoints.poll() if report.error] == [20]
+    assert names(tmp_path) == ["step_00000010"]
+    save(checkpoints, 30)
+    assert checkpoints.newest().step == 30

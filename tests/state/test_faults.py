@@ -1,0 +1,169 @@
+"""Checkpoints and kills, full disks, damaged files and files that were made to harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from sdbench.base.errors import RunError
+from tests.refusals import refused
+from tests.state.states import holds, make_checkpoints, make_state, names, save
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def in_fork(work, *arguments):
+    """Call `work` in a process of its own, and return its exit code."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def save_and_die(folder, num_operations):
+    """Save step 20, and be killed before the file operation of this number."""
+    counter = itertools.count()
+
+    def hook(event, arguments):
+        is_ours = event == "open" and str(arguments[0]).startswith(str(folder))
+        if (is_ours or event in CHANGES) and next(counter) == num_operations:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints = make_checkpoints(folder, keep=1)
+    sys.addaudithook(hook)
+    save(checkpoints, 20)
+
+
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
+    before = tmp_path / "before"
+    save(make_checkpoints(before), 10)
+    remains = before / "checkpoints" / ".step_00000015.writing"
+    remains.mkdir()
+    (remains / "__0_0.distcp").write_bytes(b"in part")
+    newest = []
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        shutil.copytree(before, folder)
+        exit_code = in_fork(save_and_die, folder, number)
+        checkpoints = make_checkpoints(folder, keep=1)
+        found = checkpoints.newest()
+        newest.append(found.step)
+        assert holds(found, found.step)
+        save(checkpoints, 30)
+        assert names(folder) == ["step_00000030"]
+        assert holds(checkpoints.newest(), 30)
+        if exit_code == 0:
+            break
+        assert exit_code == -signal.SIGKILL
+    assert newest == sorted(newest) and set(newest) == {10, 20}
+    assert newest.count(10) > 10
+
+
+def save_too_much(folder, handler):
+    """Save 4 MiB where no file may have more than 2."""
+    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
+    checkpoints = make_checkpoints(folder)
+    checkpoints.begin_save(20, {"weights": torch.zeros(2**20)}, {}, copies=False)
+    with pytest.raises(RunError, match="step 20 was not saved: .*File too large"):
+        checkpoints.finish()
+    assert names(folder) == ["step_00000010"]
+    save(checkpoints, 30)
+
+
+def test_a_kill_in_the_middle_of_a_file_leaves_the_checkpoint_before(tmp_path, capsys):
+    save(make_checkpoints(tmp_path), 10)
+    assert in_fork(save_too_much, tmp_path, signal.SIG_DFL) == -signal.SIGXFSZ
+    assert names(tmp_path) == [".step_00000020.writing", "step_00000010"]
+    assert holds(make_checkpoints(tmp_path).newest(), 10)
+    assert ".step_00000020.writing" in capsys.readouterr().out
+
+
+def test_a_failed_write_leaves_the_checkpoint_before_and_the_next_save_works(tmp_path):
+    save(make_checkpoints(tmp_path), 10)
+    assert in_fork(save_too_much, tmp_path, signal.SIG_IGN) == 0
+    assert names(tmp_path) == ["step_00000010", "step_00000030"]
+
+
+FILES = ("checkpoint.json", ".metadata", "__0_0.distcp")
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    checkpoints = make_checkpoints(tmp_path)
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    return checkpoints
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [None, 0, -1])
+def test_a_missing_or_truncated_file_is_named_and_the_checkpoint_passed_over(
+    two_checkpoints, name, size, capsys
+):
+    path = two_checkpoints.folder / "step_00000020" / name
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size if size >= 0 else path.stat().st_size + size - 1)
+    assert two_checkpoints.newest().step == 10
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("where", [0, 0.5, 1])
+def test_a_flipped_byte_is_found_before_anything_is_loaded(two_checkpoints, name, where, capsys):
+    path = two_checkpoints.folder / "step_00000020" / name
+    content = bytearray(path.read_bytes())
+    content[int(where * (len(content) - 2))] ^= 1
+    path.write_bytes(content)
+    newest = two_checkpoints.newest()
+    if name == "checkpoint.json":
+        assert newest.step == 10
+        assert str(path) in capsys.readouterr().out
+        return
+    state = make_state(-1)
+    with refused("--resume", value=str(path)):
+        newest.load_into(state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in make_state(-1).items())
+
+
+class Harm:
+    """Pickled, it makes a file when it is read by `pickle.load`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["alone", "beside tensors"])
+def test_code_in_the_metadata_is_not_run(tmp_path, place, monkeypatch):
+    checkpoints, harm = make_checkpoints(tmp_path), Harm(tmp_path / "harm")
+    write = pickle.dump
+
+    def write_harm(metadata, file):
+        tensors = {**metadata.state_dict_metadata, "harm": harm}
+        harmful = dataclasses.replace(metadata, state_dict_metadata=tensors)
+        write(harm if place == "alone" else harmful, file)
+
+    monkeypatch.setattr(pickle, "dump", write_harm)
+    save(checkpoints, 10)  # with a checksum that is right
+    path = checkpoints.folder / "step_00000010" / ".metadata"
+    with refused("--resume", value=str(path)):
+        checkpoints.newest().load_into(make_state())
+    assert not harm.path.exists()
+    pickle.loads(path.read_bytes())
+    assert harm.path.exists()

@@ -1,0 +1,127 @@
+"""Checkpoints of two ranks with FSDP2: read by one rank, and with the fault of one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+from sdbench.base.errors import RunError
+from sdbench.ranks.distributed import Ranks
+from tests.forked import NUM_RANKS, exit_codes, forked_ranks
+from tests.state.states import make_checkpoints, names
+
+NUM_BYTES = 2**22
+
+
+def make_tensors(value):
+    """Those of a model of which two ranks get parts of different sizes."""
+    sizes = {"0.weight": (5, 3), "0.bias": (5,), "1.weight": (1, 5), "1.bias": (1,)}
+    return {
+        name: torch.arange(torch.Size(size).numel(), dtype=torch.float32).reshape(size) + value
+        for name, size in sizes.items()
+    }
+
+
+def shared_out(value):
+    """The tensors as two ranks hold them with FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    model.load_state_dict(make_tensors(value))
+    fully_shard(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+    return dict(model.named_parameters())
+
+
+def in_ranks(work, folder, value):
+    """Call `work(rank, checkpoints, value)` on two ranks, and return the largest exit code."""
+
+    def program():
+        ranks = Ranks.from_environment()
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        work(ranks.rank, make_checkpoints(folder / "run", ranks=ranks), value)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        return 0
+
+    with forked_ranks(program, folder) as ranks:
+        return max(map(abs, exit_codes(ranks)))
+
+
+def save_shared_out(rank, checkpoints, value):
+    own = {f"rng.{rank}": torch.full((4,), float(rank))}
+    alike = {"alike": torch.full((3,), float(value))}
+    for copies in (True, False):
+        checkpoints.begin_save(
+            value, {**shared_out(value), **own, **alike}, {"rank": rank}, copies=copies
+        )
+        checkpoints.wait_until_read()
+        checkpoints.finish()
+    assert [report.error for report in checkpoints.poll()] == [None, None]
+
+
+def load_shared_out(rank, checkpoints, value):
+    newest = checkpoints.newest()
+    assert newest.step == value
+    tensors = shared_out(-1)
+    own = torch.zeros(4)
+    newest.load_into({**tensors, f"rng.{rank}": own})
+    assert torch.equal(own, torch.full((4,), float(rank)))
+    for name, expected in make_tensors(value).items():
+        assert torch.equal(tensors[name].full_tensor(), expected)
+
+
+def test_two_ranks_save_and_one_loads_and_the_other_way_round(tmp_path):
+    assert in_ranks(save_shared_out, tmp_path, 10) == 0
+    alone = make_checkpoints(tmp_path / "run")
+    newest = alone.newest()
+    assert (newest.step, newest.facts) == (10, {"rank": 0})
+    assert set(newest.tensors()) == {*make_tensors(0), "rng.0", "rng.1", "alike"}
+    saved = {name: torch.empty_like(one, device="cpu") for name, one in newest.tensors().items()}
+    newest.load_into(saved)
+    for name, expected in make_tensors(10).items():
+        assert torch.equal(saved[name], expected)
+    assert [saved[f"rng.{rank}"].max() for rank in range(NUM_RANKS)] == [0, 1]
+    assert torch.equal(saved["alike"], torch.full((3,), 10.0))
+
+    alone.begin_save(20, {**saved, **make_tensors(20)}, {}, copies=False)
+    alone.finish()
+    assert in_ranks(load_shared_out, tmp_path, 20) == 0
+
+
+def fail_on_rank_1(rank, checkpoints, value):
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES // 2, resource.RLIM_INFINITY))
+    tensors = {f"part.{rank}": torch.zeros(NUM_BYTES, dtype=torch.uint8)}
+    checkpoints.begin_save(value, tensors, {}, copies=False)
+    with pytest.raises(RunError, match="rank 1: "):
+        checkpoints.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_all_ranks_learn_of_the_error_of_one(tmp_path):
+    assert in_ranks(fail_on_rank_1, tmp_path, 10) == 0
+    assert names(tmp_path / "run") == []
+
+
+def die_on_rank_1(rank, checkpoints, value):
+    checkpoints.begin_save(value, {f"part.{rank}": torch.zeros(3)}, {}, copies=False)
+    checkpoints.finish()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.begin_save(value + 10, {f"part.{rank}": torch.zeros(3)}, {}, copies=False)
+    with pytest.raises(RunError) as caught:
+        checkpoints.finish()
+    (checkpoints.folder.parent / "told").write_text(str(caught.value))
+    os._exit(0)  # there is nobody to say goodbye to
+
+
+def test_the_death_of_a_rank_ends_the_save_and_not_the_checkpoint_before(tmp_path):
+    assert in_ranks(die_on_rank_1, tmp_path, 10) == signal.SIGKILL
+    assert "step 20" in (tmp_path / "run" / "told").read_text()
+    assert make_checkpoints(tmp_path / "run").newest().step == 10

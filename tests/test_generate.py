@@ -1,0 +1,232 @@
+"""generate.py through its front door: pictures, tables, ranks, resumes and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import generate
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.drawing import DrawingSettings, draw
+from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.tasks.generate import GenerateFlags, read_prompts
+from tests.refusals import refused
+
+OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--batch_size", "2", "--seed", "40")
+PROMPTS = "a red circle | a blue square|a green star"
+PROMPT_FLAG = "--prompts or --prompt_file"
+
+
+def run(*argv: object) -> dict:
+    """Draw in this process: to what generate.json tells."""
+    arguments = [str(argument) for argument in argv]
+    assert generate.main([*OPTIONS, *arguments]) == 0
+    return json.loads(Path(arguments[arguments.index("--folder") + 1], "generate.json").read_text())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "pictures").iterdir()}
+
+
+def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
+    record = run("--prompts", PROMPTS, "--folder", "out")
+    assert (record["kind"], record["status"]) == ("generate", "ok")
+    assert (record["summary"]["num_pictures"], record["summary"]["num_drawn"]) == (3, 3)
+    with Path("out", "prompts.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"uid": "00000", "caption": "a red circle", "seed": "40", "file": "00000.png"},
+        {"uid": "00001", "caption": "a blue square", "seed": "41", "file": "00001.png"},
+        {"uid": "00002", "caption": "a green star", "seed": "42", "file": "00002.png"},
+    ]
+    model = build_stable_diffusion(
+        resolve_architecture("tiny")[0],
+        seed=40,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+    )
+    expected = draw(
+        model,
+        ["a green star"],
+        [42],
+        tokenize=CaptionTokenizer(pad_token_id=0),
+        settings=DrawingSettings(image_size=64, num_steps=2),
+    )
+    (picture,) = expected
+    with Image.open("out/pictures/00002.png") as drawn:
+        assert np.array_equal(np.asarray(drawn), np.asarray(picture))
+    with Image.open("out/grid.png") as grid:
+        assert grid.size == (4 + 2 * 116, 4 + 2 * 84)
+    assert "random weights" in capsys.readouterr().out
+
+
+def test_a_table_names_its_pictures(tmp_path):
+    Path("captions.csv").write_text('\ufeffuid,caption,other\nb-1,"one, two",x\n7,,y\n')
+    record = run(
+        *("--prompt_file", "captions.csv", "--folder", "out", "--num_images_per_prompt", 2)
+    )
+    assert record["summary"]["num_pictures"] == 4
+    assert sorted(contents(Path("out"))) == ["7_0.png", "7_1.png", "b-1_0.png", "b-1_1.png"]
+    with Path("out", "prompts.csv").open() as file:
+        rows = {row["file"]: (row["caption"], row["seed"]) for row in csv.DictReader(file)}
+    assert rows["b-1_1.png"] == ("one, two", "41") and rows["7_0.png"] == ("", "42")
+
+
+def test_what_is_there_is_not_drawn_again(tmp_path):
+    folder = Path("out")
+    run("--prompts", PROMPTS, "--folder", folder)
+    before = contents(folder)
+    first = (folder / "pictures" / "00000.png").stat().st_mtime_ns
+    (folder / "pictures" / "00002.png").unlink()
+    (folder / "pictures" / ".00002.png").write_bytes(b"cut off by a kill")
+    (folder / ".failed").touch()
+    record = run("--prompts", PROMPTS, "--folder", folder)
+    assert record["summary"]["num_drawn"] == 1
+    after = contents(folder)
+    assert {name: after[name] for name in before} == before
+    assert (folder / "pictures" / "00000.png").stat().st_mtime_ns == first
+    assert not (folder / "pictures" / ".00002.png").exists()
+    assert run("--prompts", PROMPTS, "--folder", folder)["summary"]["num_drawn"] == 0
+
+
+def test_a_tar_holds_pictures_and_prompts(tmp_path):
+    run("--prompts", PROMPTS, "--folder", "loose")
+    run("--prompts", PROMPTS, "--folder", "packed", "--tar")
+    assert not Path("packed/pictures").exists() and Path("packed/grid.png").is_file()
+    with tarfile.open("packed/pictures.tar") as archive:
+        names = archive.getnames()
+        assert names == [f"0000{n}.{end}" for n in range(3) for end in ("png", "txt")]
+        for name, content in contents(Path("loose")).items():
+            assert archive.extractfile(name).read() == content
+        assert archive.extractfile("00001.txt").read() == b"a blue square"
+    whole = Path("packed/pictures.tar").read_bytes()
+    Path("packed/pictures").mkdir()  # left by a kill behind the tar
+    assert run("--prompts", PROMPTS, "--folder", "packed", "--tar")["summary"]["num_drawn"] == 0
+    assert Path("packed/pictures.tar").read_bytes() == whole
+    assert not Path("packed/pictures").exists()
+
+
+def be_rank(argv: list[str], rank: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os._exit(generate.main(argv))
+
+
+def test_two_ranks_draw_what_one_draws(tmp_path):
+    run("--prompts", PROMPTS, "--folder", "alone", "--num_images_per_prompt", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    argv = [*OPTIONS, "--prompts", PROMPTS, "--folder", "both", "--num_images_per_prompt", "3"]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=be_rank, args=(argv, rank, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert contents(Path("both")) == contents(Path("alone"))
+    record = json.loads(Path("both/generate.json").read_text())
+    assert record["summary"]["num_drawn"] == 9
+
+
+@pytest.mark.parametrize(
+    "change", [("--seed", "41"), ("--num_steps", "3"), ("--prompts", "a cat"), ("--dtype", "bf16")]
+)
+def test_a_folder_of_another_job_is_left_alone(tmp_path, change):
+    run("--prompts", PROMPTS, "--folder", "out")
+    before, table = contents(Path("out")), Path("out/prompts.csv").read_bytes()
+    assert generate.main([*OPTIONS, "--prompts", PROMPTS, "--folder", "out", *change]) == 2
+    assert contents(Path("out")) == before and Path("out/prompts.csv").read_bytes() == table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--image_size", "100"),
+        ("--scheduler", "heun"),
+        ("--dtype", "fp16"),
+        ("--model_name", "tinny"),
+        ("--num_stepps", "3"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(tmp_path, change):
+    assert generate.main([*OPTIONS, "--prompts", "a cat", "--folder", "out", *change]) == 2
+    assert not Path("out").exists()
+
+
+def prompts_of(**flags: str) -> list[tuple[str, str]]:
+    return read_prompts(GenerateFlags(model_name="tiny", folder="out", **flags))
+
+
+def test_prompts_come_from_lines_of_a_text(tmp_path):
+    Path("prompts.txt").write_text("a cat\n\n  a dog | a horse \n")
+    assert prompts_of(prompt_file="prompts.txt") == [
+        ("00000", "a cat"),
+        ("00001", "a dog | a horse"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "value"),
+    [
+        ({}, None, None),
+        ({"prompts": "a", "prompt_file": "p.txt"}, "a", "p.txt"),
+        ({"prompts": " | "}, None, " | "),
+        ({"prompt_file": "p.txt"}, None, "p.txt"),
+        ({"prompt_file": "p.txt"}, "\n \n", "p.txt"),
+        ({"prompt_file": "p.csv"}, "", "p.csv"),
+        ({"prompt_file": "p.csv"}, "uid,text\n1,a cat\n", "p.csv"),
+        ({"prompt_file": "p.csv"}, "uid,caption\n", "p.csv"),
+        ({"prompt_file": "p.csv"}, "uid,caption\n1,a cat\n1,a dog\n", "1"),
+        ({"prompt_file": "p.csv"}, "uid,caption\n../up,a cat\n", "../up"),
+        ({"prompt_file": "p.csv"}, "uid,caption\n1.5,a cat\n", "1.5"),
+        ({"prompt_file": "p.csv"}, "uid,caption\n,a cat\n", ""),
+    ],
+    ids=str,
+)
+def test_bad_prompts_are_refused(tmp_path, flags, content, value):
+    if content is not None:
+        Path(flags["prompt_file"]).write_text(content)
+    with refused(PROMPT_FLAG, value=value):
+        prompts_of(**flags)
+
+
+def test_a_folder_without_pictures_takes_any_job(tmp_path):
+    run("--prompts", PROMPTS, "--folder", "out")
+    for path in Path("out/pictures").iterdir():
+        path.unlink()
+    assert run("--prompts", "a cat", "--folder", "out")["summary"]["num_drawn"] == 1
+
+
+def test_help_loads_no_library_of_weight(repository):
+    completed = subprocess.run(
+        [sys.executable, "-X", "importtime", "generate.py", "--help"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = set(re.findall(r"\| +(\S+)$", completed.stderr, re.MULTILINE))
+    assert "sdbench.tasks.generate" in imported
+    assert not imported & {"torch", "numpy", "diffusers", "transformers", "PIL"}

@@ -1,0 +1,134 @@
+"""What two ranks do together, seen by a spy on each and in their record.
+
+How launchers start and stop ranks: tests/launch/test_processes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from torch._subclasses import FakeTensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import benchmark
+from sdbench.engines import load_engine
+from sdbench.measure.phases import PHASES, PhaseClock
+from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.record.store import load_record
+from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
+
+TINY = (
+    *("--model_name", "tiny", "--engine", "composer", "--use_synth_data", "--num_workers", "0"),
+    *("--num_threads", "1", "--no_measure_peak"),
+)
+# The last of four steps is profiled.
+FOUR_STEPS = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "1")
+LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
+# By the clock of the profiled step, which stands still but for the forward pass, that takes each
+# rank its own time, and the communication of the last gradients.
+FORWARD_S = (0.125, 0.375)
+COMMUNICATION_S = 0.25
+# "Within a minute" is the promise for a rank that dies.
+END_WITHIN_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composer_is_imported_once():
+    load_engine("composer")
+
+
+def run(results, *argv):
+    return benchmark.main([*TINY, *argv, "--results_dir", str(results)])
+
+
+def only_record(results):
+    (path,) = results.glob("*/record.json")
+    return load_record(path)
+
+
+def spy(folder):
+    """Have this rank write what it drew and saw in each forward pass, and set its clock."""
+    rank, now_s = int(os.environ["RANK"]), [0.0]
+    forward, init = StableDiffusion.forward, DistributedDataParallel.__init__
+
+    def spied_forward(self, batch):
+        prediction, target = forward(self, batch)
+        if not isinstance(target, FakeTensor):  # the memory estimate replays a step without numbers
+            now_s[0] += FORWARD_S[rank]
+            sums = (target, batch["image"].double(), self.unet.conv_in.weight)
+            with (folder / f"seen-by-{rank}.txt").open("a") as lines:
+                print(*(f"{float(tensor.detach().sum()):.6f}" for tensor in sums), file=lines)
+        return prediction, target
+
+    def send_slowly(group, bucket):
+        now_s[0] += COMMUNICATION_S * bucket.is_last()
+        return allreduce_hook(group, bucket)
+
+    def slow_init(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_comm_hook(None, send_slowly)
+
+    StableDiffusion.forward = spied_forward
+    DistributedDataParallel.__init__ = slow_init
+    PhaseClock.__init__.__kwdefaults__["clock"] = lambda: now_s[0]
+
+
+@pytest.fixture(scope="module")
+def spied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spied")
+
+    def program():
+        spy(folder)
+        return run(folder, *FOUR_STEPS)
+
+    with forked_ranks(program, folder) as ranks:
+        assert exit_codes(ranks) == [0, 0], log_of(folder, 0).read_text()
+    return folder
+
+
+def test_they_train_as_one_run(spied):
+    record = only_record(spied)
+    assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
+    assert record["workload"]["num_images"] == 4 * record["config"]["batch_size"]
+    assert log_of(spied, 0).read_text().count("Model has") == 1
+    assert "Model has" not in log_of(spied, 1).read_text()
+
+
+def test_communication_that_nothing_hides_is_told_apart_from_the_backward_pass(spied):
+    seconds = only_record(spied)["summary"]["breakdown"]["seconds"]
+    expected = {"other": sum(FORWARD_S) / 2, "gradient_communication": COMMUNICATION_S}
+    assert seconds == {**dict.fromkeys(PHASES, 0), **expected}
+
+
+def test_a_rank_that_is_slower_than_the_other_is_named(spied):
+    summary = only_record(spied)["summary"]
+    assert summary["stragglers"] == [
+        {"rank": 1, "node": 0, "own_step_time_s": 0.375, "times_median": 3.0}
+    ]
+    assert "straggler" in summary["flags"]
+
+
+def test_they_draw_different_noise_and_see_different_samples(spied):
+    first, second = ((spied / f"seen-by-{rank}.txt").read_text().splitlines() for rank in (0, 1))
+    assert len(first) == len(second) == 4
+    for one, other in zip(first, second, strict=True):
+        noise, sample, weights = one.split()
+        other_noise, other_sample, other_weights = other.split()
+        assert noise != other_noise
+        assert sample != other_sample
+        assert weights == other_weights  # gradients are averaged: both ranks keep one model
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_is_killed_ends_the_run_and_the_record_says_why(tmp_path, rank):
+    with forked_ranks(lambda: run(tmp_path, *LONG), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        ranks[rank].kill()
+        codes = exit_codes(ranks, timeout_s=END_WITHIN_S)
+    assert codes == ([-signal.SIGKILL, 1] if rank == 0 else [1, -signal.SIGKILL])
+    record = only_record(tmp_path)
+    assert (record["status"], record["summary"]) == ("failed", None)
+    assert f"rank {rank} on node 0 has been silent" in record["reason"]

@@ -1,0 +1,209 @@
+"""The validation loss against the forward process by hand; averages come and go."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from sdbench.base.errors import RunError
+from sdbench.data.source import SourceConfig
+from sdbench.engines.job import TrainedModule
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.blocks import SHARDED_BLOCKS
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.ranks.distributed import Ranks
+from sdbench.tasks.validation import averaged_weights, held_out_batches, validation_loss
+from tests.forked import run_in_group
+
+TINY, _ = resolve_architecture("tiny")
+NUM_SAMPLES = 5
+OPTIONS = dict(encoder_dtype="fp32", memory_format="contiguous", attention="sdpa")
+
+
+def place(rank: int = 0, world_size: int = 1) -> Ranks:
+    return Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+
+
+def build(*, encoders: bool = False, precision: str = "fp32") -> StableDiffusion:
+    return build_stable_diffusion(TINY, seed=3, encoders=encoders, precision=precision, **OPTIONS)
+
+
+def samples() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "latent": torch.randn((NUM_SAMPLES, 4, 8, 8), generator=generator),
+        "text_embedding": torch.randn((NUM_SAMPLES, 77, 32), generator=generator),
+    }
+
+
+def batches(*groups: tuple[int | None, ...]):
+    """Batches of these samples."""
+    for numbers in groups:
+        positions = [number or 0 for number in numbers]
+        yield numbers, {name: tensor[positions] for name, tensor in samples().items()}
+
+
+def test_the_loss_is_that_of_fixed_noise_at_fixed_time_steps() -> None:
+    model, data = build(), samples()
+    found = validation_loss(model, batches((0, 1, 2), (3, 4)), ranks=place())
+    assert found["timesteps"] == [62, 187, 312, 437, 562, 687, 812, 937]
+    powers = torch.cumprod(1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2, 0)
+    means = []
+    for part, timestep in enumerate(found["timesteps"]):
+        errors = []
+        for number in range(NUM_SAMPLES):
+            noise = torch.randn((8, 4, 8, 8), generator=torch.Generator().manual_seed(number))[part]
+            alpha, sigma = math.sqrt(powers[timestep]), math.sqrt(1 - powers[timestep])
+            noised = alpha * data["latent"][number] + sigma * noise
+            with torch.no_grad():
+                states = data["text_embedding"][number : number + 1]
+                predicted = model.unet(noised[None], timestep, states).sample[0]
+            errors.append(((predicted - noise) ** 2).mean().item())
+        means.append(sum(errors) / NUM_SAMPLES)
+    assert found["by_timestep"] == pytest.approx(means, rel=1e-4)
+    assert found["loss"] == pytest.approx(sum(means) / 8, rel=1e-4)
+    assert found["num_samples"] == NUM_SAMPLES
+
+
+def test_neither_chance_nor_batches_nor_stand_ins_change_it() -> None:
+    model = build()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = validation_loss(model, batches((0, 1, 2), (3, 4)), ranks=place())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training and model.unet.training
+    torch.manual_seed(2)
+    assert validation_loss(model, batches((0, 1, 2), (3, 4)), ranks=place()) == first
+    others = batches((4, None), (2, 3), (1, 0, None))
+    assert validation_loss(model, others, ranks=place())["by_timestep"] == pytest.approx(
+        first["by_timestep"], rel=1e-6
+    )
+
+
+def source(folder, **changes) -> SourceConfig:
+    options = dict(data_format="folder", remote=str(folder), image_size=64, device_batch_size=1)
+    return SourceConfig(**(options | {"seed": 0} | changes))
+
+
+def test_ranks_share_the_samples_in_equally_many_batches(picture_folder) -> None:
+    augmented = source(picture_folder, crop="random", caption_drop_probability=0.5)
+    (whole,) = held_out_batches(augmented, num_samples=None, batch_size=16, ranks=place())
+    assert list(whole[0]) == list(range(10))
+    for world_size, batch_size in itertools.product((2, 3, 4), (1, 2)):
+        shares = [
+            list(
+                held_out_batches(
+                    augmented,
+                    num_samples=None,
+                    batch_size=batch_size,
+                    ranks=place(rank, world_size),
+                )
+            )
+            for rank in range(world_size)
+        ]
+        assert len({len(share) for share in shares}) == 1
+        found = {}
+        for numbers, batch in itertools.chain.from_iterable(shares):
+            assert len(numbers) == len(batch["image"]) == len(batch["input_ids"])
+            found |= zip(numbers, batch["image"], strict=True)
+        found.pop(None, None)
+        assert sorted(found) == list(range(10))
+        assert all(torch.equal(found[number], whole[1]["image"][number]) for number in found)
+
+
+def test_bad_samples_are_left_out_or_stop_the_run(picture_folder) -> None:
+    (picture_folder / "3.png").write_bytes(b"no picture")
+    with pytest.raises(RunError):
+        list(held_out_batches(source(picture_folder), num_samples=5, batch_size=2, ranks=place()))
+    lenient = source(picture_folder, on_bad_sample="skip", max_bad_fraction=1.0)
+    found = held_out_batches(lenient, num_samples=5, batch_size=2, ranks=place())
+    assert [list(numbers) for numbers, _ in found] == [[0, 1], [2, None], [4]]
+
+
+def test_images_are_encoded_without_chance(picture_folder) -> None:
+    Image.effect_noise((64, 64), 90).convert("RGB").save(picture_folder / "0.png")
+    model = build(encoders=True)
+    found = [
+        validation_loss(
+            model,
+            held_out_batches(source(picture_folder), num_samples=3, batch_size=2, ranks=place()),
+            ranks=place(),
+        )
+        for _ in range(2)
+    ]
+    assert found[0] == found[1] and found[0]["num_samples"] == 3
+
+
+def as_job(model: StableDiffusion) -> SimpleNamespace:
+    """What is read of a job."""
+    weights = {f"unet.{name}": weight for name, weight in model.unet.named_parameters()}
+    return SimpleNamespace(
+        model=model,
+        trained={"unet": TrainedModule(model.unet, lr=1e-4, weight_decay=0.0)},
+        sharded_blocks=SHARDED_BLOCKS,
+        trained_weights=lambda: weights,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_averages_take_the_place_of_weights_and_go_again(precision) -> None:
+    model = build(precision=precision)
+    job = as_job(model)
+    before = {name: weight.detach().clone() for name, weight in job.trained_weights().items()}
+    averages = {name: weight.float() + 0.123 for name, weight in before.items()}
+    kept = {name: average.clone() for name, average in averages.items()}
+    with pytest.raises(ZeroDivisionError), averaged_weights(job, averages, ranks=place()):
+        for name, weight in job.trained_weights().items():
+            assert torch.equal(weight, kept[name].to(weight.dtype))
+        raise ZeroDivisionError
+    assert all(torch.equal(before[name], weight) for name, weight in job.trained_weights().items())
+    assert all(torch.equal(kept[name], average) for name, average in averages.items())
+
+
+def averages_of(job) -> dict[str, torch.Tensor]:
+    return {name: 0.9 * weight.detach() for name, weight in job.trained_weights().items()}
+
+
+def measure_as_rank(rank: int, folder: Path) -> None:
+    """Measure before, with and after averages under each sharding."""
+    from sdbench.engines.sharding import shard_weights
+
+    ranks, found = Ranks.from_environment(), {}
+    share = [((0, 1), (2,)), ((3, 4), (None,))][rank]
+    for sharding in ("ddp", "zero1", "full", "grad_op"):
+        model = build()
+        job = as_job(model)
+        if sharding in ("full", "grad_op"):
+            shard_weights(job, sharding=sharding)
+            job = as_job(model)
+        averages = averages_of(job)
+        if sharding == "zero1":
+            averages = {name: averages[name] for name in list(averages)[rank::2]}
+        losses = [validation_loss(model, batches(*share), ranks=ranks)]
+        with averaged_weights(job, averages, ranks=ranks):
+            losses.append(validation_loss(model, batches(*share), ranks=ranks))
+        losses.append(validation_loss(model, batches(*share), ranks=ranks))
+        found[sharding] = losses
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_two_ranks_measure_what_one_measures_with_averages_too(tmp_path) -> None:
+    alone = as_job(build())
+    plain = validation_loss(alone.model, batches(tuple(range(5))), ranks=place())
+    with averaged_weights(alone, averages_of(alone), ranks=place()):
+        averaged = validation_loss(alone.model, batches(tuple(range(5))), ranks=place())
+    assert plain["loss"] != pytest.approx(averaged["loss"], rel=1e-3)
+    run_in_group(lambda rank: measure_as_rank(rank, tmp_path), tmp_path)
+    for rank in range(2):
+        for sharding, losses in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            for found, expected in zip(losses, (plain, averaged, plain), strict=True):
+                assert found["num_samples"] == NUM_SAMPLES
+                expected_means = pytest.approx(expected["by_timestep"], rel=1e-5)
+                assert found["by_timestep"] == expected_means, sharding

@@ -1,0 +1,344 @@
+"""Config files of train.py: OmegaConf's forms, open-diffusion's, and the recipes of configs/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+import train
+from sdbench.base.errors import ConfigError
+from sdbench.cli import main as sdbench
+from sdbench.models.architecture import resolve_architecture
+from sdbench.record.store import load_record
+from sdbench.settings.recipe import parse_request
+from tests.data.datasets import write_folder, write_tars
+from tests.refusals import printed_refusal, refused
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ASSETS = Path(__file__).parents[1] / "assets"
+TEMPLATE = ASSETS / "open-diffusion-template.yaml"
+FILE = object()  # stands for the path of the file
+FINETUNING = ASSETS / "open-diffusion-finetuning.yaml"
+
+
+def parse(*argv: object):
+    return parse_request([str(argument) for argument in argv], description="", epilog="")
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    """Writes a config file and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_variables(monkeypatch):
+    """A file may set them."""
+    for name in ("WANDB_API_KEY", "WANDB_ENTITY"):
+        monkeypatch.setenv(name, "")
+
+
+def test_values_refer_to_each_other_and_to_what_the_command_line_says(file):
+    path = file("lr: 1e-3\ntext_encoder_lr_factor: ${lr}\nsave_every_batches: ???\n")
+    request = parse(f"config={path}", "--lr", 0.5, "save_every_batches=7")
+    config = request.config
+    assert (config.lr, config.text_encoder_lr_factor, config.save_every_batches) == (0.5, 0.5, 7)
+    names = ("lr", "text_encoder_lr_factor", "save_every_batches", "keep")
+    assert [request.origin[name] for name in names] == ["flag", "file", "flag", "default"]
+    assert parse("lr=0.25", "lr_warmup_batches=3").config.lr == 0.25  # without a file
+    assert parse("--lr", 2, "lr=1").config.lr == 2  # a flag is above an assignment
+
+
+def test_a_mapping_is_replaced_by_its_setting_and_changed_by_its_keys(file):
+    path = file("filters: {a: '<1'}\n")
+    for assignment, filters in (
+        ("filters={b: '>2'}", {"b": ">2"}),
+        ("filters.b='>2'", {"a": "<1", "b": ">2"}),
+        ("filters=null", None),
+    ):
+        assert parse("--config", path, assignment).config.filters == filters
+    assert parse("--config", path, "--filters", "{b: '>2'}").config.filters == {"b": ">2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "flag", "value"),
+    [
+        ("lr: ???", (), "--lr", "???"),
+        ("lr: ${rate}", (), "--config", FILE),
+        ("lr: 1\nlr: 2", (), "--config", FILE),
+        ("lr: 1", ("remote=[a",), "--config", ANY),
+        ("lr: 1", ("bach_size=3",), "--batch_size", "bach_size"),
+        ("lr: 1", ("batch_size=many",), "--batch_size", "many"),
+        ("model: {ema: {path: a}}", (), "model.ema.path=VALUE", "a"),
+        ("dataset: {typ: a}", (), "dataset.type=VALUE", "dataset.typ"),
+        ("wandb:\n  api_key: ???", (), "wandb.api_key=VALUE", "???"),
+        ("model: {mixed_precision: fp8}", (), "model.mixed_precision=VALUE", "fp8"),
+        ("distributed: {dist_url: 'tcp://a:1'}", (), "distributed.dist_url=VALUE", "tcp://a:1"),
+        ("system: {batch_size: 0}", (), "system.batch_size=VALUE", 0),
+        ("system: {gradient_accumulation: 2}", (), "system.batch_size=VALUE", None),
+        ("model_parts: {unet: {random: tiny}}", (), "--model_parts", {"unet": {"random": "tiny"}}),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(file, text, argv, flag, value):
+    path = file(text)
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", path, *argv)
+    assert caught.value.flag == flag
+    assert caught.value.value == (str(path) if value is FILE else value)
+
+
+def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    request = parse(
+        f"config={TEMPLATE}",
+        "wandb.api_key=0123456789abcdef",
+        "experiment.log_dir=logs",
+        "experiment.project=cats",
+        "experiment.name=first",
+        "experiment.num_examples_to_see=1000",
+        "system.gradient_accumulation=2",
+        *(f"model.{part}.pretrained=tiny" for part in ("vae", "text_encoder", "tokenizer")),
+        "model.scheduler.pretrained=sd2-768-v",
+        "dataset.params.path=pipe:aws s3 cp s3://bucket/{00000..00009}.tar -",
+        "--keep=3",
+    )
+    config = request.config
+    template = yaml.safe_load(TEMPLATE.read_text())
+    expected = {
+        "batch_size": 32 * 2 * 4,
+        "device_train_microbatch_size": 32,
+        "num_workers": 6,
+        "results_dir": "logs/cats",
+        "run_name": "first",
+        "wandb_name": "first",
+        "wandb_project": "cats",
+        "max_duration": "1000sp",
+        "save_every_batches": 2000,
+        "resume": "auto",
+        "keep": 3,
+        "keep_every_batches": None,
+        "lr": 1e-4,
+        "lr_schedule": "constant",
+        "lr_warmup_batches": 500,
+        "beta1": 0.9,
+        "beta2": 0.98,
+        "weight_decay": 0.01,
+        "adam_eps": 1e-8,
+        "model_name": "tiny",
+        "model_parts": {
+            "unet": {"params": template["model"]["unet"]["params"] | {"norm_eps": 1e-5}},
+            "scheduler": {"pretrained": "sd2-768-v"},
+        },
+        "use_ema": False,
+        "precision": "amp_bf16",
+        "activation_checkpointing": "full",
+        "data_format": "webdataset",
+        "remote": "pipe:aws s3 cp s3://bucket/{00000..00009}.tar -",
+        "image_size": 512,
+        "filters": {"pwatermark": "<=0.5"},
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    users = {name for name in request.origin if request.is_users(name)}
+    assert users - {"keep_every_batches"} == expected.keys() - {"keep_every_batches"}
+    assert request.origin["lr"] == "file"
+    assert request.translation.keys["beta2"] == "optimizer.params.beta2"
+    assert [note.split()[0] for note in request.translation.notes] == [
+        "distributed.dist_backend",
+        "model.xformers",
+    ]
+    assert os.environ["WANDB_API_KEY"] == "0123456789abcdef"
+
+
+def test_the_other_keys_of_open_diffusion(file):
+    path = file(
+        "experiment: {save_only_most_recent: false, requeue: false, save_every: 5,"
+        " eval_caption_file: a.csv, num_eval_images: 10}\n"
+        "model: {pretrained: tiny, use_ema: true, max_grad_norm: 1.5,"
+        " gradient_checkpointing: false}\n"
+        "dataset: {type: ClassificationWebDataset, params: {idx_to_prompt: classes.json}}\n"
+        "lr_scheduler: {scheduler: CosineWithWarmup}\n"
+        "optimizer: {params: {learning_rate: 0.5}}\n"
+        "optimizer_params: trainable\n"
+    )
+    config = parse("--config", path, "optimizer=adamw_fused").config
+    expected = {
+        "keep": 1,
+        "keep_every_batches": 1,
+        "resume": "never",
+        "sample_prompts": "a.csv",
+        "sample_every_batches": 5,
+        "num_sample_images": 10,
+        "model_name": "tiny",
+        "model_parts": None,
+        "ema_half_life_batches": 138,
+        "ema_warmup": True,
+        "clip_norm": 1.5,
+        "activation_checkpointing": "none",
+        "class_prompts": "classes.json",
+        "lr_schedule": "cosine",
+        "lr": 0.5,
+        "optimizer": "adamw_fused",  # also the name of a mapping
+        "optimizer_params": "trainable",
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    notes = parse("--config", path, "model.unet.pretrained=tiny").translation.notes
+    assert [note.split()[0] for note in notes] == ["model.unet.pretrained"]
+    assert parse("dataset.params.workers=3").config.num_workers == 3
+    with refused("dataset.params.batch_size=VALUE or system.batch_size=VALUE", value=4):
+        parse("system.batch_size=8", "dataset.params.batch_size=4")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """A diffusers folder of `tiny`, whose weights are those of its own seed."""
+    argv = "--model_name tiny --use_synth_data --batch_size 2 --max_duration 1ba --run_name source"
+    assert train.main([*argv.split(), "--seed", "3", "--engine", "torch"]) == 0
+    assert sdbench(["export", "runs/source"]) == 0
+    return (tmp_path / "runs" / "source" / "model").rename(tmp_path / "pipeline")
+
+
+def unet_of(model: str) -> list[str]:
+    """Overrides that make the U-Net of the template that of a built-in model."""
+    unet = resolve_architecture(model)[0].unet
+    params = yaml.safe_load(TEMPLATE.read_text())["model"]["unet"]["params"]
+    wanted = {name: value for name, value in unet.items() if params.get(name) != value}
+    return [f"model.unet.params.{name}={value}" for name, value in wanted.items()]
+
+
+def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, capsys):
+    """Its command line, on a miniature: a U-Net by numbers, the other parts from a folder."""
+    import torch
+    from safetensors.torch import load_file
+
+    write_tars(tmp_path / "tars")
+    argv = [
+        f"config={TEMPLATE}",
+        *("wandb.api_key=0123456789abcdef", "experiment.log_dir=logs", "experiment.project=cats"),
+        *("experiment.name=first", "system.batch_size=2", "system.workers=0"),
+        *(f"model.{part}.pretrained={pipeline}" for part in ("vae", "text_encoder", "tokenizer")),
+        *(f"model.scheduler.pretrained={pipeline}", f"dataset.params.path={tmp_path / 'tars'}"),
+        *("dataset.params.resolution=64", "dataset.params.filters=null"),
+        *unet_of("tiny"),
+        *("model.unet.params.layers_per_block=2", "--engine=torch", "--log_every_batches=1"),
+    ]
+    assert train.main([*argv, "experiment.num_examples_to_see=4", "--print_config"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "beta2: 0.98  # file: optimizer.params.beta2" in printed
+    assert printed[1].startswith("# model.xformers has no effect")
+    assert train.main([*argv, "experiment.num_examples_to_see=4"]) == 0
+    assert train.main([*argv, "experiment.num_examples_to_see=6"]) == 0
+    run = tmp_path / "logs" / "cats" / "first"
+    record = load_record(run)
+    assert record["summary"]["first_step"] == 2
+    assert record["workload"]["num_steps"] == 3
+    assert record["config"]["lr_warmup_batches"] == 500
+    assert "0123456789abcdef" not in (run / "record.json").read_text()
+
+    assert sdbench(["export", str(run)]) == 0
+    config = json.loads((run / "model" / "unet" / "config.json").read_text())
+    assert (config["layers_per_block"], config["block_out_channels"]) == (2, [16, 32, 48, 48])
+    for part, name in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        ours, theirs = (
+            load_file(folder / part / f"{name}.safetensors") for folder in (run / "model", pipeline)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_the_fine_tuning_example_of_open_diffusion(tmp_path, pipeline, repository):
+    """Its command line, with two ranks: the whole model from a folder, pictures of a table."""
+    write_tars(tmp_path / "tars")
+    (tmp_path / "captions.csv").write_text("uid,caption\na,a red circle\nb,a blue square\n")
+    command = "-m torch.distributed.run --nproc_per_node 2 --standalone -m train"
+    argv = [
+        *command.split(),
+        f"config={FINETUNING}",
+        *("wandb.api_key=0123456789abcdef", "experiment.num_examples_to_see=8"),
+        *("experiment.eval_caption_file=captions.csv", "experiment.num_eval_images=1"),
+        *("system.batch_size=2", "system.workers=0", f"model.pretrained={pipeline}"),
+        *(f"dataset.params.path={tmp_path / 'tars'}", "dataset.params.resolution=64"),
+        *("--engine=torch", "--sample_steps=1"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{repository}:{os.environ.get('PYTHONPATH', '')}"}
+    subprocess.run([sys.executable, *argv], env=environment, check=True, timeout=300)
+    run = tmp_path / "logs" / "diffusion" / "finetuning"
+    record = load_record(run)
+    assert record["config"]["batch_size"] == 4
+    assert (record["workload"]["weights"], record["workload"]["num_steps"]) == ("loaded", 2)
+    history = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    assert [event["num_pictures"] for event in history if event["event"] == "samples"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "value"),
+    [
+        ("{unet: {params: {cross_attention_dims: 32}}}", {"cross_attention_dims": 32}),
+        ("{unet: {params: {block_out_channels: [8]}}}", {"block_out_channels": [8]}),
+        ("{unet: {pretrained: sd2-base}}", 1024),
+        ("{u-net: {pretrained: tiny}}", "u-net"),
+        ("{tokenizer: {params: {vocab_file: a}}}", {"vocab_file": "a"}),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, value, capsys):
+    argv = ("--model_name=tiny", "--use_synth_data", "--max_duration=1ba", f"model_parts={parts}")
+    assert train.main([*argv, "--print_config"]) == 2
+    error = printed_refusal(capsys.readouterr().err)
+    assert (error.flag, error.value) == ("--model_parts", value)
+
+
+# What makes a recipe one that can be planned here; the rest of it stays.
+TINY = {
+    "model_name": "tiny",
+    "model_parts": "{unet: {pretrained: tiny}}",
+    "image_size": 64,
+    "batch_size": 2,
+    "device_train_microbatch_size": 1,
+    "sharding": "none",
+    "init_from": "null",
+    "class_prompts": "classes.json",
+    "filters": "{original_width: '>=100'}",
+}
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
+    content = OmegaConf.to_container(OmegaConf.load(CONFIGS / recipe))
+    changes = {name: value for name, value in TINY.items() if name in content}
+    if content.get("latents") == "precomputed":
+        changes |= {"data_format": "synthetic", "remote": "null"}
+    else:
+        changes |= {name: "data" for name in ("remote", "validation_remote") if name in content}
+        write = write_tars if content.get("data_format") == "webdataset" else write_folder
+        write(tmp_path / "data")
+    (tmp_path / "classes.json").write_text('{"0": "a tench"}')
+    argv = [f"config={CONFIGS / recipe}", *(f"{name}={changes[name]}" for name in changes)]
+    assert train.main([*argv, "--print_config"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    printed = OmegaConf.to_container(OmegaConf.load("printed.yaml"))
+    kept = content.keys() - changes.keys()
+    assert {name: printed[name] for name in kept} == {name: content[name] for name in kept}
+    again = dataclasses.asdict(parse("--config", "printed.yaml").config)
+    assert {name: again[name] for name in printed} == printed
+
+
+def test_what_is_printed_refers_to_nothing(tmp_path, capsys):
+    place = "tars/${NAME}"
+    argv = ("--model_name=tiny", "--max_duration=1ba", "--use_synth_data", "--run_name", place)
+    assert train.main([*argv, "--print_config"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert parse("--config", "printed.yaml").config.run_name == place

@@ -1,0 +1,123 @@
+"""train.py: a run that was stopped and resumed has the losses of one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import itertools
+from pathlib import Path
+
+import pytest
+
+import train
+from sdbench.engines import load_engine
+from sdbench.record.store import load_record
+from tests.data.datasets import WRITERS
+from tests.forked import exit_codes, forked_ranks, log_of
+from tests.refusals import printed_refusal
+
+TINY = ("--model_name", "tiny", "--batch_size", "16")
+RECIPE = (
+    "--use_ema",
+    "--ema_half_life_batches",
+    "3",
+    "--clip_norm",
+    "0.5",
+    "--lr_warmup_batches",
+    "4",
+    "--log_every_batches",
+    "1",
+)
+# 49 samples are three batches of 16: steps 3 and 6 end an epoch.
+NUM_STEPS = 7
+
+
+def command(results: Path, name: str, num_steps: int, *argv: str) -> list[str]:
+    """The arguments of train.py for a run up to a step."""
+    return [
+        *(*TINY, *RECIPE, "--results_dir", str(results), "--run_name", name),
+        *("--max_duration", f"{num_steps}ba", *argv),
+    ]
+
+
+def run(*args) -> int:
+    """Train in this process, as `command` says."""
+    return train.main(command(*args))
+
+
+def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
+    """Step, loss and learning rate of each step."""
+    with (results / name / "steps.csv").open(newline="") as file:
+        return [(row["step"], row["loss"], row["learning_rate"]) for row in csv.DictReader(file)]
+
+
+FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
+# The others are marked slow: both engines read data in the same way.
+QUICK = {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 0, "folder")}
+QUICK |= {("composer", 2, "mds")}
+
+
+def combinations():
+    """Engine, workers and format of a run."""
+    for each in itertools.product(("torch", "composer"), (0, 2), FORMATS):
+        marks = () if each[:2] == ("torch", 0) or each in QUICK else pytest.mark.slow
+        yield pytest.param(*each, marks=marks)
+
+
+@pytest.mark.parametrize(("engine", "num_workers", "data_format"), combinations())
+def test_resumed_at_any_step(tmp_path, engine, num_workers, data_format):
+    argv = ["--engine", engine, "--num_workers", str(num_workers)]
+    if data_format == "synthetic":
+        argv += ["--use_synth_data"]
+    else:
+        place = tmp_path / "data"
+        WRITERS[data_format](place)
+        argv += ["--remote", str(place), "--crop", "random", "--horizontal_flip_probability", "0.5"]
+    assert run(tmp_path, "whole", NUM_STEPS, *argv) == 0
+    for num_steps in (2, 3, NUM_STEPS):  # within an epoch, at its end, and in the third
+        assert run(tmp_path, "parts", num_steps, "--resume", "auto", *argv) == 0
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+    assert len(losses(tmp_path, "whole")) == NUM_STEPS
+    record = load_record(tmp_path / "parts")
+    assert record["summary"]["first_step"] == 3
+
+
+def sharded():
+    """Engine and sharding of a run of two ranks."""
+    for each in itertools.product(("torch", "composer"), ("none", "zero1", "full")):
+        is_quick = each in {("torch", "full"), ("composer", "none")}
+        yield pytest.param(*each, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("engine", "sharding"), sharded())
+def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding):
+    # Here, and not once in each rank.
+    load_engine(engine)
+    importlib.import_module("sdbench.tasks.train.looks")
+    argv = ("--use_synth_data", "--engine", engine, "--sharding", sharding)
+    for name, num_steps, resume in (
+        ("whole", 3, "never"),
+        ("parts", 2, "never"),
+        ("parts", 3, "auto"),
+    ):
+        program = functools.partial(run, tmp_path, name, num_steps, *argv, "--resume", resume)
+        with forked_ranks(program, tmp_path) as ranks:
+            codes = exit_codes(ranks, timeout_s=240)
+            assert codes == [0, 0], [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
+    alone = ("--use_synth_data", "--engine", "torch", "--resume", "auto")
+    assert run(tmp_path, "parts", 4, *alone) == 0
+    assert len(losses(tmp_path, "parts")) == 4
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
+    argv = ("--use_synth_data", "--engine", "torch")
+    assert run(tmp_path, "one", 1, *argv) == 0
+    again = command(tmp_path, "one", 2, *argv)
+    assert train.main(again) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--run_name or --resume", str(tmp_path / "one"))
+    assert train.main([*again, "--resume", "auto", "--seed", "18"]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--seed", 18)

@@ -1,0 +1,115 @@
+"""Where the figures of train.py are shown: on the terminal, in Weights & Biases, in TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import re
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train
+from sdbench.record.history import read_history
+
+TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
+SHORT = (*TINY, "--log_every_batches", "2", "--lr", "0.001")
+SAMPLES = ("--sample_every_batches", "2", "--sample_steps", "1", "--sample_prompts", "prompts.txt")
+
+
+def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
+    """Train, or go on with the run, to a step; the rows of steps.csv."""
+    names = ("--run_name", "one", "--resume", "auto", "--max_duration", f"{num_steps}ba")
+    assert train.main([*SHORT, *names, *argv]) == 0
+    with Path("runs", "one", "steps.csv").open(newline="") as file:
+        return [{name: float(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def test_each_period_is_a_line(capsys):
+    rows = run(5, "--save_every_batches", "3", "--lr_warmup_batches", "10")
+    pattern = (
+        r"step (\d)/5: mean loss ([\d.]+), learning rate ([\d.e-]+), ([\d.]+) images/s, "
+        r"data wait ([\d.]+) %(?:, next checkpoint at step (\d))?, .*, about \d+ s left"
+    )
+    lines = re.findall(pattern, capsys.readouterr().out)
+    assert [(step, save) for step, *_, save in lines] == [("2", "3"), ("4", "5"), ("5", "")]
+    for step, loss, learning_rate, rate, wait, _ in lines:
+        last = rows[int(step) - 1]
+        period = [row["loss"] for row in rows if last["step"] - 2 < row["step"] <= last["step"]]
+        if step == "5":
+            period = period[-1:]
+        assert loss == f"{np.mean(period):.4f}"
+        assert float(learning_rate) == pytest.approx(last["learning_rate"], rel=1e-2)
+        assert float(rate) == pytest.approx(last["images_per_second"], rel=1e-2)
+        assert wait == f"{last['data_wait_percent']:.1f}"
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    Path("prompts.txt").write_text("a red circle")
+    begun, logged, summary = [], [], {}
+    fake = SimpleNamespace(
+        log=lambda values: logged.append(values),
+        define_metric=lambda name, step_metric: None,
+        summary=summary,
+        finish=lambda: None,
+    )
+
+    def init(**settings):
+        begun.append((settings["id"], settings["resume"]))
+        return fake
+
+    monkeypatch.setattr(wandb, "init", init)
+    run(2, "--wandb_project", "p", *SAMPLES)
+    rows = run(4, "--wandb_project", "p")
+    assert begun == [begun[0]] * 2 and begun[0][1] == "allow"
+    pictures = [values for values in logged if "samples" in values]
+    assert [values["step"] for values in pictures] == [2]
+    assert isinstance(pictures[0]["samples"], wandb.Image)
+    figures = [values for values in logged if "samples" not in values]
+    assert figures == [
+        {"step": row.pop("step"), "loss/train/total": row.pop("loss"), **row} for row in rows
+    ]
+    assert summary["first_step"] == 2
+
+
+def test_steps_that_a_kill_has_cost_are_told():
+    run(1)
+    folder = Path("runs", "one")
+    with (folder / "steps.csv").open("a") as file:  # as a process leaves it that was killed
+        file.write("2,0.5,0.001,9.0,0.1\n3,0.4,0.001,9.0,0.1\n")
+    assert [row["step"] for row in run(2)] == [1, 2]
+    begins = [event for event in read_history(folder) if event["event"] == "begin"]
+    assert [(event["step"], event["num_lost_steps"]) for event in begins] == [(0, 0), (1, 2)]
+
+
+def test_tensorboard_hides_the_steps_that_are_trained_again():
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    Path("prompts.txt").write_text("a red circle")
+    run(2, "--tensorboard", *SAMPLES)
+    rows = run(3, "--tensorboard")
+    files = sorted(Path("runs/one/tensorboard").iterdir())
+    events = [event for file in files for event in read_events(file)]
+    values = [(event.step, value) for event in events for value in event.summary.value]
+    losses = {step: value.simple_value for step, value in values if value.tag == "loss/train/total"}
+    assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows}
+    assert [step for step, value in values if value.tag == "samples"] == [2]
+    # What is behind the start of a session in an older file is not shown.
+    starts = [event.step for event in events if event.session_log.status == SessionLog.START]
+    assert starts == [3]
+
+
+def read_events(file: Path):
+    """The events of a file: each has its length and a checksum before, and a checksum behind it."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    content, events = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    return events

@@ -1,0 +1,112 @@
+"""train.py for the VAE and for the text encoder, and runs that begin with another's weights."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import train
+from sdbench.cli import main as sdbench
+from tests.data.datasets import write_folder
+from tests.refusals import printed_refusal
+
+MINI = ("--model_name", "mini", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
+MINI += ("--precision", "fp32", "--encoder_dtype", "fp32", "--log_every_batches", "1")
+VAE, TEXT = ("--train", "vae"), ("--train_text_encoder",)
+
+
+def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
+    """Train in this process, in the working folder, and return the folder of the run."""
+    line = [*MINI, "--run_name", name, "--max_duration", f"{num_steps}ba", *map(str, argv)]
+    assert train.main(line) == code
+    return Path("runs", name)
+
+
+def losses(folder: Path) -> list[str]:
+    with (folder / "steps.csv").open(newline="") as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def weights(folder: Path, part: str) -> dict:
+    """The exported weights of a part of a run's model."""
+    model = folder / "model"
+    shutil.rmtree(model, ignore_errors=True)
+    assert sdbench(["export", str(folder)]) == 0
+    (file,) = (model / part).glob("*.safetensors")
+    return load_file(file)
+
+
+def is_same(one: dict, other: dict) -> bool:
+    assert one.keys() == other.keys()
+    return all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("engine", ["torch", "composer"])
+@pytest.mark.parametrize("part", [VAE, TEXT])
+def test_resumed_bit_for_bit(tmp_path, part, engine):
+    argv = (*part, "--engine", engine, "--use_ema", "--clip_norm", "1")
+    whole = run("whole", 4, *argv)
+    run("parts", 2, *argv, "--resume", "auto")
+    parts = run("parts", 4, *argv, "--resume", "auto")
+    assert losses(parts) == losses(whole) and len(set(losses(whole))) == 4
+
+
+def test_the_text_encoder_learns_at_its_own_rate(tmp_path):
+    frozen = weights(run("frozen", 1), "text_encoder")
+    same = weights(run("same", 1, *TEXT), "text_encoder")
+    slow = weights(run("slow", 1, *TEXT, "--text_encoder_lr_factor", "0.1"), "text_encoder")
+    name = "text_model.final_layer_norm.weight"
+    moved, slowly = (abs(one[name] - frozen[name]).max().item() for one in (same, slow))
+    # The first step of AdamW is as large as the rate.
+    assert moved == pytest.approx(1e-4, rel=0.1) and slowly == pytest.approx(1e-5, rel=0.1)
+
+
+def test_a_run_begins_with_the_weights_of_another_and_keeps_them(tmp_path, capsys):
+    first = run("vae", 3, *VAE, "--lr", "0.01", "--use_ema")
+    trained = weights(first, "vae")
+    assert not is_same(trained, weights(run("plain", 1), "vae"))
+    argv = ("--init_from", first, "--resume", "auto", *TEXT)
+    capsys.readouterr()
+    second = run("second", 1, *argv)
+    assert "vae (" in capsys.readouterr().out
+    assert is_same(weights(second, "vae"), trained)
+    shutil.rmtree(first)
+    second = run("second", 2, *argv)  # the checkpoint has all of it
+    assert is_same(weights(second, "vae"), trained)
+    third = run("third", 1, "--init_from", second / "checkpoints" / "step_00000002", "--lr", "1e-9")
+    assert is_same(weights(third, "text_encoder"), weights(second, "text_encoder"))
+
+
+def test_the_reconstruction_is_validated(tmp_path):
+    write_folder(tmp_path / "held-out")
+    look = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
+    folder = run("vae", 4, *VAE, *look, "--num_validation_images", 5)
+    events = map(json.loads, (folder / "history.jsonl").read_text().splitlines())
+    found = [event for event in events if event["event"] == "validation"]
+    assert [event["num_samples"] for event in found] == [5, 5]
+    assert found[0]["loss"] != found[1]["loss"] and all(event["loss"] > 0 for event in found)
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--init_from", ("--init_from", "nowhere")),
+        ("--train_text_encoder", (*VAE, *TEXT)),
+        ("--noise_offset", (*VAE, "--noise_offset", "0.1")),
+        ("--latents or --train_text_encoder", (*TEXT, "--latents", "precomputed")),
+    ],
+)
+def test_refusals(flag, argv, capsys):
+    run("one", 1, *argv, code=2)
+    assert printed_refusal(capsys.readouterr().err).flag == flag
+
+
+def test_weights_of_another_model_are_refused(capsys):
+    first = run("mini", 1)
+    run("tiny", 1, "--model_name", "tiny", "--init_from", first, code=2)
+    assert "change it with --init_from" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""train.py through its front door, on the tiny model: stops, faults, looks, and what comes out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+from sdbench.cli import main as sdbench
+from sdbench.record.store import load_record
+from sdbench.tasks.train.job import learning_rate_factor
+from tests.data.datasets import write_folder
+from tests.refusals import printed_refusal
+
+TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
+
+
+def run(*argv: object) -> int:
+    """Train in this process, in the working folder."""
+    return train.main([*TINY, *map(str, argv)])
+
+
+def rows(run_folder: Path) -> list[dict[str, str]]:
+    with (run_folder / "steps.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(run_folder: Path, name: str) -> list[dict]:
+    lines = (run_folder / "history.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def test_killed_then_stopped_then_finished(tmp_path, repository):
+    """kill -9, SIGTERM and a good end: every step is trained once and none is missing."""
+    folder = tmp_path / "runs" / "long"
+    argv = [*TINY, "--run_name", "long", "--resume", "auto", "--log_every_batches", "1"]
+    argv += ["--save_every_batches", "2", "--max_duration", "1000000ba"]
+
+    def start_and_signal(number: int, *, num_steps: int) -> int:
+        process = subprocess.Popen([sys.executable, repository / "train.py", *argv])
+        deadline_s = time.monotonic() + 120
+        while not any(
+            int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
+        ):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(number)
+        return process.wait(60)
+
+    assert start_and_signal(signal.SIGKILL, num_steps=2) == -signal.SIGKILL
+    assert start_and_signal(signal.SIGTERM, num_steps=6) == 1
+    assert load_record(folder)["status"] == "interrupted"
+    last = max(int(path.name[5:]) for path in folder.glob("checkpoints/step_*"))
+    assert len(rows(folder)) == last  # SIGTERM saved the step that it ended behind
+    argv[-1] = f"{last + 3}ba"
+    assert train.main(argv) == 0
+    assert [int(row["step"]) for row in rows(folder)] == list(range(1, last + 4))
+    begins = [event["step"] for event in events(folder, "begin")]
+    assert begins[0] == 0 and begins[1] >= 2 and begins[2] == last
+    assert load_record(folder)["summary"]["first_step"] == last
+
+
+def test_looks_leave_the_training_as_it_was(tmp_path):
+    """Validation, pictures and checkpoints draw no random number of the training."""
+    write_folder(tmp_path / "held-out")
+    (tmp_path / "prompts.txt").write_text("a red circle\n\na blue square\n")
+    looks = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
+    looks += ("--num_validation_images", 5, "--sample_every_batches", 3, "--sample_steps", 2)
+    looks += ("--sample_prompts", tmp_path / "prompts.txt", "--save_every_batches", 2)
+    recipe = ("--max_duration", "4ba", "--use_ema", "--log_every_batches", 1)
+    assert run(*recipe, "--run_name", "plain") == 0
+    assert run(*recipe, "--run_name", "watched", *looks) == 0
+    plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
+    assert [row["loss"] for row in rows(watched)] == [row["loss"] for row in rows(plain)]
+
+    validations = events(watched, "validation")
+    assert [event["step"] for event in validations] == [2, 4]
+    assert all(event["num_samples"] == 5 for event in validations)
+    assert all(len(event["by_timestep"]) == 8 for event in validations)
+    assert [event["step"] for event in events(watched, "samples")] == [3, 4]
+    assert [event["step"] for event in events(watched, "save")] == [2, 4]
+    other_s = load_record(watched)["summary"]["other_s"]
+    assert {"validation", "samples", "save"} == set(other_s)
+
+
+def test_an_exported_model_draws_what_the_run_drew(tmp_path):
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    prompt = "a red circle"
+    (tmp_path / "prompts.txt").write_text(prompt)
+    argv = ("--sample_every_batches", 2, "--sample_steps", 3, "--sample_prompts", "prompts.txt")
+    # In fp32: the pipeline computes in the type of the weights.
+    argv += (
+        "--precision",
+        "fp32",
+        "--encoder_dtype",
+        "fp32",
+        "--use_ema",
+        "--run_name",
+        "one",
+        "--max_duration",
+        "2ba",
+    )
+    assert run(*argv) == 0
+    assert sdbench(["export", "runs/one"]) == 0
+    pipeline = StableDiffusionPipeline.from_pretrained("runs/one/model", local_files_only=True)
+    picture = pipeline(
+        prompt,
+        num_inference_steps=3,
+        height=64,
+        width=64,
+        generator=torch.Generator().manual_seed(17),
+    ).images[0]
+    grid = Image.open("runs/one/samples/step_00000002.png")
+    drawn = np.asarray(grid.crop((4, 4, 68, 68)), dtype=int)
+    assert abs(drawn - np.asarray(picture, dtype=int)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--max_duration", ()),
+        ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
+        ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
+        ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
+        (
+            "--ema_impl",
+            (
+                "--max_duration",
+                "1ba",
+                "--use_ema",
+                "--ema_impl",
+                "composer",
+                "--engine",
+                "composer",
+            ),
+        ),
+    ],
+)
+def test_refusals(flag, argv, capsys):
+    assert run(*argv) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag
+
+
+def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
+    argv = ("--max_duration", "3ba", "--log_every_batches", 1, "--precision", "fp32")
+    for name, norm in (("free", None), ("wide", 1e9), ("tight", 1e-9)):
+        clip = () if norm is None else ("--clip_norm", norm)
+        assert run(*argv, *clip, "--run_name", name) == 0
+    free, wide, tight = (
+        [row["loss"] for row in rows(tmp_path / "runs" / name)]
+        for name in ("free", "wide", "tight")
+    )
+    assert wide == free
+    assert tight[0] == free[0] and tight[2] != free[2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.25, 0.5, 0.75, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.25, 0.5, 0.75, 1, 1, 0.88284271, 0.6, 0.31715729, 0.2]),
+    ],
+)
+def test_learning_rates(schedule, expected):
+    factors = [
+        learning_rate_factor(step, schedule=schedule, num_warmup_steps=4, num_steps=9, end=0.2)
+        for step in range(9)
+    ]
+    assert factors == pytest.approx(expected)

@@ -1,0 +1,48 @@
+"""Train Stable Diffusion, with checkpoints to go on from, and a model to draw with at the end."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Sequence
+
+from sdbench.base.output import protected_output
+from sdbench.run.runner import run
+from sdbench.settings.recipe import parse_request
+from sdbench.tasks import TASKS
+
+DESCRIPTION = "Train Stable Diffusion: as benchmark.py does, for as long as you say, and kept."
+EPILOG = """\
+examples:
+  python train.py --model_name tiny --remote my-pictures --max_duration 300ba --run_name first
+      a miniature on a folder of pictures and captions
+  python train.py --config configs/laptop.yaml --remote my-pictures
+      settings from a file; the same command goes on after a stop, from the newest checkpoint
+  torchrun --nproc_per_node 8 train.py config=open-diffusion.yaml dataset.params.path=my-tars
+      a config file of mlfoundations/open-diffusion; --print_config shows it in this suite's flags
+  composer train.py --remote my-mds --max_duration 550000ba --save_every_batches 5000 --use_ema
+      on every GPU of this machine
+
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+"""
+
+
+@protected_output()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a model.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    parse = functools.partial(parse_request, description=DESCRIPTION, epilog=EPILOG)
+    return run(TASKS["train"], parse, argv)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
+    sys.exit(exit_code)
