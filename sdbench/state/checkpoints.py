@@ -44,6 +44,7 @@ class SaveReport:
         step: After which the checkpoint was made.
         duration_s: From its beginning to its end.
         stall_s: For how long of that training on this rank stood still.
+        is_copied: Whether this rank's part was copied in memory before it was written.
         num_bytes: Of the tensors, of all ranks; 0 where it failed.
         error: Why there is no checkpoint; None if all went well.
     """
@@ -51,6 +52,7 @@ class SaveReport:
     step: int
     duration_s: float
     stall_s: float
+    is_copied: bool
     num_bytes: int
     error: str | None
 
@@ -75,11 +77,12 @@ class _Save:
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    A save is written in a thread while training goes on. Nothing of the state changes between two
-    optimizer steps, so the thread reads the tensors in place, and training waits for it before the
-    next optimizer step::
+    A save is written in a thread while training goes on. Where the host's memory has room for a
+    copy of what this rank writes, the thread copies it first, and keeps that memory for the next
+    save. Else it reads the tensors in place. Nothing of the state changes between two optimizer
+    steps, so training waits for either no sooner than before the next one::
 
-        checkpoints.begin_save(step, tensors, facts, copies=False)
+        checkpoints.begin_save(step, tensors, facts)
         loss.backward()
         checkpoints.wait_until_read()
         optimizer.step()
@@ -119,8 +122,6 @@ class Checkpoints:
         step: int,
         tensors: Mapping[str, torch.Tensor],
         facts: Mapping[str, Any],
-        *,
-        copies: bool,
     ) -> None:
         """Begin to save, as soon as the save before has ended. All ranks call it.
 
@@ -130,8 +131,6 @@ class Checkpoints:
                 under a name that this rank alone gives. All of it, at each save. Must not change
                 until `wait_until_read` returns; those of at most 64 KiB may at once.
             facts: More about the run, as JSON has it; those of the first rank are saved.
-            copies: Whether to copy the tensors to host memory before they are written, as is right
-                on a GPU: training goes on sooner, and memory is taken for what this rank writes.
 
         Raises:
             ValueError: The facts have a number that is not finite.
@@ -144,9 +143,7 @@ class Checkpoints:
         for name, tensor in tensors.items():
             if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
                 tensors[name] = tensor.clone()
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        if copies:
-            planner = CopyingPlanner(self._buffers)
+        planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
         writer = CheckpointWriter(self._path(step), step=step, facts=facts)
         ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
@@ -189,7 +186,14 @@ class Checkpoints:
             return None
         with self._standing_still():
             duration_s, num_bytes, error = self._save.ended.result()
-        report = SaveReport(self._save.step, duration_s, self._save.stall_s, num_bytes, error)
+        report = SaveReport(
+            self._save.step,
+            duration_s,
+            self._save.stall_s,
+            self._save.writer.is_copied,
+            num_bytes,
+            error,
+        )
         self._reports.append(report)
         self._save = None
         return report

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import checkpoint as dcp
 
@@ -26,6 +27,9 @@ from sdbench.state.checkpoint import (
 
 # What a tensor takes in a file beside its values.
 OVERHEAD_BYTES = 2048
+# Of the host's free memory that the copies of a save may take. The rest is for what a step
+# allocates, and for pages on their way to the disk.
+MAX_SHARE_OF_COPIES = 0.8
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -34,6 +38,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
     Attributes:
         step: As in `Checkpoint`.
         is_read: Set when this rank's part of the tensors has been read: they may change.
+        is_copied: Whether they were copied first, or are read in place.
     """
 
     def __init__(self, folder: Path, *, step: int, facts: Mapping[str, Any]) -> None:
@@ -44,14 +49,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
             step: As in `Checkpoint`.
             facts: As in `Checkpoint`.
         """
-        # Files are brought to the disk here, after `is_read` has been set. What is on a GPU is
-        # copied by the planner.
+        # Files are brought to the disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
         super().__init__(hidden, sync_files=False, per_thread_copy_ahead=0)
         self._folder = folder
         self.step = step
         self._facts = facts
         self.is_read = threading.Event()
+        self.is_copied = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make room: what an earlier save has left goes."""
@@ -75,8 +80,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         """Write this rank's part, and bring it to the disk."""
-        if isinstance(planner, CopyingPlanner):
-            planner.copy(plan)
+        assert isinstance(planner, CopyingPlanner)
+        self.is_copied = planner.copy(plan)
+        if self.is_copied:
             self.is_read.set()
         try:
             written = super().write_data(plan, planner).value()
@@ -111,39 +117,64 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class CopyingPlanner(dcp.DefaultSavePlanner):
-    """Copies what this rank writes to host memory, while the GPU works on."""
+    """Copies what this rank writes to host memory, where there is room for that.
 
-    def __init__(self, buffers: dict[Any, torch.Tensor]) -> None:
+    Memory is copied far faster than a disk writes, so training goes on sooner.
+    """
+
+    def __init__(self, buffers: dict[Any, torch.Tensor], *, num_sharing: int) -> None:
         """Copy nothing yet; the GPU's work up to now comes before the copies.
 
         Args:
             buffers: Host memory of the copies of earlier saves, which is used again.
+            num_sharing: Ranks that share the host's memory.
         """
         super().__init__(flatten_state_dict=False)
         self._buffers = buffers
+        self._num_sharing = num_sharing
         self._stream = None
         if torch.cuda.is_initialized():
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    def copy(self, plan: dcp.SavePlan) -> None:
-        """Copy the tensors of this rank's plan, and wait until that is done."""
+    def copy(self, plan: dcp.SavePlan) -> bool:
+        """Copy the tensors of this rank's plan, and wait until that is done.
+
+        Returns:
+            Whether there was room. If not, they are read in place.
+        """
+        resolve = super().resolve_data
+        tensors = {item.index: resolve(item).detach() for item in plan.items}
+        missing = [
+            tensor.numel() * tensor.element_size()
+            for index, tensor in tensors.items()
+            if not _fits(self._buffers.get(index), tensor)
+        ]
+        free_bytes = psutil.virtual_memory().available / self._num_sharing
+        if sum(missing) > MAX_SHARE_OF_COPIES * free_bytes:
+            self._buffers.clear()
+            return False
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)  # of this thread
         with torch.cuda.stream(self._stream):
-            for item in plan.items:
-                tensor = super().resolve_data(item).detach()
-                buffer = self._buffers.get(item.index)
-                if buffer is None or (buffer.size(), buffer.dtype) != (tensor.size(), tensor.dtype):
-                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                    self._buffers[item.index] = buffer
-                buffer.copy_(tensor, non_blocking=True)
+            for index, tensor in tensors.items():
+                if not _fits(self._buffers.get(index), tensor):
+                    self._buffers[index] = torch.empty_like(
+                        tensor, device="cpu", pin_memory=tensor.is_cuda
+                    )
+                self._buffers[index].copy_(tensor, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+        return True
 
     def resolve_data(self, write_item: Any) -> torch.Tensor:
-        """The copy of what is to be written."""
-        return self._buffers[write_item.index]
+        """The copy of what is to be written, or the tensor itself."""
+        copied = self._buffers.get(write_item.index)
+        return super().resolve_data(write_item) if copied is None else copied
+
+
+def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return buffer is not None and (buffer.size(), buffer.dtype) == (tensor.size(), tensor.dtype)
 
 
 def hide(folder: Path) -> None:

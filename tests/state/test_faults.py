@@ -75,7 +75,7 @@ def save_too_much(folder, handler):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
     checkpoints = make_checkpoints(folder)
-    checkpoints.begin_save(20, {"weights": torch.zeros(2**20)}, {}, copies=False)
+    checkpoints.begin_save(20, {"weights": torch.zeros(2**20)}, {})
     with pytest.raises(RunError, match="step 20 was not saved: .*File too large"):
         checkpoints.finish()
     assert names(folder) == ["step_00000010"]

@@ -42,7 +42,6 @@ class TrainHooks:
         looks: dict[str, tuple[int, Callable[[TrainState], dict[str, Any]]]],
         facts: dict[str, Any],
         num_steps: int,
-        on_gpu: bool,
     ) -> None:
         """Join the pieces.
 
@@ -59,7 +58,6 @@ class TrainHooks:
                 facts of the event; called on every rank.
             facts: What a checkpoint has beside the state: the settings.
             num_steps: Of the run, those of earlier processes included.
-            on_gpu: Whether the state is on a GPU, and copied to host memory before it is written.
         """
         self.seconds: dict[str, float] = {}
         self.num_saved = 0
@@ -75,7 +73,6 @@ class TrainHooks:
         self._looks = looks
         self._facts = facts
         self._num_steps = num_steps
-        self._copies = on_gpu
         self._state: TrainState | None = None
         self._saved_step: int | None = None
 
@@ -180,7 +177,6 @@ class TrainHooks:
             state.num_steps,
             state.tensors(),
             self._facts | {"state": state.facts()},
-            copies=self._copies,
         )
         self._saved_step = state.num_steps
 
@@ -197,6 +193,7 @@ class TrainHooks:
                     step=save.step,
                     seconds=save.duration_s,
                     stall_s=save.stall_s,
+                    is_copied=save.is_copied,
                     num_bytes=save.num_bytes,
                     error=save.error,
                 )

@@ -154,7 +154,6 @@ class Train(TrainingTask):
             looks=make_looks(plan, job, folder=run.folder),
             facts={"config": self._settings()},
             num_steps=plan.num_steps,
-            on_gpu=plan.machine.device_type == "cuda",
         )
         try:
             with contextlib.closing(progress):
