@@ -88,7 +88,7 @@ def make_text_encoder(
             attn_implementation=implementation,
             use_safetensors=True,
             local_files_only=True,
-            torch_dtype=torch.float32,
+            dtype=torch.float32,
         )
         weights.place(text_encoder)
         return text_encoder
@@ -111,6 +111,8 @@ def _make_diffusers_model(
             use_safetensors=True,
             local_files_only=True,
             torch_dtype=torch.float32,
+            # True, the default, needs accelerate.
+            low_cpu_mem_usage=False,
         )
         weights.place(model)
         return model
