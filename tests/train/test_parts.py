@@ -106,7 +106,15 @@ def test_refusals(flag, argv, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
-def test_weights_of_another_model_are_refused(capsys):
-    first = run("mini", 1)
-    run("tiny", 1, "--model_name", "tiny", "--init_from", first, code=2)
-    assert "change it with --init_from" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv", [("--model_name", "tiny"), ("--train", "vae")], ids=["another size", "another part"]
+)
+def test_weights_of_another_model_are_refused_before_there_is_a_folder(argv, capsys):
+    first = run("first", 1)
+    second = run("second", 1, *argv, "--init_from", first, code=2)
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (
+        "--init_from",
+        str(first / "checkpoints" / "step_00000001"),
+    )
+    assert not second.exists()
