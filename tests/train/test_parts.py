@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 import train
 from sdbench.cli import main as sdbench
+from sdbench.record.store import load_record
+from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal
 
@@ -54,6 +56,20 @@ def test_resumed_bit_for_bit(tmp_path, part, engine):
     run("parts", 2, *argv, "--resume", "auto")
     parts = run("parts", 4, *argv, "--resume", "auto")
     assert losses(parts) == losses(whole) and len(set(losses(whole))) == 4
+
+
+@pytest.mark.parametrize("part", [(), VAE, TEXT])
+def test_the_memory_estimate_is_of_what_is_kept(part):
+    folder = run("one", 1, *part, "--use_ema")
+    saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
+    estimate_gib = load_record(folder)["memory_estimate_gib"]
+    for name, prefixes in (
+        ("trained_weights", ("model.",)),
+        ("optimizer_state", ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")),
+        ("ema", ("ema.",)),
+    ):
+        num_bytes = sum(one.nbytes for key, one in saved.items() if key.startswith(prefixes))
+        assert estimate_gib[name] * 2**30 == pytest.approx(num_bytes)
 
 
 def test_the_text_encoder_learns_at_its_own_rate(tmp_path):
