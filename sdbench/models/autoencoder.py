@@ -95,7 +95,7 @@ class Autoencoder(nn.Module):
 def build_autoencoder(
     architecture: Architecture,
     *,
-    seed: int,
+    seed: int | None,
     precision: str,
     memory_format: str,
     attention: str,
@@ -106,7 +106,7 @@ def build_autoencoder(
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded, else drawn.
-        seed: Of the random weights.
+        seed: Of the random weights; None draws none, for fake tensors.
         precision: One of `PRECISIONS`.
         memory_format: One of `MEMORY_FORMATS`.
         attention: One of `components.ATTENTION`.

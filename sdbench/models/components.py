@@ -101,6 +101,13 @@ def make_text_encoder(
     return text_encoder
 
 
+MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
+    "unet": make_unet,
+    "vae": make_vae,
+    "text_encoder": make_text_encoder,
+}
+
+
 def _make_diffusers_model(
     model_class: Any, architecture: Architecture, *, part: str, weights: Weights | None
 ) -> Any:

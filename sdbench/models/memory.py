@@ -31,8 +31,8 @@ class MemoryEstimate:
 
     Attributes:
         process: Libraries on a CPU; CUDA context and workspaces on a GPU.
-        unet_weights: Trained weights.
-        encoder_weights: Frozen weights of VAE and text encoder.
+        trained_weights: Of the sub-models that are trained.
+        frozen_weights: Of the others in the step.
         optimizer_state: The two moments of Adam, and master weights.
         ema: Averaged copy of the trained weights.
         gradients: Gradients at the time of the peak, with DDP's copy of them.
@@ -43,8 +43,8 @@ class MemoryEstimate:
     """
 
     process: float
-    unet_weights: float
-    encoder_weights: float
+    trained_weights: float
+    frozen_weights: float
     optimizer_state: float
     ema: float
     gradients: float
@@ -83,6 +83,7 @@ def estimate_peak_memory(
     num_ranks: int,
     device_type: str,
     encoders: bool,
+    trained: tuple[str, ...] = ("unet",),
     num_microbatches: int = 1,
     encoder_batch: int | None = None,
     activation_checkpointing: str = "none",
@@ -105,6 +106,8 @@ def estimate_peak_memory(
         num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
         device_type: `cpu` or `cuda`.
         encoders: Whether the encoders run in the step; precomputed latents need none.
+        trained: The sub-models that are trained: ``unet``, with or without ``text_encoder``; or
+            ``vae`` alone, without the others.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients
             outlive the backward pass.
         encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
@@ -121,6 +124,7 @@ def estimate_peak_memory(
     on_cuda = device_type == "cuda"
     profile = profile_step(
         architecture,
+        trained=trained,
         image_size=image_size,
         precision=precision,
         encoder_dtype=encoder_dtype,
@@ -129,16 +133,16 @@ def estimate_peak_memory(
         online=encoders,
         activation_checkpointing=activation_checkpointing,
     )
-    weights = profile.unet_weights
+    weights = profile.trained_weights
     constant, slope, complete = torch.tensor(profile.timeline).T
     num_images = torch.full_like(slope, micro_batch)
     if encoder_batch is not None:
-        num_images[: profile.unet_start] = encoder_batch
+        num_images[: profile.trained_start] = encoder_batch
     activations = num_images * slope
 
     def moment(index: int, gradients: float) -> _Moment:
         return _Moment(
-            phase="encoders" if index < profile.unet_start else "backward",
+            phase="encoders" if index < profile.trained_start else "backward",
             gradients=gradients,
             activations=float(activations[index]),
             temporaries=float(constant[index] - complete[index]),
@@ -185,8 +189,8 @@ def estimate_peak_memory(
     ema_weights = weights * 2 if precision == "bf16" else weights
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if on_cuda else CPU_PROCESS_GIB,
-        unet_weights=held_weights / BYTES_PER_GIB,
-        encoder_weights=profile.encoder_weights / BYTES_PER_GIB,
+        trained_weights=held_weights / BYTES_PER_GIB,
+        frozen_weights=profile.frozen_weights / BYTES_PER_GIB,
         optimizer_state=state / shared / BYTES_PER_GIB,
         ema=use_ema * ema_weights / shared / BYTES_PER_GIB,
         gradients=gradients / BYTES_PER_GIB,

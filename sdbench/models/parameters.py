@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.components import MAKERS
 
 
 class ParameterCount(NamedTuple):
@@ -27,14 +27,10 @@ def count_parameters(architecture: Architecture) -> list[ParameterCount]:
     Returns:
         One row each for U-Net (all trained), VAE and text encoder (frozen).
     """
-    unet, vae, text_encoder = (
-        make(architecture) for make in (make_unet, make_vae, make_text_encoder)
-    )
-    num_unet = _num_parameters(unet)
+    counts = {part: _num_parameters(make(architecture)) for part, make in MAKERS.items()}
     return [
-        ParameterCount("unet", num_unet, num_unet),
-        ParameterCount("vae", _num_parameters(vae), 0),
-        ParameterCount("text_encoder", _num_parameters(text_encoder), 0),
+        ParameterCount(part, number, number if part == "unet" else 0)
+        for part, number in counts.items()
     ]
 
 

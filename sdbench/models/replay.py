@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
 from sdbench.models.architecture import Architecture
+from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 
@@ -62,17 +63,17 @@ class StepProfile:
         timeline: After each operation the live bytes that do not depend on the micro-batch (weight
             copies, gradients), the live bytes per image, and the bytes of complete gradients, which
             are part of the first number. The weights are not counted.
-        unet_start: Index of the U-Net's first operation.
-        unet_weights: Bytes of the trained weights, and so of all their gradients.
-        encoder_weights: Bytes of the frozen weights.
+        trained_start: Index of the first operation of a sub-model that is trained.
+        trained_weights: Bytes of the trained weights, and so of all their gradients.
+        frozen_weights: Bytes of the others.
         gathered_weights: Bytes of the trained weights that FSDP gathers at the same time: those
             outside of blocks, and two blocks, one of which is gathered ahead.
     """
 
     timeline: list[tuple[int, int, int]]
-    unet_start: int
-    unet_weights: int
-    encoder_weights: int
+    trained_start: int
+    trained_weights: int
+    frozen_weights: int
     gathered_weights: int
 
 
@@ -135,9 +136,9 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
 
     Args:
         architecture: The model.
-        **options: As of `estimate_peak_memory`: `image_size`, `precision`, `encoder_dtype`,
-            `attention` and `activation_checkpointing`; `on_cuda`, whether to allocate as on CUDA;
-            `online`, whether the encoders are in the step.
+        **options: As of `estimate_peak_memory`: `trained`, `image_size`, `precision`,
+            `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`, whether to
+            allocate as on CUDA; `online`, whether the encoders are in the step.
     """
     try:
         folder = private_folder(REPLAYS_FOLDER)
@@ -167,6 +168,7 @@ def _fingerprint(architecture: Architecture, options: dict[str, Any]) -> str:
 def _replay_step(
     architecture: Architecture,
     *,
+    trained: Sequence[str],
     image_size: int,
     precision: str,
     encoder_dtype: str,
@@ -175,38 +177,47 @@ def _replay_step(
     online: bool,
     activation_checkpointing: str,
 ) -> StepProfile:
+    # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
+    alike: dict[str, Any] = {
+        "seed": None,
+        "precision": precision,
+        "memory_format": "contiguous",
+        "attention": "eager" if attention == "eager" else "sdpa",
+    }
+    # Without the weights of a folder, which are not needed.
+    bare = dataclasses.replace(architecture, weights_folder=None, part_folders={})
     with FakeTensorMode():
-        model = build_stable_diffusion(
-            # Without the weights of a folder, which are not needed.
-            dataclasses.replace(architecture, weights_folder=None, part_folders={}),
-            seed=None,
-            precision=precision,
-            encoder_dtype=encoder_dtype,
-            memory_format="contiguous",
-            # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
-            attention="eager" if attention == "eager" else "sdpa",
-            encoders=online,
-        )
-        # Recomputation in the backward pass does not see the modes that are active around it.
-        rules = _CudaAutocastRules if on_cuda else None
-        checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
+        model: StableDiffusion | Autoencoder
+        if "unet" in trained:
+            model = build_stable_diffusion(
+                bare, encoder_dtype=encoder_dtype, encoders=online, trained=trained, **alike
+            )
+            # Recomputation in the backward pass does not see the modes that are active around it.
+            rules = _CudaAutocastRules if on_cuda else None
+            checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
+        else:
+            model = build_autoencoder(bare, kl_weight=1.0, **alike)
         num_images = _choose_num_images(model)
         make_batch = functools.partial(
             _make_batch, architecture, num_images=num_images, image_size=image_size, online=online
         )
-        timeline, unet_start = _replay(model, make_batch, num_images=num_images, on_cuda=on_cuda)
-        unet_weights, all_weights = _num_bytes(model.unet), _num_bytes(model)
-        gathered_weights = _num_gathered_bytes(model.unet)
+        modules = [model.get_submodule(name) for name in trained]
+        timeline, trained_start = _replay(
+            model, modules, make_batch, num_images=num_images, on_cuda=on_cuda
+        )
+        trained_weights = sum(map(_num_bytes, modules))
+        frozen_weights = _num_bytes(model) - trained_weights
+        gathered_weights = sum(map(_num_gathered_bytes, modules))
     return StepProfile(
         timeline=timeline,
-        unet_start=unet_start,
-        unet_weights=unet_weights,
-        encoder_weights=all_weights - unet_weights,
+        trained_start=trained_start,
+        trained_weights=trained_weights,
+        frozen_weights=frozen_weights,
         gathered_weights=gathered_weights,
     )
 
 
-def _choose_num_images(model: StableDiffusion) -> int:
+def _choose_num_images(model: torch.nn.Module) -> int:
     """Images of the replayed step: a prime that divides the size of no weight.
 
     It divides the size of each tensor that is proportional to the images, and of no tensor with the
@@ -217,29 +228,33 @@ def _choose_num_images(model: StableDiffusion) -> int:
 
 
 def _replay(
-    model: StableDiffusion,
+    model: Any,
+    trained: Sequence[torch.nn.Module],
     make_batch: Callable[[], dict[str, torch.Tensor]],
     *,
     num_images: int,
     on_cuda: bool,
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Run one step on fake tensors; returns `timeline` and `unet_start` of its profile."""
+    """Run one step on fake tensors; returns `timeline` and `trained_start` of its profile."""
     log = _AllocationLog([*model.parameters(), *model.buffers()], num_images=num_images)
-    unet_starts: list[int] = []
-    handles = [
-        parameter.register_post_accumulate_grad_hook(log.gradient_ready)
-        for parameter in model.unet.parameters()
-    ]
-    handles.append(
-        model.unet.register_forward_pre_hook(lambda *_: unet_starts.append(len(log.timeline)))
-    )
+    starts: list[int] = []
+    handles = []
+    for module in trained:
+        handles += [
+            parameter.register_post_accumulate_grad_hook(log.gradient_ready)
+            for parameter in module.parameters()
+        ]
+        handles.append(
+            module.register_forward_pre_hook(lambda *_: starts.append(len(log.timeline)))
+        )
     rules = _CudaAutocastRules() if on_cuda else contextlib.nullcontext()
     with log, rules:
         model.loss(*model(make_batch())).backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    return log.timeline, unet_starts[0]
+    # A VAE that is trained is not called as a whole, and nothing comes before it.
+    return log.timeline, min(starts, default=0)
 
 
 def _make_batch(
@@ -262,9 +277,10 @@ def _make_batch(
     }
 
 
-def _num_gathered_bytes(unet: torch.nn.Module) -> int:
-    sizes = [_num_bytes(module) for module in unet.modules() if isinstance(module, SHARDED_BLOCKS)]
-    return _num_bytes(unet) - sum(sizes) + 2 * max(sizes)
+def _num_gathered_bytes(model: torch.nn.Module) -> int:
+    blocks = [module for module in model.modules() if isinstance(module, SHARDED_BLOCKS)]
+    sizes = [_num_bytes(block) for block in blocks]
+    return _num_bytes(model) - sum(sizes) + 2 * max(sizes, default=0)
 
 
 def _num_bytes(module: torch.nn.Module) -> int:

@@ -37,6 +37,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         num_ranks=draft.ranks.world_size,
         device_type=draft.machine.device_type,
         encoders=not config.wants_latents,
+        trained=config.trained_parts,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
         activation_checkpointing=config.activation_checkpointing,
@@ -68,7 +69,7 @@ def check_memory(draft: Draft) -> MemoryEstimate:
     limit_gib = MAX_MEMORY_FRACTION * free_gib
     # Workers are forked from a process with the weights in memory. The first optimizer step writes
     # to every page of them, and the workers share a copy of the old ones.
-    forked_gib = estimate.unet_weights if config.num_workers and not draft.on_gpu else 0.0
+    forked_gib = estimate.trained_weights if config.num_workers and not draft.on_gpu else 0.0
     needed_gib = estimate.total_gib + forked_gib
     if config.check_memory and needed_gib > limit_gib:
         raise MemoryEstimateError(
@@ -83,14 +84,15 @@ def check_memory(draft: Draft) -> MemoryEstimate:
 def _flags_that_lower_memory(draft: Draft) -> str:
     config = draft.config
     microbatch = config.device_train_microbatch_size
+    trains_unet = "unet" in config.trained_parts
     options: list[tuple[bool, Callable[[], str]]] = [
         (microbatch > 1, lambda: f"--device_train_microbatch_size (below {microbatch})"),
         (config.use_ema, lambda: "--no_use_ema"),
         (config.num_workers > 0 and not draft.on_gpu, lambda: "--num_workers 0"),
-        (config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
+        (trains_unet and config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
         (config.precision == "fp32", lambda: "--precision amp_bf16"),
         (
-            config.activation_checkpointing == "none",
+            trains_unet and config.activation_checkpointing == "none",
             lambda: "--activation_checkpointing transformer",
         ),
         (

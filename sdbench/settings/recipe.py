@@ -100,6 +100,13 @@ class PartSettings:
         POSITIVE_NUMBER, 1.0, "learning rate of the text encoder, as a multiple of --lr"
     )
 
+    @property
+    def trained_parts(self) -> tuple[str, ...]:
+        """The sub-models that are trained."""
+        if self.train == "vae":
+            return ("vae",)
+        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RateSettings:

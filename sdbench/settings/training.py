@@ -45,6 +45,11 @@ class ModelSettings:
         NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
     )
 
+    @property
+    def trained_parts(self) -> tuple[str, ...]:
+        """The sub-models that are trained."""
+        return ("unet",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:

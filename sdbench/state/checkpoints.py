@@ -19,7 +19,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.ranks.distributed import Ranks, broadcast
+from sdbench.ranks.distributed import Ranks, broadcast, maximum_on_hosts
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.state.writer import (
     CheckpointWriter,
@@ -170,13 +170,15 @@ class Checkpoints:
             raise RunError(f"the checkpoint of step {report.step} was not saved: {report.error}")
 
     def poll(self) -> list[SaveReport]:
-        """The saves that have ended since the last call.
+        """The saves that have ended since the last call. All ranks call it behind the same steps.
 
-        Ranks see the same reports, and may see one a step apart: before they act on an error, they
-        have to agree.
+        A save has ended once it has on all ranks: they get the same reports from the same call, and
+        act on an error together. One that acted a step earlier would leave the others waiting.
         """
-        if self._save is not None and self._save.ended.done():
-            self._collect()
+        if self._save is not None:
+            is_under_way = not self._save.ended.done()
+            if not maximum_on_hosts(int(is_under_way), self._ranks):
+                self._collect()
         reports, self._reports = self._reports, []
         return reports
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -97,14 +100,14 @@ def test_flops(name, image_size, giga_flops) -> None:
 def test_memory_of_weights_state_and_ema_is_exact() -> None:
     plain, with_ema = estimate(), estimate(use_ema=True)
     weights_gib = 933_508 * 4 / 2**30
-    assert plain.unet_weights == pytest.approx(weights_gib)
-    assert plain.encoder_weights == pytest.approx((81_215 + 1_600_672) * 4 / 2**30)
+    assert plain.trained_weights == pytest.approx(weights_gib)
+    assert plain.frozen_weights == pytest.approx((81_215 + 1_600_672) * 4 / 2**30)
     assert plain.optimizer_state == pytest.approx(2 * weights_gib)
     assert plain.ema == 0
     assert with_ema.total_gib - plain.total_gib == pytest.approx(weights_gib)
     half = estimate(precision="bf16", encoder_dtype="bf16")
     assert half.optimizer_state == pytest.approx(weights_gib)
-    assert half.encoder_weights == pytest.approx(plain.encoder_weights / 2)
+    assert half.frozen_weights == pytest.approx(plain.frozen_weights / 2)
 
 
 def test_memory_grows_in_a_straight_line_with_the_micro_batch() -> None:
@@ -113,41 +116,89 @@ def test_memory_grows_in_a_straight_line_with_the_micro_batch() -> None:
     assert at_256 - at_128 == pytest.approx(2 * (at_128 - at_64))
 
 
+@pytest.mark.parametrize(
+    ("trained", "num_trained", "num_frozen"),
+    [(("vae",), 81_215, 0), (("unet", "text_encoder"), 933_508 + 1_600_672, 81_215)],
+)
+def test_memory_is_that_of_what_is_trained(trained, num_trained, num_frozen) -> None:
+    plain, with_ema = (estimate(trained=trained, use_ema=use_ema) for use_ema in (False, True))
+    weights_gib = num_trained * 4 / 2**30
+    assert plain.trained_weights == pytest.approx(weights_gib)
+    assert plain.frozen_weights == pytest.approx(num_frozen * 4 / 2**30)
+    assert plain.gradients == pytest.approx(weights_gib)
+    assert plain.optimizer_state == pytest.approx(2 * weights_gib)
+    assert with_ema.total_gib - plain.total_gib == pytest.approx(weights_gib)
+
+
+def count_saved_bytes(model: torch.nn.Module, run: Callable[[], object]) -> int:
+    """Bytes that autograd saves in a forward pass, without the weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(saved.values())
+
+
+def estimate_activations_gib(**options) -> float:
+    """Of one image; with several micro-batches all activations and all gradients meet."""
+    first, second = (
+        estimate(micro_batch=size, num_microbatches=2, image_size=64, **options).activations
+        for size in (64, 65)
+    )
+    return second - first
+
+
 def test_activations_are_those_that_autograd_saves() -> None:
     """Independent count on real tensors: distinct saved storages of the U-Net, per image."""
     from sdbench.models.components import make_unet
     from sdbench.models.weights import Weights
 
     unet = make_unet(resolve_cached("tiny"), weights=Weights(seed=0))
-    weights = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}
-    sizes = []
-    for num_images in (2, 3):
-        saved: dict[int, int] = {}
 
-        def pack(tensor, saved=saved):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
+    def predict(num_images: int) -> torch.Tensor:
         latents, states = torch.randn(num_images, 4, 8, 8), torch.randn(num_images, 77, 32)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            prediction = unet(latents, torch.zeros(num_images), states).sample
-        del prediction
-        sizes.append(sum(saved.values()))
-    saved_gib_per_image = (sizes[1] - sizes[0]) / 2**30
-    # Several micro-batches, so that all activations and all gradients meet in the peak.
-    options = dict(encoders=False, num_microbatches=2, image_size=64)
-    estimated = [estimate(micro_batch=size, **options).activations for size in (64, 65)]
+        return unet(latents, torch.zeros(num_images), states).sample
+
+    two, three = (count_saved_bytes(unet, functools.partial(predict, size)) for size in (2, 3))
+    saved_gib = (three - two) / 2**30
     # Temporaries of the busiest operation come on top.
-    assert saved_gib_per_image <= estimated[1] - estimated[0] <= 1.25 * saved_gib_per_image
+    assert saved_gib <= estimate_activations_gib(encoders=False) <= 1.25 * saved_gib
+
+
+def test_activations_of_a_vae_are_those_that_autograd_saves() -> None:
+    from sdbench.models.autoencoder import build_autoencoder
+
+    vae = build_autoencoder(
+        resolve_cached("tiny"),
+        seed=0,
+        precision="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+        kl_weight=1e-3,
+    )
+
+    def reconstruct(num_images: int) -> torch.Tensor:
+        images = torch.zeros((num_images, 3, 64, 64), dtype=torch.uint8)
+        return vae.loss(*vae({"image": images}))
+
+    two, three = (count_saved_bytes(vae, functools.partial(reconstruct, size)) for size in (2, 3))
+    saved_gib = (three - two) / 2**30
+    assert saved_gib <= estimate_activations_gib(trained=("vae",)) <= 1.25 * saved_gib
 
 
 def test_memory_knows_what_each_option_costs() -> None:
-    weights_gib = estimate().unet_weights
+    weights_gib = estimate().trained_weights
     assert estimate(num_ranks=2).total_gib - estimate().total_gib == pytest.approx(weights_gib)
     assert estimate(attention="eager").activations > estimate().activations
-    assert estimate(encoders=False).encoder_weights == 0
+    assert estimate(encoders=False).frozen_weights == 0
     kept = estimate(device_type="cuda", optimizer="adamw_fused", num_microbatches=2)
     assert kept.total_gib > estimate(device_type="cuda", optimizer="adamw_fused").total_gib
     assert estimate(precision="amp_bf16").temporaries > estimate().temporaries

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import json
 import os
 import resource
 import signal
+import threading
+import time
 
 import pytest
 import torch
 
+from sdbench import state
 from sdbench.base.errors import RunError
-from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.distributed import Ranks, maximum_on_hosts
 from tests.forked import NUM_RANKS, exit_codes, forked_ranks
 from tests.state.states import make_checkpoints, names
 
@@ -105,6 +110,34 @@ def fail_on_rank_1(rank, checkpoints, value):
 def test_all_ranks_learn_of_the_error_of_one(tmp_path):
     assert in_ranks(fail_on_rank_1, tmp_path, 10) == 0
     assert names(tmp_path / "run") == []
+
+
+def learn_late_on_rank_0(rank, checkpoints, value):
+    may_end = threading.Event()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES // 2, resource.RLIM_INFINITY))
+    else:
+        remove = state.checkpoints.remove_remains
+        state.checkpoints.remove_remains = lambda folder: (may_end.wait(60), remove(folder))
+    tensors = {f"part.{rank}": torch.zeros(NUM_BYTES, dtype=torch.uint8)}
+    checkpoints.begin_save(value, tensors, {}, copies=False)
+    told = []
+    for step in itertools.count():
+        if step == 30:
+            may_end.set()
+        time.sleep(0.01)
+        told = [(report.step, report.error) for report in checkpoints.poll()]
+        if maximum_on_hosts(len(told), Ranks.from_environment()):
+            break
+    (checkpoints.folder.parent / f"told{rank}").write_text(json.dumps(told))
+
+
+def test_all_ranks_learn_of_the_error_behind_the_same_step(tmp_path):
+    assert in_ranks(learn_late_on_rank_0, tmp_path, 10) == 0
+    told = [json.loads((tmp_path / "run" / f"told{rank}").read_text()) for rank in range(NUM_RANKS)]
+    ((step, error),) = told[0]
+    assert step == 10 and "rank 1: " in error
+    assert told[1] == told[0]
 
 
 def die_on_rank_1(rank, checkpoints, value):

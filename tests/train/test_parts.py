@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 import train
 from sdbench.cli import main as sdbench
+from sdbench.record.store import load_record
+from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal
 
@@ -54,6 +56,20 @@ def test_resumed_bit_for_bit(tmp_path, part, engine):
     run("parts", 2, *argv, "--resume", "auto")
     parts = run("parts", 4, *argv, "--resume", "auto")
     assert losses(parts) == losses(whole) and len(set(losses(whole))) == 4
+
+
+@pytest.mark.parametrize("part", [(), VAE, TEXT])
+def test_the_memory_estimate_is_of_what_is_kept(part):
+    folder = run("one", 1, *part, "--use_ema")
+    saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
+    estimate_gib = load_record(folder)["memory_estimate_gib"]
+    for name, prefixes in (
+        ("trained_weights", ("model.",)),
+        ("optimizer_state", ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")),
+        ("ema", ("ema.",)),
+    ):
+        num_bytes = sum(one.nbytes for key, one in saved.items() if key.startswith(prefixes))
+        assert estimate_gib[name] * 2**30 == pytest.approx(num_bytes)
 
 
 def test_the_text_encoder_learns_at_its_own_rate(tmp_path):
@@ -106,7 +122,15 @@ def test_refusals(flag, argv, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
-def test_weights_of_another_model_are_refused(capsys):
-    first = run("mini", 1)
-    run("tiny", 1, "--model_name", "tiny", "--init_from", first, code=2)
-    assert "change it with --init_from" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv", [("--model_name", "tiny"), ("--train", "vae")], ids=["another size", "another part"]
+)
+def test_weights_of_another_model_are_refused_before_there_is_a_folder(argv, capsys):
+    first = run("first", 1)
+    second = run("second", 1, *argv, "--init_from", first, code=2)
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (
+        "--init_from",
+        str(first / "checkpoints" / "step_00000001"),
+    )
+    assert not second.exists()

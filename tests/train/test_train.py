@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,9 +19,11 @@ from PIL import Image
 
 import train
 from sdbench.cli import main as sdbench
+from sdbench.engines import load_engine
 from sdbench.record.store import load_record
 from sdbench.tasks.train.job import learning_rate_factor
 from tests.data.datasets import write_folder
+from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
@@ -67,6 +72,24 @@ def test_killed_then_stopped_then_finished(tmp_path, repository):
     begins = [event["step"] for event in events(folder, "begin")]
     assert begins[0] == 0 and begins[1] >= 2 and begins[2] == last
     assert load_record(folder)["summary"]["first_step"] == last
+
+
+def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
+    load_engine("torch")  # here, and not once in each rank
+    importlib.import_module("sdbench.tasks.train.looks")
+
+    def program() -> int:
+        if os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        argv = ("--max_duration", "1000ba", "--save_every_batches", 2, "--sharding", "full")
+        return run(*argv, "--run_name", "full", "--on_failed_save", "stop")
+
+    with forked_ranks(program, tmp_path) as ranks:
+        assert exit_codes(ranks) == [1, 1]
+    reason = load_record(tmp_path / "runs" / "full")["reason"]
+    assert "step 2 was not saved (--on_failed_save): rank 1: " in reason
+    for rank in range(2):
+        assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
 
 
 def test_looks_leave_the_training_as_it_was(tmp_path):

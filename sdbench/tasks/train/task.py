@@ -197,13 +197,19 @@ class Train(TrainingTask):
             read_prompts(config)
 
     def _find_initial(self) -> Checkpoint | None:
-        """The checkpoint whose weights a new run begins with."""
+        """The checkpoint whose weights a new run begins with; it suits the model."""
         config: Any = self.plan.config
         if config.init_from is None or self._found is not None:
             return None
-        from sdbench.tasks.train.weights import open_checkpoint
+        from sdbench.models.components import MAKERS
+        from sdbench.tasks.train.weights import check_weights, open_checkpoint
 
-        return open_checkpoint(Path(config.init_from), flag="--init_from")
+        checkpoint = open_checkpoint(Path(config.init_from), flag="--init_from")
+        # Neither a VAE that is trained nor a U-Net that reads latents has another part beside it.
+        is_alone = config.train == "vae" or config.wants_latents
+        parts = config.trained_parts if is_alone else tuple(MAKERS)
+        check_weights(checkpoint, self.plan.architecture, parts=parts)
+        return checkpoint
 
     def _tell_of_resume(self, resumed: Checkpoint) -> None:
         print(f"Going on from step {resumed.step} ({resumed.folder}).")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import Architecture
+from sdbench.models.components import MAKERS
 from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
 from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
 from sdbench.state.checkpoints import find_newest
@@ -74,29 +77,51 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
     return weights_of(tensors, use_ema=use_ema)
 
 
+def check_weights(
+    checkpoint: Checkpoint, architecture: Architecture, *, parts: Sequence[str]
+) -> None:
+    """Check that a model can begin with the weights of a checkpoint; neither is read or built.
+
+    Args:
+        checkpoint: Of another run.
+        architecture: Of the model.
+        parts: The sub-models that the run has.
+
+    Raises:
+        ConfigError: No name is the same, or a weight has another size.
+    """
+    there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
+    here = {
+        f"{part}.{name}": weight
+        for part in parts
+        for name, weight in MAKERS[part](architecture).named_parameters()
+    }
+    shared = [name for name in here if name in there]
+    if not shared:
+        raise _refusal("the checkpoint has none of this run's weights", checkpoint)
+    for name in shared:
+        if there[name].shape != here[name].shape:
+            sizes = f"{list(there[name].shape)} there, {list(here[name].shape)} here"
+            raise _refusal(f"the checkpoint is of another model: {name} is {sizes}", checkpoint)
+
+
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> str:
     """Give a model the weights of the same names, the averaged ones where there are some.
 
     Args:
         model: Built, and not sharded yet; changed in place.
-        checkpoint: Of another run.
+        checkpoint: Of another run; `check_weights` has found it to suit the model.
 
     Returns:
         A sentence that says what was taken.
 
     Raises:
-        ConfigError: No name is the same, or a weight has another size.
+        ConfigError: A file is damaged.
     """
     use_ema = has_averages(checkpoint)
     weights = read_weights(checkpoint, use_ema=use_ema)
     own = dict(model.named_parameters())
     shared = [name for name in own if name in weights]
-    if not shared:
-        raise _refusal("the checkpoint has none of this run's weights", checkpoint)
-    for name in shared:
-        if weights[name].shape != own[name].shape:
-            sizes = f"{list(weights[name].shape)} there, {list(own[name].shape)} here"
-            raise _refusal(f"the checkpoint is of another model: {name} is {sizes}", checkpoint)
     with torch.no_grad():
         for name in shared:
             own[name].copy_(weights[name])
