@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import resource
 import signal
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from sdbench.base.errors import RunError
 from sdbench.ranks.distributed import Ranks
 from tests.forked import NUM_RANKS, exit_codes, forked_ranks
-from tests.state.states import make_checkpoints, names
+from tests.state.states import flip_byte, make_checkpoints, names
 
 NUM_BYTES = 2**22
 
@@ -125,3 +127,46 @@ def test_the_death_of_a_rank_ends_the_save_and_not_the_checkpoint_before(tmp_pat
     assert in_ranks(die_on_rank_1, tmp_path, 10) == signal.SIGKILL
     assert "step 20" in (tmp_path / "run" / "told").read_text()
     assert make_checkpoints(tmp_path / "run").newest().step == 10
+
+
+def save_twice(rank, checkpoints, value):
+    for step in (value, value + 10):
+        checkpoints.begin_save(step, {f"part.{rank}": torch.full((64,), step)}, {}, copies=False)
+        checkpoints.finish()
+
+
+def fall_back(rank, checkpoints, value):
+    newest = checkpoints.newest()
+    own = torch.zeros(64, dtype=torch.int64)
+    newest.load_into({f"part.{rank}": own})
+    assert torch.equal(own, torch.full((64,), value))
+    (checkpoints.folder.parent / f"told.{rank}").write_text("\n".join(newest.passed_over))
+
+
+def cannot_read_on_rank_1(rank, checkpoints, value):
+    """As `fall_back`, with a disk that fails on one rank, in any data file of the newest."""
+
+    def hook(event, arguments):
+        if event == "open" and f"step_{value + 10:08d}/__" in str(arguments[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), arguments[0])
+
+    if rank == 1:
+        sys.addaudithook(hook)
+    fall_back(rank, checkpoints, value)
+
+
+@pytest.mark.parametrize("owner", range(NUM_RANKS))
+def test_a_damaged_file_of_one_rank_counts_for_all(tmp_path, owner):
+    assert in_ranks(save_twice, tmp_path, 10) == 0
+    path = tmp_path / "run" / "checkpoints" / "step_00000020" / f"__{owner}_0.distcp"
+    flip_byte(path)
+    assert in_ranks(fall_back, tmp_path, 10) == 0
+    told = [(tmp_path / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
+    assert told[0] == told[1] and str(path) in told[0]
+
+
+def test_an_error_of_one_rank_s_disk_counts_for_all(tmp_path):
+    assert in_ranks(save_twice, tmp_path, 10) == 0
+    assert in_ranks(cannot_read_on_rank_1, tmp_path, 10) == 0
+    told = [(tmp_path / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
+    assert told[0] == told[1] and "Input/output error" in told[0]
