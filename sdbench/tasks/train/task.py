@@ -114,7 +114,8 @@ class Train(TrainingTask):
         if resumed is not None:
             self._tell_of_resume(resumed)
         if first_step >= plan.num_steps:
-            return {"summary": NOTHING_LEFT | {"first_step": first_step}}
+            summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
+            return {"summary": summary}
         wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
         wandb_log.start(config=self._settings(), folder=run.folder, has_parts=True)
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
@@ -165,6 +166,7 @@ class Train(TrainingTask):
             raise
         hooks.close()
         fields = self._summary(job, measurements, hooks, first_step=first_step)
+        fields["summary"] |= self._totals(run.folder)
         wandb_log.finish(fields["summary"])
         return fields
 
@@ -243,6 +245,12 @@ class Train(TrainingTask):
                 "num_dropped_samples": job.loader.stats.num_dropped_samples,
             },
         }
+
+    def _totals(self, folder: Path) -> dict[str, Any]:
+        """Figures of the run over all its processes; on the first rank, which has its files."""
+        if self.plan.ranks.rank != 0:
+            return {}
+        return TrainLog(folder).totals(images_per_step=self.plan.config.batch_size)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""
