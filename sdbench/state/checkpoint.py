@@ -130,17 +130,20 @@ class Checkpoint:
     def check_share(self) -> None:
         """Check the checksums of this rank's share of the files, which it reads from end to end.
 
+        The ranks of each node check all files: a disk or a cache may fail on one node alone, and
+        what has been read here is loaded from memory.
+
         Raises:
             ConfigError: A file is damaged or cannot be read.
         """
-        for name in sorted(self.files)[self.ranks.rank :: self.ranks.world_size]:
+        for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
             self._check_file(name)
 
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
 
-        The ranks share the check of all checksums, where it has not been done before. Nothing is
-        loaded where one of them finds fault.
+        Checksums are checked where that has not been done before. Nothing is loaded where one rank
+        finds fault.
 
         Args:
             tensors: Any of those that were saved, by name, on any device. DTensors may be shared

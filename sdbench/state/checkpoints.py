@@ -111,8 +111,8 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole to its last byte. All ranks call it.
 
-        The ranks share the check of all checksums; a file that one of them cannot read counts for
-        all. What is passed over is printed.
+        All checksums are checked; a file that one rank cannot read counts for all. What is passed
+        over is printed.
 
         Returns:
             The checkpoint, the same on all ranks; None where none has been saved.
@@ -311,7 +311,7 @@ def _newest_of(
                 found.check_share()
         except ConfigError as error:
             fault = f"{error.what} ({error.value})"
-        faults = [fault for fault in gather(fault, ranks) if fault is not None]
+        faults = [found_by_rank for found_by_rank in gather(fault, ranks) if found_by_rank]
         if not faults:
             return dataclasses.replace(found, is_checked=reads_all, passed_over=tuple(passed_over))
         passed_over.append(faults[0])

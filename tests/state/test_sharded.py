@@ -40,7 +40,7 @@ def shared_out(value):
     return dict(model.named_parameters())
 
 
-def in_ranks(work, folder, value):
+def in_ranks(work, folder, value, *, num_nodes=1):
     """Call `work(rank, checkpoints, value)` on two ranks, and return the largest exit code."""
 
     def program():
@@ -51,7 +51,7 @@ def in_ranks(work, folder, value):
         torch.distributed.destroy_process_group()
         return 0
 
-    with forked_ranks(program, folder) as ranks:
+    with forked_ranks(program, folder, num_nodes=num_nodes) as ranks:
         return max(map(abs, exit_codes(ranks)))
 
 
@@ -143,30 +143,34 @@ def fall_back(rank, checkpoints, value):
     (checkpoints.folder.parent / f"told.{rank}").write_text("\n".join(newest.passed_over))
 
 
-def cannot_read_on_rank_1(rank, checkpoints, value):
-    """As `fall_back`, with a disk that fails on one rank, in any data file of the newest."""
-
-    def hook(event, arguments):
-        if event == "open" and f"step_{value + 10:08d}/__" in str(arguments[0]):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), arguments[0])
-
-    if rank == 1:
-        sys.addaudithook(hook)
-    fall_back(rank, checkpoints, value)
-
-
 @pytest.mark.parametrize("owner", range(NUM_RANKS))
 def test_a_damaged_file_of_one_rank_counts_for_all(tmp_path, owner):
     assert in_ranks(save_twice, tmp_path, 10) == 0
     path = tmp_path / "run" / "checkpoints" / "step_00000020" / f"__{owner}_0.distcp"
     flip_byte(path)
     assert in_ranks(fall_back, tmp_path, 10) == 0
-    told = [(tmp_path / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
-    assert told[0] == told[1] and str(path) in told[0]
+    assert_told(tmp_path, str(path))
 
 
-def test_an_error_of_one_rank_s_disk_counts_for_all(tmp_path):
-    assert in_ranks(save_twice, tmp_path, 10) == 0
-    assert in_ranks(cannot_read_on_rank_1, tmp_path, 10) == 0
-    told = [(tmp_path / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
-    assert told[0] == told[1] and "Input/output error" in told[0]
+@pytest.mark.parametrize("owner", range(NUM_RANKS))
+def test_a_file_that_one_node_cannot_read_counts_for_all(tmp_path, owner):
+    """Whichever file it is, also one that another rank has written."""
+
+    def hook(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(f"step_00000020/__{owner}_0.distcp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), arguments[0])
+
+    def fall_back_on_a_bad_disk(rank, checkpoints, value):
+        if rank == 1:
+            sys.addaudithook(hook)
+        fall_back(rank, checkpoints, value)
+
+    assert in_ranks(save_twice, tmp_path, 10, num_nodes=2) == 0
+    assert in_ranks(fall_back_on_a_bad_disk, tmp_path, 10, num_nodes=2) == 0
+    assert_told(tmp_path, "Input/output error")
+
+
+def assert_told(folder, reason):
+    """Both ranks know why the newest checkpoint was passed over."""
+    told = [(folder / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
+    assert told[0] == told[1] and reason in told[0]
