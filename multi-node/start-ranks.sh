@@ -2,7 +2,9 @@
 # Start the ranks of this node, whatever has started this script: Slurm, Kubeflow's operators, or a
 # person on one machine after the other.
 #
-#     start-ranks.sh [ARGUMENTS OF benchmark.py]
+#     start-ranks.sh [PROGRAM] [ARGUMENTS OF THE PROGRAM]
+#
+# PROGRAM is benchmark.py (default), train.py or generate.py.
 #
 # It reads the place of the node from the environment. The first name that is set counts:
 #
@@ -58,6 +60,17 @@ count_gpus() {
     nvidia-smi --list-gpus | wc -l
   fi
 }
+
+program=benchmark.py
+if [[ ${1:-} == *.py ]]; then
+  program=$1
+  shift
+fi
+case $program in
+  benchmark.py | train.py | generate.py) ;;
+  *) refuse "the program is unknown" "$program" "benchmark.py, train.py or generate.py" \
+    "the first argument" ;;
+esac
 
 launcher=${LAUNCHER:-composer}
 case $launcher in
@@ -130,4 +143,4 @@ if ! command -v "$launcher" > /dev/null; then
   refuse "the launcher is not installed" "$launcher" "an environment with requirements.txt" PATH
 fi
 exec python3 -m sdbench.launch.node "$GRACE_S" \
-  "$launcher" "${options[@]}" benchmark.py "$@"
+  "$launcher" "${options[@]}" "$program" "$@"

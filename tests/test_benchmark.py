@@ -183,6 +183,18 @@ def test_bad_input_exits_with_2_and_leaves_no_record(tmp_path, capsys):
     assert (refusal.flag, refusal.value) == ("--image_size", 100)
 
 
+def test_tasks_of_srun_are_refused_unless_each_knows_its_rank(capsys, monkeypatch):
+    argv = ["--model_name", "tiny", "--use_synth_data", "--print_config"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert benchmark.main(argv) == 2
+    assert printed_refusal(capsys.readouterr().err).value == "2 tasks without RANK"
+    monkeypatch.setenv("RANK", "0")  # as a launcher sets it, or a user for runs of their own
+    assert benchmark.main(argv) == 0
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert benchmark.main(argv) == 0
+
+
 def test_a_loss_that_is_not_a_number_is_an_invalid_run(tmp_path, capsys):
     record, exit_code = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
     assert exit_code == 1

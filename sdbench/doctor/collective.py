@@ -16,7 +16,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding, Job, bounded, describe
 from sdbench.doctor.gpus import nvlink_gb_per_s, read_gpus
 from sdbench.doctor.network import describe_nics, find_active_nics
-from sdbench.ranks.distributed import Ranks, connect
+from sdbench.ranks.distributed import Ranks, connect, num_tasks_without_launcher
 
 # As in multi-node/2.train.sbatch: jobs that share a node get ports of their own, below those that
 # Linux gives to clients.
@@ -37,9 +37,8 @@ def find_ranks() -> Ranks:
         ConfigError: There are several ranks, and nothing says where the first one is.
     """
     step = os.environ
-    # srun alone sets these; a batch script and a shell in an allocation have other names.
-    num_tasks = int(step.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "RANK" not in step and num_tasks > 1:
+    num_tasks = num_tasks_without_launcher()
+    if num_tasks > 1:
         tasks_per_node = num_tasks // int(step["SLURM_STEP_NUM_NODES"])
         port = FIRST_PORT + int(step["SLURM_JOB_ID"]) % NUM_PORTS
         step["RANK"], step["WORLD_SIZE"] = step["SLURM_PROCID"], str(num_tasks)

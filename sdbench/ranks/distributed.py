@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from sdbench.base.errors import RunError
+from sdbench.base.errors import ConfigError, RunError
 
 T = TypeVar("T")
 
@@ -45,6 +45,34 @@ class Ranks:
     def num_nodes(self) -> int:
         """Nodes of the run, each with the same number of ranks."""
         return self.world_size // self.local_world_size
+
+
+def num_tasks_without_launcher() -> int:
+    """How many processes srun has started beside and with this one, if no launcher is between them.
+
+    srun alone sets the variable; a batch script and a shell in an allocation have other names.
+    """
+    return 1 if "RANK" in os.environ else int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
+def refuse_tasks_without_launcher() -> None:
+    """Refuse processes of srun that would each train for itself, and all write the same folder.
+
+    Which GPU a task is given, and where the others are, depends on the cluster: a launcher on each
+    node knows both.
+
+    Raises:
+        ConfigError: There are several, and nothing says that they are to.
+    """
+    num_tasks = num_tasks_without_launcher()
+    if num_tasks > 1:
+        raise ConfigError(
+            "srun has started processes that know nothing of each other",
+            value=f"{num_tasks} tasks without RANK",
+            allowed="one task on each node, which starts torchrun or composer, as "
+            "multi-node/2.train.sbatch has it; RANK=0 for a run of each task's own",
+            flag="--ntasks of srun, or RANK (in the environment)",
+        )
 
 
 def num_restarts() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +24,20 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return events
+
+
+def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the stops of a run have cost, over all its processes.
+
+    Args:
+        events: Of the run.
+
+    Returns:
+        ``num_restarts``; ``num_lost_steps``, those of steps.csv behind a checkpoint, which were
+        trained again, and ``lost_s``, the training time that they had taken; ``down_s``, the time
+        from the last line that a process wrote to the first step of the next.
+    """
+    restarts = [event for event in events if event["event"] == "begin"][1:]
+    facts = ("num_lost_steps", "lost_s", "down_s")
+    sums = {fact: sum(restart[fact] for restart in restarts) for fact in facts}
+    return {"num_restarts": len(restarts), **sums}

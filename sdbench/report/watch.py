@@ -12,6 +12,7 @@ from typing import Any
 from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK
 from sdbench.base.files import replace_file
 from sdbench.base.units import BYTES_PER_GIB
+from sdbench.record.history import cost_of_stops
 from sdbench.record.store import OK, UNFINISHED_REASON, utc_now
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import plain_style
@@ -126,6 +127,8 @@ def _make_state(run: TrainingRun) -> Table:
         state = f"{state}: {record['reason']}"
     if record["reason"] == UNFINISHED_REASON:
         state = "training, or killed"
+    stops = cost_of_stops(run.events)
+    kept_s = (images_per_step / steps["images_per_second"]).sum()
     figures = {"state": state, "steps": f"{_last_step(run):,} of {num_steps:,}"}
     if not steps.empty:
         last = steps.iloc[-1]
@@ -135,7 +138,7 @@ def _make_state(run: TrainingRun) -> Table:
             "learning rate": f"{last['learning_rate']:.3g}",
             "images/s": format_number(last["images_per_second"]),
             "data wait": f"{last['data_wait_percent']:.1f} %",
-            "trained": _duration((images_per_step / steps["images_per_second"]).sum()),
+            "trained": _duration(kept_s + stops["lost_s"]),
             "left to train": _duration(num_left * images_per_step / last["images_per_second"]),
         }
     if validations := run.of("validation"):
@@ -147,8 +150,9 @@ def _make_state(run: TrainingRun) -> Table:
             figures[name] = _duration(seconds)
     if saves := run.of("save"):
         figures["waiting for checkpoints"] = _duration(sum(one["stall_s"] for one in saves))
-    lost = sum(one["num_lost_steps"] for one in run.restarts)
-    figures["restarts"] = f"{len(run.restarts)}, {lost:,} steps trained again"
+    figures["restarts"] = f"{stops['num_restarts']}"
+    if run.restarts:
+        figures["lost by them"] = _describe_loss(stops)
     rows = [{"what": name, "figure": figure} for name, figure in figures.items()]
     return make_table(rows, name="state", caption="Figures of now")
 
@@ -177,11 +181,28 @@ def _make_events(run: TrainingRun) -> Table:
             "time, UTC": _without_zone(one["time_utc"]),
             "step": one["step"],
             "event": "restart" if one in run.restarts else EVENTS_IN_WORDS[one["event"]],
-            "details": _describe_save(one) if one["event"] == "save" else "",
+            "details": _describe_event(run, one),
         }
         for one in shown[: -MAX_ROWS - 1 : -1]
     ]
     return make_table(rows, name="events", caption="Starts, checkpoints and ends")
+
+
+def _describe_event(run: TrainingRun, event: dict[str, Any]) -> str:
+    if event["event"] == "save":
+        return _describe_save(event)
+    if event in run.restarts:
+        passed_over = [f"passed over: {reason}" for reason in event["passed_over"]]
+        return "; ".join([_describe_loss(event), *passed_over])
+    return ""
+
+
+def _describe_loss(facts: dict[str, Any]) -> str:
+    """What a restart, or all of them, have cost."""
+    return (
+        f"{facts['num_lost_steps']:,} steps, {_duration(facts['lost_s'])} of training; "
+        f"stood still for {_duration(facts['down_s'])}"
+    )
 
 
 def _describe_save(save: dict[str, Any]) -> str:

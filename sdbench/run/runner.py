@@ -26,7 +26,11 @@ from sdbench.base.stop import (
     stop_signals_raise,
 )
 from sdbench.ranks import distributed
-from sdbench.ranks.distributed import Ranks, let_first_rank_end
+from sdbench.ranks.distributed import (
+    Ranks,
+    let_first_rank_end,
+    refuse_tasks_without_launcher,
+)
 
 if TYPE_CHECKING:
     from sdbench.run.outcome import RunRecord
@@ -79,6 +83,7 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
     from sdbench.measure import startup
     from sdbench.record.store import OutputLog
 
+    refuse_tasks_without_launcher()
     clock = startup.StartupClock(before_main_s=startup.seconds_before_now())
     log = OutputLog()
     with log.capture(), stop_signals_raise(), contextlib.ExitStack() as resources:

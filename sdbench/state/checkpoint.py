@@ -65,7 +65,7 @@ warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: all its files are there, with the sizes that they were saved with.
+    """A checkpoint: all its files are there, with the sizes that they were saved with.
 
     Attributes:
         folder: Where it is.
@@ -73,6 +73,8 @@ class Checkpoint:
         facts: What was saved about the run beside the tensors.
         files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
         ranks: Who reads it.
+        is_checked: Whether the checksums of all files have been found right.
+        passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
     """
 
     folder: Path
@@ -80,16 +82,19 @@ class Checkpoint:
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
     ranks: Ranks = ALONE
+    is_checked: bool = False
+    passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Open a checkpoint, to be read by this process alone.
+    def open(cls, folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
+        """Open a checkpoint.
 
         Args:
             folder: Of the checkpoint.
+            ranks: Who reads it.
 
         Raises:
-            ConfigError: It is not whole.
+            ConfigError: A file is missing or has another size, or the description is damaged.
         """
         path = folder / DESCRIPTION_NAME
         try:
@@ -102,11 +107,14 @@ class Checkpoint:
         if content.pop("schema_version") != SCHEMA_VERSION:
             raise _damaged(path, f"its schema_version is not {SCHEMA_VERSION}")
         for name, described in content["files"].items():
-            size = (folder / name).stat().st_size if (folder / name).is_file() else None
+            try:
+                size = (folder / name).stat().st_size
+            except OSError as error:
+                raise _unreadable(folder / name, error) from None
             if size != described["bytes"]:
-                found = "it is missing" if size is None else f"it has {size} bytes"
-                raise _damaged(folder / name, f"{found}; {described['bytes']} were saved")
-        return cls(folder=folder, **content)
+                what = f"it has {size} bytes; {described['bytes']} were saved"
+                raise _damaged(folder / name, what)
+        return cls(folder=folder, ranks=ranks, **content)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What was saved: the whole size and the dtype of each tensor, on the meta device.
@@ -119,10 +127,23 @@ class Checkpoint:
             for name, saved in self._read_metadata().state_dict_metadata.items()
         }
 
+    def check_share(self) -> None:
+        """Check the checksums of this rank's share of the files, which it reads from end to end.
+
+        The ranks of each node check all files: a disk or a cache may fail on one node alone, and
+        what has been read here is loaded from memory.
+
+        Raises:
+            ConfigError: A file is damaged or cannot be read.
+        """
+        for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
+            self._check_file(name)
+
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
 
-        The ranks share the check of all checksums. Nothing is loaded where one of them finds fault.
+        Checksums are checked where that has not been done before. Nothing is loaded where one rank
+        finds fault.
 
         Args:
             tensors: Any of those that were saved, by name, on any device. DTensors may be shared
@@ -133,8 +154,8 @@ class Checkpoint:
         """
         fault = None
         try:
-            for name in sorted(self.files)[self.ranks.rank :: self.ranks.world_size]:
-                self._check_file(name)
+            if not self.is_checked:
+                self.check_share()
             self._check_tensors(tensors)
         except ConfigError as error:
             fault = error
@@ -152,7 +173,7 @@ class Checkpoint:
         try:
             found = describe_file(self.folder / name)
         except OSError as error:
-            raise _damaged(self.folder / name, f"it cannot be read ({error.strerror})") from None
+            raise _unreadable(self.folder / name, error) from None
         if found != self.files[name]:
             raise _damaged(self.folder / name, "its checksum is not the one that was saved")
 
@@ -251,6 +272,10 @@ def _crc32_of(content: Any) -> str:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.size())}"
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return _damaged(path, f"it cannot be read ({error.strerror})")
 
 
 def _damaged(path: Path, what: str) -> ConfigError:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.ranks.distributed import Ranks, broadcast, maximum_on_hosts
-from sdbench.state.checkpoint import Checkpoint
+from sdbench.ranks.distributed import Ranks, broadcast, gather, maximum_on_hosts
+from sdbench.state.checkpoint import ALONE, Checkpoint
 from sdbench.state.writer import (
     CheckpointWriter,
     CopyingPlanner,
@@ -112,10 +112,24 @@ class Checkpoints:
         self._reports: list[SaveReport] = []
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; what is passed over for it is printed. All ranks call it."""
-        found = find_newest(self.folder.parent) if self._ranks.rank == 0 else None
-        found = broadcast(found, self._ranks)
-        return None if found is None else dataclasses.replace(found, ranks=self._ranks)
+        """The newest checkpoint that is whole to its last byte. All ranks call it.
+
+        All checksums are checked; a file that one rank cannot read counts for all. What is passed
+        over is printed.
+
+        Returns:
+            The checkpoint, the same on all ranks; None where none has been saved.
+
+        Raises:
+            ConfigError: All of them are damaged.
+        """
+        steps = broadcast(_list_steps(self.folder), self._ranks)
+        found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
+        if self._ranks.rank == 0:
+            for remains in find_remains(self.folder):
+                print(f"A checkpoint that was not finished is passed over: {remains}", flush=True)
+            tell_of_passed_over(found)
+        return found
 
     def begin_save(
         self,
@@ -144,7 +158,7 @@ class Checkpoints:
             if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
-        writer = CheckpointWriter(self._path(step), step=step, facts=facts)
+        writer = CheckpointWriter(_path_of(self.folder, step), step=step, facts=facts)
         ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
 
@@ -255,27 +269,71 @@ class Checkpoints:
         for old in steps[: -self._keep]:
             if not self._keep_every or old % self._keep_every != 0:
                 with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
-                    hide(self._path(old))
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"{PREFIX}{step:08d}"
+                    hide(_path_of(self.folder, old))
 
 
 def find_newest(run: Path) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; what is passed over for it is printed.
+    """The newest checkpoint of a run whose files have the right sizes, for this process alone.
 
     Args:
         run: Folder of the run.
+
+    Returns:
+        The checkpoint, of which only the description has been read; None where there is none.
+
+    Raises:
+        ConfigError: All of them are damaged.
     """
     folder = run / FOLDER_NAME
-    for remains in find_remains(folder):
-        print(f"A checkpoint that is not whole is passed over: {remains}", flush=True)
-    for step in reversed(_list_steps(folder)):
+    return _newest_of(folder, _list_steps(folder), ranks=ALONE, reads_all=False)
+
+
+def tell_of_passed_over(found: Checkpoint | None) -> None:
+    """Print why newer checkpoints were not taken."""
+    for reason in found.passed_over if found is not None else ():
+        print(f"A checkpoint is passed over. {reason}", flush=True)
+
+
+def _newest_of(
+    folder: Path, steps: Sequence[int], *, ranks: Ranks, reads_all: bool
+) -> Checkpoint | None:
+    """The newest whole checkpoint of these steps; all ranks find the same.
+
+    Args:
+        folder: Of the checkpoints.
+        steps: In rising order.
+        ranks: Who takes part.
+        reads_all: Check the checksums of all files, and not their sizes alone.
+
+    Raises:
+        ConfigError: None is whole.
+    """
+    passed_over: list[str] = []
+    for step in reversed(steps):
+        fault = None
         try:
-            return Checkpoint.open(folder / f"{PREFIX}{step:08d}")
+            found = Checkpoint.open(_path_of(folder, step), ranks=ranks)
+            if reads_all:
+                found.check_share()
         except ConfigError as error:
-            print(f"A checkpoint is passed over. {error.what} ({error.value})", flush=True)
+            fault = f"{error.what} ({error.value})"
+        faults = [found_by_rank for found_by_rank in gather(fault, ranks) if found_by_rank]
+        if not faults:
+            return dataclasses.replace(found, is_checked=reads_all, passed_over=tuple(passed_over))
+        passed_over.append(faults[0])
+    if passed_over:
+        raise ConfigError(
+            "none of the run's checkpoints is whole",
+            value=passed_over,
+            allowed=f"one that is, put back into {folder}; to begin anew from step 0: another "
+            f"--run_name, or this one without {folder}",
+            flag="--run_name",
+        )
     return None
+
+
+def _path_of(folder: Path, step: int) -> Path:
+    return folder / f"{PREFIX}{step:08d}"
 
 
 def _list_steps(folder: Path) -> list[int]:

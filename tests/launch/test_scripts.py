@@ -158,6 +158,14 @@ def test_ranks_are_started_as_the_scheduler_says(start_ranks, variables, launche
     assert done.stdout.splitlines()[-1] == launched
 
 
+def test_another_program_may_stand_first(start_ranks):
+    done = start_ranks("train.py", "--run_name", "a b.py")
+    launched = "composer --nproc 1 --world_size 1 --node_rank 0 train.py --run_name a b.py"
+    assert done.stdout.splitlines()[-1] == launched
+    done = start_ranks("tran.py")
+    assert done.returncode == 2 and "got 'tran.py'; allowed: benchmark.py, " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

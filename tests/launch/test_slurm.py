@@ -5,6 +5,8 @@ Pyxis is a stub that takes its options and starts no container; all else is Slur
 
 from __future__ import annotations
 
+import csv
+import functools
 import os
 import shutil
 import sys
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+import train
 from sdbench.cli import main
 from sdbench.launch import submit
 from sdbench.record.store import load_record
+from tests.forked import exit_codes, forked_ranks
 from tests.launch.slurm_cluster import SlurmCluster, reason_to_skip
 
 pytestmark = pytest.mark.system
@@ -40,6 +44,8 @@ VARIABLES = {
 # torchrun is there in a third of the time that composer takes.
 QUICK = {**VARIABLES, "LAUNCHER": "torchrun"}
 TIMEOUT_S = 120
+# Of a training run: seconds, so that it is stopped on its way.
+NUM_STEPS = 300
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -56,7 +62,7 @@ def cluster():
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """The folder multi-node of a checkout, to submit from."""
-    for name in ("benchmark.py", "sdbench", ".venv"):
+    for name in ("benchmark.py", "train.py", "sdbench", ".venv"):
         if (ROOT / name).exists():
             (tmp_path / name).symlink_to((ROOT / name).resolve())
     shutil.copytree(ROOT / "multi-node", tmp_path / "multi-node")
@@ -145,6 +151,55 @@ def test_a_job_that_lost_a_node_measures_again_and_a_cancelled_one_says_so(clust
     assert (again["ranks"]["restarts"], again["ranks"]["num_nodes"]) == (1, 2)
     assert again["status"] == "interrupted"
     assert "SIGTERM" in again["reason"]
+
+
+def test_a_job_that_is_requeued_while_it_trains_goes_on_by_itself(cluster, folder, tmp_path):
+    """A run without a stop, of the same ranks on this machine, has the same losses."""
+    recipe = (*TINY, "--batch_size", "2", "--max_duration", f"{NUM_STEPS}ba", "--use_ema")
+    recipe += ("--log_every_batches", "1", "--run_name", "first", "--resume", "auto")
+    number = cluster.submit(*ONE_RANK_EACH, "train.py", *recipe, folder=folder, **QUICK)
+    wait_for_step(cluster, number, folder)
+    cluster.run("scontrol", "requeue", str(number))
+    cluster.wait(number, states=("PENDING", *ENDED), timeout_s=TIMEOUT_S)
+    cluster.wait_until_idle()
+    run = folder.parent / "runs" / "first"
+    stopped = load_record(run)
+    assert stopped["status"] == "interrupted" and "SIGTERM" in stopped["reason"]
+    # Slurm would hold it back for a minute or two.
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(folder)
+    record = load_record(run)
+    assert (record["status"], record["ranks"]["restarts"]) == ("ok", 1)
+    summary = record["summary"]
+    assert 0 < summary["first_step"] < NUM_STEPS
+    assert (summary["num_restarts"], summary["num_lost_steps"]) == (1, 0)
+
+    whole = functools.partial(train.main, [*recipe, "--results_dir", str(tmp_path / "whole")])
+    with forked_ranks(whole, tmp_path) as ranks:
+        assert exit_codes(ranks, timeout_s=TIMEOUT_S) == [0, 0]
+    losses, expected = (read_losses(place) for place in (run, tmp_path / "whole" / "first"))
+    assert [step for step, _ in losses] == [str(step) for step in range(1, NUM_STEPS + 1)]
+    assert losses == expected
+
+
+def test_processes_of_srun_need_a_launcher(cluster, tmp_path):
+    command = f"{sys.executable} {ROOT}/benchmark.py {' '.join(TINY)} --print_config >&2"
+    lines = ("#!/bin/bash", *(f"{srun}{command}; echo $?" for srun in ("", "srun -n1 ", "srun ")))
+    (tmp_path / "job.sbatch").write_text("\n".join([*lines, ""]))
+    options = ("--nodes=1", "--ntasks=2", "--output=codes.txt", "--error=log.txt", "job.sbatch")
+    number = cluster.submit(*options, folder=tmp_path, **VARIABLES)
+    job = cluster.wait(number, states=ENDED, timeout_s=TIMEOUT_S)
+    log = (tmp_path / "log.txt").read_text()
+    assert job["JobState"] == "COMPLETED", log
+    assert (tmp_path / "codes.txt").read_text().split() == ["0", "0", "2"], log
+    assert "got '2 tasks without RANK'; allowed: one task on each node" in log
+
+
+def read_losses(run: Path) -> list[tuple[str, str]]:
+    """Step and loss of each row of steps.csv."""
+    with (run / "steps.csv").open(newline="") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
 
 
 def test_an_image_that_is_not_there_is_refused_before_anything_starts(cluster, folder):

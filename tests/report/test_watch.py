@@ -87,12 +87,19 @@ def make_run(folder, *, steps=(), events=(), status="failed", reason=UNFINISHED_
 def run(tmp_path):
     """A run that has been killed once, whose newest event is cut off."""
     events = [
-        event("begin", 0, num_lost_steps=0),
+        event("begin", 0, num_lost_steps=0, lost_s=0.0, down_s=0.0, passed_over=[]),
         event("validation", 1000, seconds=3.0, loss=0.5, ema_loss=0.6, by_timestep=[0.9, 0.1]),
         event("samples", 1000, seconds=4.0, file="samples/step_00001000.png", num_pictures=1),
         save(1000),
         save(2000, error="No space <left>"),
-        event("begin", 1000, num_lost_steps=1020),
+        event(
+            "begin",
+            1000,
+            num_lost_steps=1020,
+            lost_s=510.0,
+            down_s=300.0,
+            passed_over=["A byte is another one (<file>)"],
+        ),
         event("validation", 2000, seconds=3.0, loss=0.4, ema_loss=0.3, by_timestep=[0.7, 0.1]),
         event("validation", 3000, seconds=3.0, loss=0.45, ema_loss=0.2, by_timestep=[0.8, 0.1]),
     ]
@@ -117,14 +124,15 @@ def test_the_page_tells_where_the_run_is(run):
             "learning rate": "0.0001",
             "images/s": "8",
             "data wait": "0.5 %",
-            "trained": "0:33:20",  # 4,000 steps of half a second
+            "trained": "0:41:50",  # 4,000 and 1,020 steps of half a second
             "left to train": "0:08:20",
             "validation loss, newest": "0.4500 at step 3,000",
             "validation loss, lowest": "0.4000 at step 2,000",
             "validating": "0:00:09",
             "drawing pictures": "0:00:04",
             "waiting for checkpoints": "0:00:01",
-            "restarts": "1, 1,020 steps trained again",
+            "restarts": "1",
+            "lost by them": "1,020 steps, 0:08:30 of training; stood still for 0:05:00",
         }
         == state
     )
@@ -136,7 +144,12 @@ def test_the_page_tells_where_the_run_is(run):
         ["1000", "0.5", "0.6"],
     ]
     assert [row[1:] for row in tables["events"][1:]] == [
-        ["1000", "restart"],
+        [
+            "1000",
+            "restart",
+            "1,020 steps, 0:08:30 of training; stood still for 0:05:00; "
+            "passed over: A byte is another one (<file>)",
+        ],
         ["2000", "checkpoint", "not saved: No space <left>"],
         ["1000", "checkpoint", "1 GiB in 2 s; training waited 0.5 s"],
         ["0", "start"],
@@ -167,7 +180,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert state[1:] == [
         ["state", "training, or killed"],
         ["steps", "0 of 5,000"],
-        ["restarts", "0, 0 steps trained again"],
+        ["restarts", "0"],
     ]
     assert draw_run(read_run(run)) is None
 
@@ -182,6 +195,8 @@ def test_the_page_follows_the_run_to_its_end(run, monkeypatch):
         if len(pages) == 2:
             summary = {"train_s": 1.0, "other_s": {}, "first_step": 0, "num_saved": 1}
             summary |= dict.fromkeys(("images_per_second", "loss_last", "peak_memory_gib"))
+            summary |= {"total_train_s": 1.0, "num_restarts": 0, "num_lost_steps": 0}
+            summary |= {"lost_s": 0.0, "down_s": 0.0}
             record |= {"status": "ok", "reason": None, "duration_s": 1.0, "summary": summary}
         (run / "record.json").write_text(json.dumps(record))
 

@@ -46,3 +46,15 @@ def holds(checkpoint, value):
 def names(folder):
     """What is in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def flip_byte(path, *, where=0.5):
+    """Damage a file as a disk may: its size stays, and one bit of it is another one.
+
+    Args:
+        path: Of the file.
+        where: Place of the bit, as a share of the file.
+    """
+    content = bytearray(path.read_bytes())
+    content[int(where * (len(content) - 2))] ^= 1
+    path.write_bytes(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import multiprocessing
@@ -11,13 +12,15 @@ import resource
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from sdbench.base.errors import RunError
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.state.checkpoint import Checkpoint
 from tests.refusals import refused
-from tests.state.states import holds, make_checkpoints, make_state, names, save
+from tests.state.states import flip_byte, holds, make_checkpoints, make_state, names, save
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
@@ -123,20 +126,52 @@ def test_a_missing_or_truncated_file_is_named_and_the_checkpoint_passed_over(
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("where", [0, 0.5, 1])
-def test_a_flipped_byte_is_found_before_anything_is_loaded(two_checkpoints, name, where, capsys):
+def test_a_checkpoint_with_a_flipped_byte_is_passed_over(two_checkpoints, name, where, capsys):
     path = two_checkpoints.folder / "step_00000020" / name
-    content = bytearray(path.read_bytes())
-    content[int(where * (len(content) - 2))] ^= 1
-    path.write_bytes(content)
+    flip_byte(path, where=where)
     newest = two_checkpoints.newest()
-    if name == "checkpoint.json":
-        assert newest.step == 10
-        assert str(path) in capsys.readouterr().out
-        return
+    assert holds(newest, 10)
+    (reason,) = newest.passed_over
+    assert str(path) in reason
+    assert reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", (".metadata", "__0_0.distcp"))
+def test_nothing_is_loaded_of_a_checkpoint_with_a_flipped_byte(two_checkpoints, name):
+    path = two_checkpoints.folder / "step_00000020" / name
+    flip_byte(path)
     state = make_state(-1)
     with refused("--resume", value=str(path)):
-        newest.load_into(state)
+        Checkpoint.open(path.parent).load_into(state)
     assert all(torch.equal(state[name], tensor) for name, tensor in make_state(-1).items())
+
+
+def load_and_count(checkpoints):
+    """Load the checkpoint before the damaged one; each opening of a file reads it once."""
+    num_opened = collections.Counter()
+
+    def hook(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(".distcp"):
+            num_opened[Path(arguments[0]).parent.name] += 1
+
+    sys.addaudithook(hook)
+    assert holds(checkpoints.newest(), 10)
+    assert num_opened == {"step_00000020": 1, "step_00000010": 2}
+
+
+def test_a_checkpoint_is_read_twice_at_most(two_checkpoints):
+    flip_byte(two_checkpoints.folder / "step_00000020" / "__0_0.distcp")
+    assert in_fork(load_and_count, two_checkpoints) == 0
+
+
+def test_where_all_checkpoints_are_damaged_none_is_taken(two_checkpoints):
+    paths = [two_checkpoints.folder / f"step_000000{step}" / FILES[-1] for step in (20, 10)]
+    for path in paths:
+        flip_byte(path)
+    with pytest.raises(ConfigError) as caught:
+        two_checkpoints.newest()
+    assert len(caught.value.value) == 2
+    assert all(str(path) in fault for path, fault in zip(paths, caught.value.value, strict=True))
 
 
 class Harm:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import itertools
 import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 
@@ -18,7 +20,7 @@ from sdbench import state
 from sdbench.base.errors import RunError
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
 from tests.forked import NUM_RANKS, exit_codes, forked_ranks
-from tests.state.states import make_checkpoints, names
+from tests.state.states import flip_byte, make_checkpoints, names
 
 NUM_BYTES = 2**22
 
@@ -43,7 +45,7 @@ def shared_out(value):
     return dict(model.named_parameters())
 
 
-def in_ranks(work, folder, value):
+def in_ranks(work, folder, value, *, num_nodes=1):
     """Call `work(rank, checkpoints, value)` on two ranks, and return the largest exit code."""
 
     def program():
@@ -54,7 +56,7 @@ def in_ranks(work, folder, value):
         torch.distributed.destroy_process_group()
         return 0
 
-    with forked_ranks(program, folder) as ranks:
+    with forked_ranks(program, folder, num_nodes=num_nodes) as ranks:
         return max(map(abs, exit_codes(ranks)))
 
 
@@ -120,7 +122,7 @@ def learn_late_on_rank_0(rank, checkpoints, value):
         remove = state.checkpoints.remove_remains
         state.checkpoints.remove_remains = lambda folder: (may_end.wait(60), remove(folder))
     tensors = {f"part.{rank}": torch.zeros(NUM_BYTES, dtype=torch.uint8)}
-    checkpoints.begin_save(value, tensors, {}, copies=False)
+    checkpoints.begin_save(value, tensors, {})
     told = []
     for step in itertools.count():
         if step == 30:
@@ -156,3 +158,50 @@ def test_the_death_of_a_rank_ends_the_save_and_not_the_checkpoint_before(tmp_pat
     assert in_ranks(die_on_rank_1, tmp_path, 10) == signal.SIGKILL
     assert "step 20" in (tmp_path / "run" / "told").read_text()
     assert make_checkpoints(tmp_path / "run").newest().step == 10
+
+
+def save_twice(rank, checkpoints, value):
+    for step in (value, value + 10):
+        checkpoints.begin_save(step, {f"part.{rank}": torch.full((64,), step)}, {})
+        checkpoints.finish()
+
+
+def fall_back(rank, checkpoints, value):
+    newest = checkpoints.newest()
+    own = torch.zeros(64, dtype=torch.int64)
+    newest.load_into({f"part.{rank}": own})
+    assert torch.equal(own, torch.full((64,), value))
+    (checkpoints.folder.parent / f"told.{rank}").write_text("\n".join(newest.passed_over))
+
+
+@pytest.mark.parametrize("owner", range(NUM_RANKS))
+def test_a_damaged_file_of_one_rank_counts_for_all(tmp_path, owner):
+    assert in_ranks(save_twice, tmp_path, 10) == 0
+    path = tmp_path / "run" / "checkpoints" / "step_00000020" / f"__{owner}_0.distcp"
+    flip_byte(path)
+    assert in_ranks(fall_back, tmp_path, 10) == 0
+    assert_told(tmp_path, str(path))
+
+
+@pytest.mark.parametrize("owner", range(NUM_RANKS))
+def test_a_file_that_one_node_cannot_read_counts_for_all(tmp_path, owner):
+    """Whichever file it is, also one that another rank has written."""
+
+    def hook(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(f"step_00000020/__{owner}_0.distcp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), arguments[0])
+
+    def fall_back_on_a_bad_disk(rank, checkpoints, value):
+        if rank == 1:
+            sys.addaudithook(hook)
+        fall_back(rank, checkpoints, value)
+
+    assert in_ranks(save_twice, tmp_path, 10, num_nodes=2) == 0
+    assert in_ranks(fall_back_on_a_bad_disk, tmp_path, 10, num_nodes=2) == 0
+    assert_told(tmp_path, "Input/output error")
+
+
+def assert_told(folder, reason):
+    """Both ranks know why the newest checkpoint was passed over."""
+    told = [(folder / "run" / f"told.{rank}").read_text() for rank in range(NUM_RANKS)]
+    assert told[0] == told[1] and reason in told[0]

@@ -12,10 +12,12 @@ import pytest
 
 import train
 from sdbench.engines import load_engine
+from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.datasets import WRITERS
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
+from tests.state.states import flip_byte
 
 TINY = ("--model_name", "tiny", "--batch_size", "16")
 RECIPE = (
@@ -109,6 +111,48 @@ def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding):
     alone = ("--use_synth_data", "--engine", "torch", "--resume", "auto")
     assert run(tmp_path, "parts", 4, *alone) == 0
     assert len(losses(tmp_path, "parts")) == 4
+
+
+def in_two_ranks(folder, *args) -> tuple[list[int], str]:
+    """Train in two ranks; their exit codes, and what the first one printed."""
+    with forked_ranks(functools.partial(run, folder, *args), folder) as ranks:
+        codes = exit_codes(ranks, timeout_s=240)
+    return codes, log_of(folder, 0).read_text()
+
+
+def test_two_ranks_pass_over_a_checkpoint_with_a_damaged_file_of_one(tmp_path):
+    load_engine("torch")
+    importlib.import_module("sdbench.tasks.train.looks")
+    recipe = ("--use_synth_data", "--engine", "torch", "--save_every_batches", "2")
+    argv = ("one", 5, *recipe, "--resume", "auto")
+    assert in_two_ranks(tmp_path, "one", 4, *recipe)[0] == [0, 0]
+    before = losses(tmp_path, "one")
+    folder = tmp_path / "one" / "checkpoints"
+    damaged = folder / "step_00000004" / "__1_0.distcp"
+    flip_byte(damaged)
+    codes, printed = in_two_ranks(tmp_path, *argv)
+    assert codes == [0, 0], printed
+    assert str(damaged) in printed
+    *_, restart = [one for one in read_history(tmp_path / "one") if one["event"] == "begin"]
+    assert (restart["step"], restart["num_lost_steps"]) == (2, 2)
+    (reason,) = restart["passed_over"]
+    assert str(damaged) in reason
+    # Nothing of the damaged one was taken.
+    assert len(losses(tmp_path, "one")) == 5
+    assert losses(tmp_path, "one")[:4] == before
+
+    flip_byte(folder / "step_00000004" / "__0_0.distcp")
+    flip_byte(folder / "step_00000005" / "__0_0.distcp")
+    steps = losses(tmp_path, "one")
+    assert in_two_ranks(tmp_path, *argv)[0] == [2, 2]
+    record = load_record(tmp_path / "one")
+    assert record["status"] == "failed" and str(folder) in record["reason"]
+    assert losses(tmp_path, "one") == steps
+    for path in folder.glob("*/__0_0.distcp"):
+        path.unlink()
+    codes, printed = in_two_ranks(tmp_path, *argv)
+    assert codes == [2, 2]
+    assert printed_refusal(printed).flag == "--run_name"
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):

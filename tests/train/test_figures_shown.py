@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import struct
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 
 import train
 from sdbench.record.history import read_history
+from sdbench.record.store import load_record
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
 SHORT = (*TINY, "--log_every_batches", "2", "--lr", "0.001")
@@ -75,14 +78,35 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
     assert summary["first_step"] == 2
 
 
-def test_steps_that_a_kill_has_cost_are_told():
+def test_what_a_kill_has_cost_is_told():
     run(1)
     folder = Path("runs", "one")
     with (folder / "steps.csv").open("a") as file:  # as a process leaves it that was killed
-        file.write("2,0.5,0.001,9.0,0.1\n3,0.4,0.001,9.0,0.1\n")
-    assert [row["step"] for row in run(2)] == [1, 2]
-    begins = [event for event in read_history(folder) if event["event"] == "begin"]
-    assert [(event["step"], event["num_lost_steps"]) for event in begins] == [(0, 0), (1, 2)]
+        file.write("2,0.5,0.001,4.0,0.1\n3,0.4,0.001,4.0,0.1\n4,0.3")
+    *events, _ = (folder / "history.jsonl").read_text().splitlines(keepends=True)
+    (folder / "history.jsonl").write_text("".join(events))  # without its end
+    for name in ("steps.csv", "history.jsonl"):
+        hour_ago_s = time.time() - 3600
+        os.utime(folder / name, (hour_ago_s, hour_ago_s))
+    rows = run(2)
+    assert [row["step"] for row in rows] == [1, 2]
+    first, second = [event for event in read_history(folder) if event["event"] == "begin"]
+    assert (first["step"], first["num_lost_steps"], first["down_s"]) == (0, 0, 0.0)
+    # Two steps of two images at four images/s.
+    assert (second["step"], second["num_lost_steps"], second["lost_s"]) == (1, 2, 1.0)
+    assert 3600 < second["down_s"] < 3660
+    summary = load_record(folder)["summary"]
+    assert (summary["num_restarts"], summary["num_lost_steps"], summary["lost_s"]) == (1, 2, 1.0)
+    assert summary["down_s"] == second["down_s"]
+    kept_s = sum(2 / row["images_per_second"] for row in rows)
+    assert summary["total_train_s"] == pytest.approx(kept_s + 1.0)
+
+    # Going on behind the planned end costs nothing, however much later.
+    os.utime(folder / "history.jsonl", (hour_ago_s, hour_ago_s))
+    os.utime(folder / "steps.csv", (hour_ago_s, hour_ago_s))
+    run(3)
+    *_, third = [event for event in read_history(folder) if event["event"] == "begin"]
+    assert (third["step"], third["num_lost_steps"], third["down_s"]) == (2, 0, 0.0)
 
 
 def test_tensorboard_hides_the_steps_that_are_trained_again():

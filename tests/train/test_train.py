@@ -51,15 +51,18 @@ def test_killed_then_stopped_then_finished(tmp_path, repository):
     argv += ["--save_every_batches", "2", "--max_duration", "1000000ba"]
 
     def start_and_signal(number: int, *, num_steps: int) -> int:
-        process = subprocess.Popen([sys.executable, repository / "train.py", *argv])
-        deadline_s = time.monotonic() + 120
-        while not any(
-            int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
-        ):
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.05)
-        process.send_signal(number)
-        return process.wait(60)
+        with subprocess.Popen([sys.executable, repository / "train.py", *argv]) as process:
+            try:
+                deadline_s = time.monotonic() + 120
+                while not any(
+                    int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
+                ):
+                    assert process.poll() is None and time.monotonic() < deadline_s
+                    time.sleep(0.05)
+                process.send_signal(number)
+                return process.wait(60)
+            finally:
+                process.kill()  # it has no end of its own
 
     assert start_and_signal(signal.SIGKILL, num_steps=2) == -signal.SIGKILL
     assert start_and_signal(signal.SIGTERM, num_steps=6) == 1
@@ -69,9 +72,20 @@ def test_killed_then_stopped_then_finished(tmp_path, repository):
     argv[-1] = f"{last + 3}ba"
     assert train.main(argv) == 0
     assert [int(row["step"]) for row in rows(folder)] == list(range(1, last + 4))
-    begins = [event["step"] for event in events(folder, "begin")]
-    assert begins[0] == 0 and begins[1] >= 2 and begins[2] == last
-    assert load_record(folder)["summary"]["first_step"] == last
+    first, killed, stopped = events(folder, "begin")
+    assert first["step"] == 0 and killed["step"] >= 2 and stopped["step"] == last
+    # SIGTERM has cost no step; starting again has taken its time.
+    assert (stopped["num_lost_steps"], stopped["lost_s"]) == (0, 0)
+    assert killed["down_s"] > 0 and stopped["down_s"] > 0
+    summary = load_record(folder)["summary"]
+    assert (summary["first_step"], summary["num_restarts"]) == (last, 2)
+    assert summary["num_lost_steps"] == killed["num_lost_steps"]
+    assert summary["lost_s"] == killed["lost_s"]
+    assert summary["down_s"] == killed["down_s"] + stopped["down_s"]
+    kept_s = sum(4 / float(row["images_per_second"]) for row in rows(folder))
+    assert summary["total_train_s"] == pytest.approx(kept_s + killed["lost_s"])
+    assert sdbench(["watch", str(folder)]) == 0
+    assert "stood still for" in (folder / "watch.html").read_text()
 
 
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):

@@ -86,7 +86,11 @@ class TrainHooks:
             state.loaded(tensors, facts)
             self._saved_step = state.num_steps
         if self._log is not None:
-            self._log.begin(num_steps=state.num_steps)
+            self._log.begin(
+                num_steps=state.num_steps,
+                images_per_step=self._job.images_per_step,
+                passed_over=() if self._resumed is None else self._resumed.passed_over,
+            )
 
     def update_begins(self) -> None:
         """Wait for a save that still reads what the optimizer is about to change."""

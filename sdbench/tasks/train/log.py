@@ -6,12 +6,18 @@ import csv
 import io
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.files import replace_file
-from sdbench.record.history import HISTORY_NAME, TRAIN_STEP_COLUMNS
+from sdbench.record.history import (
+    HISTORY_NAME,
+    TRAIN_STEP_COLUMNS,
+    cost_of_stops,
+    read_history,
+)
 from sdbench.record.store import STEPS_NAME, utc_now
 from sdbench.run.tracker import Tracker
 
@@ -40,19 +46,37 @@ class TrainLog:
         self._history = folder / HISTORY_NAME
         self._trackers = trackers
 
-    def begin(self, *, num_steps: int) -> None:
+    def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
         """Forget the steps behind a checkpoint, which are trained again, and add the event.
 
         Args:
             num_steps: Steps of the checkpoint; 0 begins a new file.
+            images_per_step: Of all ranks together.
+            passed_over: As in `Checkpoint`.
         """
-        known: list[Sequence[Any]] = []
-        if self._steps.exists():
-            with self._steps.open(newline="", encoding="utf-8") as file:
-                known = list(csv.reader(file))[1:]
+        down_s = self._measure_silence()
+        known = self._read_steps()
         kept = [row for row in known if int(row[0]) <= num_steps]
+        lost = [row for row in known if int(row[0]) > num_steps]
         replace_file(self._steps, _as_csv([TRAIN_STEP_COLUMNS, *kept]))
-        self.add_event("begin", step=num_steps, num_lost_steps=len(known) - len(kept))
+        self.add_event(
+            "begin",
+            step=num_steps,
+            num_lost_steps=len(lost),
+            lost_s=_add_up_time(lost, images_per_step),
+            down_s=down_s,
+            passed_over=passed_over,
+        )
+
+    def totals(self, *, images_per_step: int) -> dict[str, Any]:
+        """Figures of the whole run: those of `cost_of_stops`, and the seconds trained.
+
+        Args:
+            images_per_step: Of all ranks together.
+        """
+        costs = cost_of_stops(read_history(self._folder))
+        kept_s = _add_up_time(self._read_steps(), images_per_step)
+        return {"total_train_s": kept_s + costs["lost_s"], **costs}
 
     def add_steps(self, rows: Sequence[Sequence[Any]]) -> None:
         """Append steps, each with the values of `TRAIN_STEP_COLUMNS`."""
@@ -80,6 +104,29 @@ class TrainLog:
                 tracker.log(figures, step=step)
             elif event == "samples":
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
+
+    def _read_steps(self) -> list[list[str]]:
+        """The rows of the steps; one that a full disk has cut off is left out."""
+        if not self._steps.exists():
+            return []
+        with self._steps.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))[1:]
+        return [row for row in rows if len(row) == len(TRAIN_STEP_COLUMNS)]
+
+    def _measure_silence(self) -> float:
+        """Seconds since an earlier process has last written; 0 if it had trained to its end."""
+        events = read_history(self._folder)
+        if not events or events[-1]["event"] == "end":
+            return 0.0
+        files = [path for path in (self._steps, self._history) if path.exists()]
+        written_s = max(path.stat().st_mtime for path in files)
+        return max(0.0, time.time() - written_s)
+
+
+def _add_up_time(rows: Sequence[Sequence[str]], images_per_step: int) -> float:
+    """Seconds of training that steps have taken."""
+    place = TRAIN_STEP_COLUMNS.index("images_per_second")
+    return sum(images_per_step / float(row[place]) for row in rows)
 
 
 def _as_csv(rows: Sequence[Sequence[Any]]) -> str:

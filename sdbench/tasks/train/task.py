@@ -67,7 +67,7 @@ class Train(TrainingTask):
             model_parts=config.model_parts,
             resolve_steps=_resolve_length,
         )
-        self._changes = self._compare_with_checkpoint()
+        self._refuse_another_run()
         self._initial = self._find_initial()
         self._check_looks()
 
@@ -111,10 +111,11 @@ class Train(TrainingTask):
         )
         resumed = checkpoints.newest() if config.resume == "auto" else None
         first_step = 0 if resumed is None else resumed.step
-        if resumed is not None and ranks.rank == 0:
+        if resumed is not None:
             self._tell_of_resume(resumed)
         if first_step >= plan.num_steps:
-            return {"summary": NOTHING_LEFT | {"first_step": first_step}}
+            summary = NOTHING_LEFT | {"first_step": first_step} | self._totals(run.folder)
+            return {"summary": summary}
         wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
         wandb_log.start(config=self._settings(), folder=run.folder, has_parts=True)
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
@@ -164,6 +165,7 @@ class Train(TrainingTask):
             raise
         hooks.close()
         fields = self._summary(job, measurements, hooks, first_step=first_step)
+        fields["summary"] |= self._totals(run.folder)
         wandb_log.finish(fields["summary"])
         return fields
 
@@ -171,18 +173,21 @@ class Train(TrainingTask):
         """As a checkpoint has them: without secrets."""
         return redact_values(dataclasses.asdict(self.plan.config))
 
-    def _compare_with_checkpoint(self) -> dict[str, tuple[Any, Any]]:
-        """The settings that differ from those of the checkpoint to go on from."""
+    def _refuse_another_run(self) -> None:
+        """Find out, before anything is written, that the checkpoint is another run's."""
         from sdbench.state.checkpoints import find_newest
 
         config: Any = self.plan.config
         self._found = None
         if config.resume == "auto":
             self._found = find_newest(Path(config.results_dir, config.run_name))
-        if self._found is None:
-            return {}
-        before = self._found.facts["config"]
-        return compare_settings(before, self._settings(), folder=self._found.folder)
+        if self._found is not None:
+            self._compare_with(self._found)
+
+    def _compare_with(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+        """The settings that differ from those of a checkpoint."""
+        before = checkpoint.facts["config"]
+        return compare_settings(before, self._settings(), folder=checkpoint.folder)
 
     def _check_looks(self) -> None:
         """Find mistakes about held-out samples and prompts before any weights are built."""
@@ -212,8 +217,11 @@ class Train(TrainingTask):
         return checkpoint
 
     def _tell_of_resume(self, resumed: Checkpoint) -> None:
+        changes = self._compare_with(resumed)
+        if self.plan.ranks.rank != 0:
+            return
         print(f"Going on from step {resumed.step} ({resumed.folder}).")
-        for name, (before, now) in self._changes.items():
+        for name, (before, now) in changes.items():
             print(f"  --{name}: {before} before, {now} now")
 
     def _summary(
@@ -242,6 +250,12 @@ class Train(TrainingTask):
                 "num_dropped_samples": job.loader.stats.num_dropped_samples,
             },
         }
+
+    def _totals(self, folder: Path) -> dict[str, Any]:
+        """Figures of the run over all its processes; on the first rank, which has its files."""
+        if self.plan.ranks.rank != 0:
+            return {}
+        return TrainLog(folder).totals(images_per_step=self.plan.config.batch_size)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""

@@ -14,7 +14,7 @@ from sdbench.models.architecture import Architecture
 from sdbench.models.components import MAKERS
 from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
 from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
-from sdbench.state.checkpoints import find_newest
+from sdbench.state.checkpoints import find_newest, tell_of_passed_over
 
 # Of the copies that an optimizer keeps of bf16 weights.
 COPIES_PREFIX = "fp32."
@@ -40,6 +40,7 @@ def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
             allowed="the folder of a run of train.py that has saved one, or a checkpoint",
             flag=flag,
         )
+    tell_of_passed_over(checkpoint)
     return checkpoint
 
 
