@@ -34,7 +34,15 @@ from sdbench import data
 from tests.data.datasets import indices
 with open(sys.argv[1], "rb") as file:
     configs = pickle.load(file)
-read = [indices(list(data.build(config))) for config in configs]
+read = []
+for config in configs:
+    loader = data.build(config)
+    read.append(indices(list(loader)))
+    samples = data.open_samples(config)
+    number_of = {samples.read(index).name: index for index in range(len(samples))}
+    state = loader.state_dict()
+    names = [loader.names_before(state, num_back=back) for back in range(len(loader))]
+    assert [number_of[name] for batch in names[::-1] for name in batch] == read[-1]
 with open(sys.argv[2], "wb") as file:
     pickle.dump(read, file)
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.files import replace_file
-from sdbench.record.history import HISTORY_NAME, TRAIN_STEP_COLUMNS
+from sdbench.record.history import BAD_BATCHES_NAME, HISTORY_NAME, TRAIN_STEP_COLUMNS
 from sdbench.record.store import STEPS_NAME, utc_now
 from sdbench.run.tracker import Tracker
 
@@ -64,7 +64,7 @@ class TrainLog:
                 tracker.log(figures, step=values["step"])
 
     def add_event(self, event: str, *, step: int, **facts: Any) -> None:
-        """Append an event: begin, end, save, validation, samples.
+        """Append an event: begin, end, save, validation, samples, bad_loss.
 
         Args:
             event: Its name.
@@ -80,6 +80,11 @@ class TrainLog:
                 tracker.log(figures, step=step)
             elif event == "samples":
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
+
+    def add_bad_batch(self, **facts: Any) -> None:
+        """Append a line about a batch, with these facts, as JSON values."""
+        line = json.dumps({"time_utc": utc_now(), **facts}, allow_nan=False)
+        _append(self._folder / BAD_BATCHES_NAME, line + "\n")
 
 
 def _as_csv(rows: Sequence[Sequence[Any]]) -> str:
