@@ -17,6 +17,7 @@ import torch
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base import constant
+from streaming.base.batching import generate_work
 from streaming.base.dataset import _ShardState
 from streaming.base.distributed import get_local_rank, maybe_init_dist
 from streaming.base.format import FileInfo
@@ -125,6 +126,20 @@ class CheckedStreamingDataset(StreamingDataset):
         else:
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
+
+    def first_batch(self, *, epoch: int, num_samples: int) -> list[int]:
+        """The samples of the batch that this rank has at a place in an epoch.
+
+        Streaming's order does not depend on the workers, and begins anew where an epoch is resumed.
+        `state_dict` has been called: it sets what the order depends on.
+
+        Args:
+            epoch: From 0.
+            num_samples: Those of the epoch before this batch, on all ranks.
+        """
+        world = World.detect()
+        work = generate_work(self.batching_method, self, world, epoch, num_samples)
+        return work[world.node, world.rank_of_node, 0, 0].tolist()
 
     def _resume_incr_epoch(self) -> tuple[int, int]:
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.

@@ -117,6 +117,10 @@ class Samples(Protocol):
         """Number of samples."""
         ...
 
+    def name(self, index: int) -> str:
+        """Where a sample is, as `ImageSample.name` and `LatentSample.name`; reads nothing."""
+        ...
+
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample.
 

@@ -54,10 +54,12 @@ def fit(
         algorithms.append(_composer_ema(job.ema, watch.phases))
     elif job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-        callbacks.append(EmaCallback(ema, watch.phases))
+    # Composer makes the scaler, later.
     state = TrainState(
         job, optimizer, ema=ema, batches=loader, scaler=None, sharding=config.sharding
     )
+    if ema is not None:
+        callbacks.append(EmaCallback(ema, state, watch.phases))
     if hooks is not None:
         hooks.begins(state)
         optimizer.register_step_pre_hook(lambda *_: hooks.update_begins())
@@ -88,6 +90,8 @@ def fit(
             seed=config.seed,
             progress_bar=False,
         )
+    if config.precision == "amp_fp16":
+        state.use_scaler(trainer.state.scaler)
     with watch.loop():
         trainer.fit()
     # Not after an error: it waits for all ranks, and one that failed would never come.
@@ -168,6 +172,9 @@ class WatchCallback(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """All gradients of the batch are there, and the optimizer is next."""
         self._watch.phases.switch(phases.OPTIMIZER)
+        self._state.is_skipped = False
+        if self._hooks is not None:
+            self._hooks.gradients_ready(state.total_loss_dict["loss/train/total"])
         if self._job.max_gradient_norm is not None:
             clip_gradients(self._job)
 
@@ -245,11 +252,14 @@ class GradientSyncCallback(Callback):
 class EmaCallback(Callback):
     """Updates the suite's own moving average."""
 
-    def __init__(self, ema: ForeachEma, clock: PhaseClock) -> None:
+    def __init__(self, ema: ForeachEma, state: TrainState, clock: PhaseClock) -> None:
         self._ema = ema
+        self._state = state
         self._clock = clock
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """The optimizer step is done."""
+        """The optimizer step is done, or was left out."""
+        if self._state.is_skipped:
+            return
         with self._clock.phase(phases.EMA):
             self._ema.update()

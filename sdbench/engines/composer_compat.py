@@ -94,6 +94,8 @@ class TrainerThatDoesNotWait(Trainer):
         if uses_scaler:
             for optimizer in state.optimizers:
                 state.scaler.unscale_(optimizer)
+        # Of this rank; `_train_batch` puts the mean over all ranks in its place.
+        state.total_loss_dict = total_loss_dict
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         return total
 

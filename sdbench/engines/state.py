@@ -27,6 +27,13 @@ class TrainingHooks(Protocol):
     def begins(self, state: TrainState) -> None:
         """All is built and placed, and nothing is trained yet: the moment to restore a state."""
 
+    def gradients_ready(self, loss: Tensor) -> None:
+        """All gradients of a step are there: the moment to leave its update out.
+
+        Args:
+            loss: Of this rank's batch, on the device.
+        """
+
     def update_begins(self) -> None:
         """The optimizer is about to change the state."""
 
@@ -39,6 +46,7 @@ class TrainState:
 
     Attributes:
         num_steps: Steps trained, those before a resume included.
+        is_skipped: Whether the update of the step under way, or of the last one, is left out.
     """
 
     def __init__(
@@ -69,6 +77,24 @@ class TrainState:
         self._scaler = scaler
         self._sharding = sharding
         self._random_states: dict[str, Tensor] = {}
+        self._loaded_scale: dict[str, Any] = {}
+        self.is_skipped = False
+
+    def skip_update(self) -> None:
+        """Leave out the update of the step under way; called when its gradients are there."""
+        # The optimizers leave a weight without a gradient alone, its decay included.
+        self._optimizer.zero_grad(set_to_none=True)
+        self.is_skipped = True
+
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Save the scale of fp16 losses as well, and restore what was loaded of it."""
+        self._scaler = scaler
+        self._load_scale()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The position in the data behind the batch that was trained on last."""
+        return self._batches.state_dict()
 
     @property
     def averages(self) -> dict[str, Tensor] | None:
@@ -102,7 +128,7 @@ class TrainState:
         return {
             "num_steps": self.num_steps,
             "world_size": Ranks.from_environment().world_size,
-            "data": self._batches.state_dict(),
+            "data": self.position,
             "ema_num_steps": None if self._ema is None else self._ema.num_steps,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
@@ -113,7 +139,7 @@ class TrainState:
         Args:
             facts: What `facts` gave when the state was saved.
         """
-        self._make_optimizer_state()
+        self.make_optimizer_state()
         named = self.tensors()
         if facts["world_size"] != Ranks.from_environment().world_size:
             for name in _random_states():
@@ -127,10 +153,22 @@ class TrainState:
         }
         self.num_steps = facts["num_steps"]
         self._job.loader.load_state_dict(facts["data"])
+        self.went_back(facts)
+
+    def went_back(self, facts: Mapping[str, Any]) -> None:
+        """Take over what belongs to weights that were loaded into `tensors`; the rest goes on.
+
+        Args:
+            facts: What `facts` gave when they were saved.
+        """
         if self._ema is not None:
             self._ema.num_steps = facts["ema_num_steps"]
-        if self._scaler is not None and facts["scaler"] is not None:
-            self._scaler.load_state_dict(facts["scaler"])
+        self._loaded_scale = facts["scaler"] or {}
+        self._load_scale()
+
+    def _load_scale(self) -> None:
+        if self._scaler is not None and self._loaded_scale:
+            self._scaler.load_state_dict(self._loaded_scale)
 
     def restore_random_state(self) -> None:
         """Set torch's generators as they were saved; called when nothing else draws any more."""
@@ -141,8 +179,12 @@ class TrainState:
             else:
                 torch.cuda.set_rng_state(value)
 
-    def _make_optimizer_state(self) -> None:
-        """Have the optimizer make its state, which it does in a step: one that changes nothing."""
+    def make_optimizer_state(self) -> None:
+        """Have the optimizer make its state, as it is before the first step.
+
+        It makes it in a step: this one changes no weight. A run whose first updates are all left
+        out has something to save then.
+        """
         weights = self._job.trained_weights().values()
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for weight in weights:
@@ -153,6 +195,10 @@ class TrainState:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
+        states = getattr(self._optimizer, "optim", self._optimizer).state
+        for values in states.values():
+            for value in values.values():
+                value.zero_()
 
 
 def _random_states() -> dict[str, Tensor]:

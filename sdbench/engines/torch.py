@@ -43,7 +43,9 @@ def fit(
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    training_step = TrainingStep(model, job, optimizer, config=config, clock=watch.phases)
+    training_step = TrainingStep(
+        model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
+    )
     run_step: Any = training_step
     if config.cuda_graph:
         from sdbench.engines.cuda_graph import GraphedStep, let_rates_change
@@ -72,10 +74,11 @@ def fit(
     with watch.loop():
         watch.loop_begins()
         for _ in range(state.num_steps, job.num_steps):
+            state.is_skipped = False
             # The batch has no name here, so that its memory is free for the next one.
             loss = run_step(_prepare(next(batches), job))
             schedule.step()
-            if ema is not None:
+            if ema is not None and not state.is_skipped:
                 with watch.phases.phase(phases.EMA):
                     ema.update()
             if ranks.world_size > 1:
@@ -124,6 +127,7 @@ class TrainingStep:
         *,
         config: Any,
         clock: PhaseClock,
+        hooks: TrainingHooks | None,
     ) -> None:
         """Prepare; nothing is computed yet.
 
@@ -133,12 +137,14 @@ class TrainingStep:
             optimizer: Updates the trained weights.
             config: The resolved config.
             clock: Is told of the phases of a step.
+            hooks: May leave an update out.
         """
         self._model = model
         self._job = job
         self._optimizer = optimizer
         self._config = config
         self._clock = clock
+        self._hooks = hooks
         self._last_gradient = LastGradient(job.trained_weights().values(), clock)
         device = next(job.model.parameters()).device
         # With fp16 each step waits for the device: torch decides on the host whether to skip a step
@@ -159,14 +165,19 @@ class TrainingStep:
             share = _count_images(microbatch) / num_images
             with self._gradient_sync(is_last=number == len(microbatches)):
                 losses.append(self._accumulate(microbatch, share=share))
+        loss = sum(losses[1:], start=losses[0])
         with self._clock.phase(phases.OPTIMIZER):
-            if self._job.max_gradient_norm is not None:
+            if self._hooks is not None or self._job.max_gradient_norm is not None:
+                # Before gradients are taken away: the scaler wants to have seen some.
                 self.scaler.unscale_(self._optimizer)
+            if self._hooks is not None:
+                self._hooks.gradients_ready(loss)
+            if self._job.max_gradient_norm is not None:
                 clip_gradients(self._job)
             self.scaler.step(self._optimizer)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
-        return sum(losses[1:], start=losses[0])
+        return loss
 
     def _accumulate(self, microbatch: Batch, *, share: float) -> Tensor:
         loss = self._job.loss(self._model(microbatch)) * share

@@ -16,7 +16,7 @@ class Losses:
 
     Attributes:
         first_not_finite: Index of the first step whose loss is not finite, among those that have
-            been read; None if there is none.
+            been read since `forgive`; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,11 @@ class Losses:
                 self.first_not_finite = len(self._read) + first
             self._read += new
         return self._read
+
+    def forgive(self) -> None:
+        """Look for losses that are not finite among those to come only."""
+        self.read()
+        self.first_not_finite = None
 
     def at(self, index: int) -> float:
         """The loss of one step."""

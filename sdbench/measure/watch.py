@@ -64,6 +64,7 @@ class StepWatch:
         num_steps: int | None = None,
         has_trace: bool = False,
         trace_file: Path | None = None,
+        judges_losses: bool = True,
     ) -> None:
         """Prepare; nothing is timed yet.
 
@@ -75,6 +76,8 @@ class StepWatch:
             num_steps: Length of the run; None ends it when all is measured.
             has_trace: Whether to train one more step under torch's profiler.
             trace_file: Where to write its trace; None on ranks that write none.
+            judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses`
+                know of one on all ranks behind the step at which one of them has read it.
         """
         self.timer = timer
         self.phases = phases
@@ -86,6 +89,7 @@ class StepWatch:
         self._num_steps = num_steps
         self._has_trace = has_trace
         self._trace_file = trace_file
+        self._judges_losses = judges_losses
         self._profiler: Any = None
         self._ranks = Ranks.from_environment()
         self._request = StopRequest()
@@ -143,8 +147,8 @@ class StepWatch:
             loss: Mean over the global batch, the same on every rank, on the device.
 
         Raises:
-            RunError: A loss is not finite. It is read at an edge of the window, at the end, or when
-                an observer of any rank asks for it.
+            RunError: A loss is not finite, and this watch judges it. It is read at an edge of the
+                window, at the end, or when an observer of any rank asks for it.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
@@ -166,7 +170,7 @@ class StepWatch:
         """End the loop on all ranks if one has a stop signal or has read a loss that is not finite.
 
         Raises:
-            RunError: The loss is not finite.
+            RunError: The loss is not finite, and this watch judges it.
         """
         losses = self.timer.losses
         if self.timer.num_steps >= self._num_steps_now:
@@ -179,6 +183,8 @@ class StepWatch:
             values = losses.read()
             index = losses.first_not_finite
             assert index is not None, "ranks have different losses"
+            if not self._judges_losses:
+                return  # a stop signal is agreed on behind the next step
             raise RunError(f"the loss is {values[index]} at step {index + 1}", status=INVALID)
         if agreed:
             self._request.note(agreed)

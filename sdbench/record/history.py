@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 HISTORY_NAME = "history.jsonl"
+# A line for each batch whose loss was not finite.
+BAD_BATCHES_NAME = "bad_batches.jsonl"
 # Of the steps.csv of a training run, which goes on over all its processes.
 TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "data_wait_percent")
 

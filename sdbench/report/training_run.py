@@ -75,9 +75,15 @@ def read_run(folder: Path) -> TrainingRun:
         )
     path = folder / STEPS_NAME
     try:
-        steps = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
+        # An infinite loss is drawn no more than one that is NaN.
+        steps = (
+            pd.read_csv(path, na_values={"loss": ["inf", "-inf"]})
+            if path.exists()
+            else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
+        )
         # Of a row that a full disk has cut off, the rest is missing.
-        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna().astype({"step": int})
+        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna(subset=TRAIN_STEP_COLUMNS[-1])
+        steps = steps.astype({"step": int})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{STEPS_NAME} cannot be read ({error})",

@@ -28,7 +28,12 @@ PAGE_NAME = "watch.html"
 # Of each table the newest rows.
 MAX_ROWS = 12
 HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
-EVENTS_IN_WORDS = {"begin": "start", "save": "checkpoint", "end": "end"}
+EVENTS_IN_WORDS = {
+    "begin": "start",
+    "save": "checkpoint",
+    "end": "end",
+    "bad_loss": "loss not finite",
+}
 EPILOG = """\
 examples:
   python -m sdbench watch runs/first

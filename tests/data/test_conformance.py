@@ -34,7 +34,15 @@ from sdbench import data
 from tests.data.datasets import indices
 with open(sys.argv[1], "rb") as file:
     configs = pickle.load(file)
-read = [indices(list(data.build(config))) for config in configs]
+read = []
+for config in configs:
+    loader = data.build(config)
+    read.append(indices(list(loader)))
+    samples = data.open_samples(config)
+    number_of = {samples.read(index).name: index for index in range(len(samples))}
+    state = loader.state_dict()
+    names = [loader.names_before(state, num_back=back) for back in range(len(loader))]
+    assert [number_of[name] for batch in names[::-1] for name in batch] == read[-1]
 with open(sys.argv[2], "wb") as file:
     pickle.dump(read, file)
 """
@@ -168,6 +176,31 @@ def test_a_resumed_loader_gives_exactly_what_remains(kind, num_workers, num_batc
     resumed.load_state_dict(state)
     remaining = itertools.islice(itertools.chain(resumed, resumed), 24 - len(seen))
     assert same(seen + list(remaining), epochs[1] + epochs[2])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", STORED)
+def test_the_samples_of_past_batches_are_named(kind, num_workers, make_config):
+    config = make_config(kind, num_workers=num_workers)
+    samples = data.open_samples(config)
+    number_of = {samples.read(index).name: index for index in range(NUM_SAMPLES)}
+    assert len(number_of) == NUM_SAMPLES
+
+    def named(loader, *, num_back: int) -> list[int]:
+        return [
+            number_of[name] for name in loader.names_before(loader.state_dict(), num_back=num_back)
+        ]
+
+    loader = data.build(config)
+    seen = [*loader, *itertools.islice(loader, 5)]
+    for back in range(len(seen)):  # to the first batch of the epoch before
+        assert named(loader, num_back=back) == indices([seen[-1 - back]])
+    state = loader.state_dict()
+    del loader
+    resumed = data.build(config)
+    resumed.load_state_dict(state)
+    (batch,) = itertools.islice(resumed, 1)
+    assert named(resumed, num_back=0) == indices([batch])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "latents" not in kind])

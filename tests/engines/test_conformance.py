@@ -5,7 +5,9 @@ What several ranks add to it is in tests/launch/test_sharding.py.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -194,6 +196,70 @@ def test_nothing_is_read_from_the_device_within_the_window(engine, monkeypatch):
     # Two steps of warm-up, three measured: read is at both edges of the window.
     # Before that torch draws the seed of a loader's epoch.
     assert [num - num_reads[0] for num in num_reads[1:]] == [1, 2, 2, 2, 3]
+
+
+class Hooks:
+    """Keep the state of a run; leave the update of a step out."""
+
+    def __init__(self, *, skipped_step=None, facts=None):
+        self.facts = facts
+        self.weights = []
+        self._skipped_step = skipped_step
+
+    def begins(self, state):
+        self._state = state
+        if self.facts is not None:
+            state.went_back(self.facts)
+
+    def gradients_ready(self, loss):
+        if self._state.num_steps + 1 == self._skipped_step:
+            self._state.skip_update()
+
+    def update_begins(self):
+        pass
+
+    def step_ended(self, state):
+        self.facts = state.facts()
+        (*_, weight) = (w for name, w in state.tensors().items() if name == "model.unet.weight")
+        self.weights.append(weight.clone())
+
+
+@pytest.fixture
+def cpu_scaler(monkeypatch):
+    """The gradient scaler of fp16, which a GPU has, on a CPU; its scale doubles every two steps."""
+    make = functools.partial(torch.amp.GradScaler, "cpu", init_scale=1024.0, growth_interval=2)
+    trainer = importlib.import_module("composer.trainer.trainer")
+    monkeypatch.setattr(trainer, "GradScaler", make)
+    # It refuses fp16 on a CPU.
+    monkeypatch.setattr(trainer, "_validate_precision", lambda precision, device: None)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: make(enabled=enabled))
+
+
+@each_engine
+def test_the_scale_of_fp16_losses_is_saved_and_restored(engine, cpu_scaler):
+    config = make_config(precision="amp_fp16")
+    first = Hooks()
+    load_engine(engine)(make_parts(), config, watch_with(), first)
+    # Five steps: doubled twice, and one step towards the next time.
+    assert (first.facts["scaler"]["scale"], first.facts["scaler"]["_growth_tracker"]) == (4096, 1)
+    second = Hooks(facts=first.facts)
+    load_engine(engine)(make_parts(), config, watch_with(), second)
+    assert (second.facts["scaler"]["scale"], second.facts["scaler"]["_growth_tracker"]) == (
+        32768,
+        0,
+    )
+
+
+@each_engine
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+def test_an_update_is_left_out_of_weights_and_average(engine, precision, cpu_scaler):
+    hooks = Hooks(skipped_step=3)
+    job = make_parts(ema=EmaSpec("foreach", HALF_LIFE_BATCHES), max_gradient_norm=1.0)
+    load_engine(engine)(job, make_config(precision=precision), watch_with(), hooks)
+    changes = [not torch.equal(*pair) for pair in itertools.pairwise(hooks.weights)]
+    assert changes == [True, False, True, True]
+    assert hooks.facts["num_steps"] == NUM_STEPS
+    assert hooks.facts["ema_num_steps"] == NUM_STEPS - 1
 
 
 @pytest.mark.parametrize("interval", [1, 2])

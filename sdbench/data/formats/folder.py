@@ -83,6 +83,10 @@ class FolderSamples:
                     file=sys.stderr,
                 )
 
+    def name(self, index: int) -> str:
+        """Path of an image."""
+        return str(self._images[index])
+
     def read(self, index: int) -> ImageSample:
         """Read one image and its caption; either may be missing.
 
@@ -97,7 +101,7 @@ class FolderSamples:
                 raise BadSampleError(f"{path}: its caption is not UTF-8 ({error}).") from error
         else:
             text = self._captions[index]
-        return ImageSample(str(path), _read_if_there(path), clean_caption(text))
+        return ImageSample(self.name(index), _read_if_there(path), clean_caption(text))
 
 
 def _read_if_there(path: Path) -> bytes | None:

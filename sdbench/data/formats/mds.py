@@ -78,6 +78,14 @@ class KeyStream(CheckedStreamingDataset):
             state["epoch"] = self.next_epoch
         return {"num_images": num_images, "streaming": state}
 
+    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
+        """The samples of a batch, as `loader.Order.batch` says."""
+        known = state["streaming"]
+        return self.first_batch(
+            epoch=known["epoch"] + num_epochs,
+            num_samples=number * self.batch_size * get_world_size(),
+        )
+
     def resume(self, state: dict[str, Any]) -> None:
         """Begin the next epoch where `state` was taken."""
         self.load_state_dict(state["streaming"])

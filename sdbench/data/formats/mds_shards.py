@@ -93,6 +93,11 @@ class MdsSamples:
     def __len__(self) -> int:
         return sum(self.blocks)
 
+    def name(self, index: int) -> str:
+        """Shard of a sample, and its number there."""
+        shard_id, position = self._find(index)
+        return _name(self.path_of(shard_id), position)
+
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample; its shard is copied first if it is not here yet.
 
@@ -101,12 +106,9 @@ class MdsSamples:
                 is missing.
             RunError: The shard is missing or damaged.
         """
-        shard_id = bisect.bisect_right(self._starts, index) - 1
-        position = index - self._starts[shard_id]
-        if self._present is not None:
-            position = int(self._present[shard_id][position])
+        shard_id, position = self._find(index)
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
-        name = f"{shard.path}, sample {position}"
+        name = _name(shard.path, position)
         data = shard.read(position)
         try:
             values = {key: shard.value(data, column) for key, column in self.columns.items()}
@@ -120,6 +122,14 @@ class MdsSamples:
         if self.sample_type is SampleType.IMAGES:
             return ImageSample(name, values["image"], clean_caption(values["caption"]))
         return LatentSample(name, values)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The number of a sample's shard, and its own in the shard."""
+        shard_id = bisect.bisect_right(self._starts, index) - 1
+        position = index - self._starts[shard_id]
+        if self._present is not None:
+            position = int(self._present[shard_id][position])
+        return shard_id, position
 
     def path_of(self, shard_id: int) -> Path:
         """Where a shard lies, or will lie once it has been downloaded."""
@@ -167,6 +177,10 @@ class MdsSamples:
 
     def _download(self, shard_id: int) -> None:
         self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
+
+
+def _name(path: Path, position: int) -> str:
+    return f"{path}, sample {position}"
 
 
 class _ShardFile:

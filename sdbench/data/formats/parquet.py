@@ -77,6 +77,12 @@ class ParquetSamples:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_block": -1, "_values": {}}
 
+    def name(self, index: int) -> str:
+        """File, row group and row of a sample."""
+        block, row = self._find(index)
+        file, group = self._groups[block]
+        return f"{self._files[file]}, row {row} of row group {group}"
+
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one row; arrays are views of its row group.
 
@@ -84,12 +90,10 @@ class ParquetSamples:
             BadSampleError: A value is missing, or of the wrong length.
             RunError: The file is damaged.
         """
-        block = bisect.bisect_right(self._starts, index) - 1
+        block, row = self._find(index)
         if block != self._block:
             self._values, self._block = self._read_group(block), block
-        row = index - self._starts[block]
-        file, group = self._groups[block]
-        name = f"{self._files[file]}, row {row} of row group {group}"
+        name = self.name(index)
         values = {part: column[row] for part, column in self._values.items()}
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
@@ -102,6 +106,11 @@ class ParquetSamples:
             place = f"{name}, {self.columns[part]}"
             arrays[part] = _to_array(values[part], place, shape=shape, beside=beside)
         return LatentSample(name, arrays)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The block of a sample, and its row there."""
+        block = bisect.bisect_right(self._starts, index) - 1
+        return block, index - self._starts[block]
 
     def _read_group(self, block: int) -> dict[str, Any]:
         """Part of a sample to its column of a row group, as an Arrow array."""

@@ -147,6 +147,10 @@ class SyntheticBatchReader(BatchReader):
         super().__init__(sample_type, blocks=[len(dataset)], config=config)
         self._samples = dataset.samples
 
+    def name(self, index: int) -> str:
+        """Its number among those that this rank draws."""
+        return f"synthetic, sample {index % NUM_DISTINCT} of rank {self.config.rank}"
+
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Gather the samples; none is ever bad."""
         report = BatchReport(num_images=len(keys))

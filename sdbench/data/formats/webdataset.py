@@ -139,6 +139,11 @@ class WebDatasetSamples:
     def __len__(self) -> int:
         return self.blocks[0]
 
+    def name(self, index: int) -> str:
+        """Tar and key of a sample."""
+        number, entry = self._find(index)
+        return f"{self._tars[number]}: {entry.key}"
+
     def read(self, index: int) -> ImageSample:
         """Read one sample.
 
@@ -146,14 +151,18 @@ class WebDatasetSamples:
             BadSampleError: Its class has no prompt, or its json or text cannot be read.
             RunError: The tar has been changed or removed since it was indexed.
         """
-        number = bisect.bisect_right(self._starts, index) - 1
-        entry = self._indexes[number].entries[index - self._starts[number]]
+        number, entry = self._find(index)
         image, text = self._read_spans(number, entry.image, entry.caption_at)
-        name = f"{self._tars[number]}: {entry.key}"
+        name = self.name(index)
         caption = None
         if text is not None:
             caption = self._take_caption(entry.caption, text, name=name)
         return ImageSample(name, image, caption)
+
+    def _find(self, index: int) -> tuple[int, Entry]:
+        """The number of a sample's tar, and the sample's place there."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        return number, self._indexes[number].entries[index - self._starts[number]]
 
     def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
         path = self._tars[number]

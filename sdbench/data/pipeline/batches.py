@@ -118,6 +118,10 @@ class BatchReader:
         """Samples of the data set."""
         return sum(self.blocks)
 
+    def name(self, index: int) -> str:
+        """What a person finds a sample by."""
+        raise NotImplementedError
+
     def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
@@ -167,6 +171,10 @@ class SampleBatchReader(BatchReader):
             config=config,
         )
         self.samples = samples
+
+    def name(self, index: int) -> str:
+        """Where the sample is stored."""
+        return self.samples.name(index)
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Read as `BatchReader.read_good` says."""

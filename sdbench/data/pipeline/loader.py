@@ -49,6 +49,16 @@ class Order(Protocol):
         """Begin the next epoch where `state` was taken."""
         ...
 
+    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
+        """The samples of one of this rank's batches, computed again.
+
+        Args:
+            state: What `state` gave, at any time.
+            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
+            number: Of the batch in its epoch, from 0.
+        """
+        ...
+
 
 @dataclass
 class LoaderStats:
@@ -142,6 +152,7 @@ class CheckedLoader(DataLoader):
         self.stats = LoaderStats(num_dropped_samples=batches.num_dropped)
         self._config = config
         self._order = order
+        self._reader = batches
         self._received = SharedBatch()
         self._num_in_epoch = 0
         self._num_resumed = 0
@@ -158,6 +169,20 @@ class CheckedLoader(DataLoader):
             return self._order.state(num_images=0, is_next_epoch=True)
         num_global_images = num_images * self._config.world_size
         return self._order.state(num_images=num_global_images, is_next_epoch=False)
+
+    def names_before(self, state: dict[str, Any], *, num_back: int) -> list[str]:
+        """Name the samples of a batch that this rank was handed, by computing its order again.
+
+        A sample that was bad, and had a stand-in, is named as well.
+
+        Args:
+            state: What `state_dict` gave.
+            num_back: Batches between that position and the batch; 0: the one right before it.
+        """
+        num_done = state["num_images"] // self._config.global_batch_size
+        num_epochs, number = divmod(num_done - 1 - num_back, len(self))
+        indices = self._order.batch(state, num_epochs=num_epochs, number=number)
+        return [self._reader.name(index) for index in indices]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: the next epoch has the remaining batches only.

@@ -67,19 +67,22 @@ class EpochOrder(DistributedSampler):
         self.num_samples = num_samples // config.global_batch_size * config.device_batch_size
 
     def __iter__(self) -> Iterator[Key]:
-        batch_size = self._config.device_batch_size
-        batches = self._order()[: self.num_samples * self._config.world_size].reshape(
-            -1, self._config.world_size, batch_size
-        )
         num_done = self._num_resumed // self._config.global_batch_size
         self._num_resumed = 0
-        for index in batches[num_done:, self._config.rank].ravel().tolist():
+        for index in self._batches(self.epoch)[num_done:].ravel().tolist():
             yield Key(self.epoch, index)
 
-    def _order(self) -> np.ndarray:
+    def _batches(self, epoch: int) -> np.ndarray:
+        """The samples of this rank's batches of an epoch, (batches, batch size)."""
+        batches = self._order(epoch)[: self.num_samples * self._config.world_size].reshape(
+            -1, self._config.world_size, self._config.device_batch_size
+        )
+        return batches[:, self._config.rank]
+
+    def _order(self, epoch: int) -> np.ndarray:
         if not self._config.shuffle:
             return np.arange(self._blocks.sum())
-        generator = np.random.default_rng([self._config.seed, self.epoch])
+        generator = np.random.default_rng([self._config.seed, epoch])
         starts = np.cumsum(self._blocks) - self._blocks
         return np.concatenate(
             [
@@ -98,6 +101,10 @@ class EpochOrder(DistributedSampler):
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, int]:
         """What `resume` needs, as `loader.Order.state` says."""
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
+
+    def batch(self, state: dict[str, int], *, num_epochs: int, number: int) -> list[int]:
+        """The samples of a batch, as `loader.Order.batch` says."""
+        return self._batches(state["epoch"] + num_epochs)[number].tolist()
 
     def resume(self, state: dict[str, int]) -> None:
         """Begin the next epoch where `state` was taken."""

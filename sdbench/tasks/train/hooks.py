@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -9,9 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sdbench.engines.job import TrainJob
     from sdbench.engines.state import TrainState
     from sdbench.measure.watch import StepWatch
@@ -26,7 +30,7 @@ class TrainHooks:
     Attributes:
         seconds: Time that was no training: by event, of this process.
         num_saved: Checkpoints written by this process.
-        last_loss: Of the last step that has been read; None before the first.
+        last_loss: The last one that is finite, of those that have been read; None before the first.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class TrainHooks:
         log: TrainLog | None,
         progress: StepProgress,
         looks: dict[str, tuple[int, Callable[[TrainState], dict[str, Any]]]],
+        bad_losses: BadLosses,
         facts: dict[str, Any],
         num_steps: int,
     ) -> None:
@@ -56,6 +61,7 @@ class TrainHooks:
             progress: Shows a line of figures for each period.
             looks: Validation and the like by event: steps from one to the next, and what gives the
                 facts of the event; called on every rank.
+            bad_losses: Deals with losses that are not finite.
             facts: What a checkpoint has beside the state: the settings.
             num_steps: Of the run, those of earlier processes included.
         """
@@ -71,6 +77,7 @@ class TrainHooks:
         self._log = log
         self._progress = progress
         self._looks = looks
+        self._bad_losses = bad_losses
         self._facts = facts
         self._num_steps = num_steps
         self._state: TrainState | None = None
@@ -79,7 +86,9 @@ class TrainHooks:
     def begins(self, state: TrainState) -> None:
         """Load the checkpoint, if there is one."""
         self._state = state
-        if self._resumed is not None:
+        if self._resumed is None:
+            state.make_optimizer_state()
+        else:
             facts = self._resumed.facts["state"]
             tensors = state.prepare_to_load(facts)
             self._resumed.load_into(tensors)
@@ -92,6 +101,11 @@ class TrainHooks:
                 passed_over=() if self._resumed is None else self._resumed.passed_over,
             )
 
+    def gradients_ready(self, loss: Tensor) -> None:
+        """Leave the update out if the loss is not finite and that is asked for."""
+        assert self._state is not None
+        self._bad_losses.judge(self._state, loss)
+
     def update_begins(self) -> None:
         """Wait for a save that still reads what the optimizer is about to change."""
         if self._checkpoints.is_saving:
@@ -103,9 +117,7 @@ class TrainHooks:
         """Write a line of figures, look at the model and save, whatever is due."""
         step = state.num_steps
         is_last = self._watch.is_over
-        if is_last or step % self._config.log_every_batches == 0:
-            self._write_figures(step)
-        self._report_saves()
+        logs = is_last or step % self._config.log_every_batches == 0
         due = [
             (event, look)
             for event, (interval, look) in self._looks.items()
@@ -113,10 +125,18 @@ class TrainHooks:
         ]
         interval = self._config.save_every_batches
         saves = is_last or (interval is not None and step % interval == 0)
-        if not due and not saves:
+        is_bad = self._read_losses(state, is_due=logs or saves or bool(due))
+        if logs or is_bad:
+            self._write_figures(step)
+        self._report_saves()
+        if not (due or saves or is_bad):
             return
         self._timer.pause()
         started_s = time.perf_counter()
+        if is_bad:
+            # What it has changed is saved at once: a restart does not meet the batch again.
+            saves = self._bad_losses.act(state) or saves
+            self._add_seconds("bad_loss", time.perf_counter() - started_s)
         for event, look in due:
             self._timed(event, step, look, state)
         if saves and step != self._saved_step:
@@ -130,11 +150,20 @@ class TrainHooks:
             self._checkpoints.finish()
             self._report_saves()
 
+    def _read_losses(self, state: TrainState, *, is_due: bool) -> bool:
+        """Whether a loss is not finite, the same on all ranks."""
+        if is_due or state.is_skipped:
+            self._timer.losses.read()
+            if not self._bad_losses.is_known:
+                self._bad_losses.all_good()
+        return self._bad_losses.is_known
+
     def _write_figures(self, step: int) -> None:
         period = self._timer.end_period()
         if not period.num_steps:
             return
-        self.last_loss = period.losses[-1]
+        finite = filter(math.isfinite, reversed(period.losses))
+        self.last_loss = next(finite, self.last_loss)
         if self._log is None:
             return
         rate = period.num_steps * self._job.images_per_step / period.time_s
@@ -163,20 +192,14 @@ class TrainHooks:
         started_s = time.perf_counter()
         facts = look(state)
         seconds = time.perf_counter() - started_s
-        self.seconds[event] = self.seconds.get(event, 0.0) + seconds
+        self._add_seconds(event, seconds)
         if self._log is not None:
             self._log.add_event(event, step=step, seconds=seconds, **facts)
 
+    def _add_seconds(self, event: str, seconds: float) -> None:
+        self.seconds[event] = self.seconds.get(event, 0.0) + seconds
+
     def _begin_save(self, state: TrainState) -> None:
-        losses = self._timer.losses
-        values = losses.read()
-        if (index := losses.first_not_finite) is not None:
-            # Step 1 of this process comes behind those of the processes before.
-            step = state.num_steps - len(values) + index + 1
-            raise RunError(
-                f"the loss is {values[index]} at step {step}: nothing is saved of it",
-                status="invalid",
-            )
         self._checkpoints.begin_save(
             state.num_steps,
             state.tensors(),
@@ -190,7 +213,7 @@ class TrainHooks:
                 self.num_saved += 1
             elif self._log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
-            self.seconds["save"] = self.seconds.get("save", 0.0) + save.stall_s
+            self._add_seconds("save", save.stall_s)
             if self._log is not None:
                 self._log.add_event(
                     "save",

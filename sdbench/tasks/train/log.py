@@ -13,6 +13,7 @@ from typing import Any
 
 from sdbench.base.files import replace_file
 from sdbench.record.history import (
+    BAD_BATCHES_NAME,
     HISTORY_NAME,
     TRAIN_STEP_COLUMNS,
     cost_of_stops,
@@ -88,7 +89,7 @@ class TrainLog:
                 tracker.log(figures, step=values["step"])
 
     def add_event(self, event: str, *, step: int, **facts: Any) -> None:
-        """Append an event: begin, end, save, validation, samples.
+        """Append an event: begin, end, save, validation, samples, bad_loss.
 
         Args:
             event: Its name.
@@ -104,6 +105,11 @@ class TrainLog:
                 tracker.log(figures, step=step)
             elif event == "samples":
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
+
+    def add_bad_batch(self, **facts: Any) -> None:
+        """Append a line about a batch, with these facts, as JSON values."""
+        line = json.dumps({"time_utc": utc_now(), **facts}, allow_nan=False)
+        _append(self._folder / BAD_BATCHES_NAME, line + "\n")
 
     def _read_steps(self) -> list[list[str]]:
         """The rows of the steps; one that a full disk has cut off is left out."""

@@ -99,6 +99,7 @@ class Train(TrainingTask):
         from sdbench.state.checkpoints import Checkpoints
         from sdbench.tasks import tuning
         from sdbench.tasks.train import job as train_job
+        from sdbench.tasks.train.bad_loss import BadLosses
         from sdbench.tasks.train.hooks import TrainHooks
         from sdbench.tasks.train.looks import make_looks
         from sdbench.tasks.train.weights import take_weights
@@ -144,6 +145,15 @@ class Train(TrainingTask):
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
         log = TrainLog(run.folder, trackers=trackers) if is_first else None
+        bad_losses = BadLosses(
+            config.on_bad_loss,
+            losses=watch.timer.losses,
+            loader=job.loader,
+            checkpoints=checkpoints,
+            folder=run.folder,
+            log=log,
+            ranks=ranks,
+        )
         hooks = TrainHooks(
             config,
             job,
@@ -153,6 +163,7 @@ class Train(TrainingTask):
             log=log,
             progress=progress,
             looks=make_looks(plan, job, folder=run.folder),
+            bad_losses=bad_losses,
             facts={"config": self._settings()},
             num_steps=plan.num_steps,
         )
@@ -265,9 +276,10 @@ class Train(TrainingTask):
         if rate is None:
             return f"Nothing is left to train: the run has {summary['first_step']} steps."
         other_s = ", ".join(f"{event} {s:.1f} s" for event, s in summary["other_s"].items())
+        loss = summary["loss_last"]  # None where all steps were skipped
         return (
             f"Trained to step {num_steps}: {rate:.4g} images/s while training ({other_s} besides), "
-            f"last loss {summary['loss_last']:.4f}.\n"
+            f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n"
             f"Its model for diffusers: python -m sdbench export {folder}"
         )
 
@@ -305,6 +317,13 @@ def _check(config: Any) -> None:
             allowed="foreach",
             flag="--ema_impl",
         )
+    if config.on_bad_loss == "skip" and config.cuda_graph:
+        raise ConfigError(
+            "a CUDA graph holds the whole step, whose update cannot be left out",
+            value=config.on_bad_loss,
+            allowed="stop or back, or --no_cuda_graph",
+            flag="--on_bad_loss or --cuda_graph",
+        )
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError(
             "only a run with a name can be found again",
@@ -334,5 +353,10 @@ def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> Ste
     on_gpu = plan.machine.device_type == "cuda"
     timer: Any = PeriodTimer(**({"synchronize": torch.cuda.synchronize} if on_gpu else {}))
     return StepWatch(
-        timer, phases=PhaseClock(), observers=observers, gpu_monitor=None, num_steps=num_steps
+        timer,
+        phases=PhaseClock(),
+        observers=observers,
+        gpu_monitor=None,
+        num_steps=num_steps,
+        judges_losses=False,  # --on_bad_loss does
     )

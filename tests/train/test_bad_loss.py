@@ -1,0 +1,276 @@
+"""train.py --on_bad_loss: the caption of one sample makes the loss NaN.
+
+The text encoder has NaN for the embedding of one word, as a damaged or an untrained row has.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.engines import ENGINES, load_engine
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.export import export
+from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.record.store import load_record
+from sdbench.state.checkpoint import Checkpoint
+from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
+from tests.data.datasets import write_folder
+from tests.forked import exit_codes, forked_ranks, log_of
+from tests.refusals import printed_refusal
+
+BAD_WORD = "poison"
+# In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
+# second of two ranks.
+BAD_SAMPLE, BAD_STEP = 10, 3
+NUM_STEPS = 6
+RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuffle", "--use_ema")
+RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
+
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The tiny model in a folder, with the damaged embedding."""
+    architecture, _ = resolve_architecture("tiny")
+    built = build_stable_diffusion(
+        architecture,
+        seed=9,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+    )
+    tokenizer = CaptionTokenizer(pad_token_id=0)
+    folder = tmp_path_factory.mktemp("model") / "damaged"
+    export(built, folder, trained={}, tokenizer=tokenizer.for_diffusers(), card="")
+    path = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(path)
+    (embeddings,) = (weight for name, weight in weights.items() if "token_embedding" in name)
+    embeddings[tokenizer([BAD_WORD])[0, 1]] = float("nan")
+    save_file(weights, path)
+    return folder
+
+
+def write_samples(*bad: int) -> None:
+    """Pictures and captions, the bad ones of those with the bad word."""
+    write_folder(Path("data"))
+    for index in bad:
+        Path(f"data/{index:03d}.txt").write_text(BAD_WORD)
+
+
+def run(model: Path, action: str, *argv: object, num_steps: int = NUM_STEPS, name="run") -> int:
+    """Train in this process, in the working folder, on data/."""
+    line = [*RECIPE, "--remote", "data", "--model_name", model, "--on_bad_loss", action]
+    line += ["--run_name", name, "--resume", "auto", "--max_duration", f"{num_steps}ba", *argv]
+    return train.main([str(word) for word in line])
+
+
+def losses(name: str = "run") -> dict[int, str]:
+    with Path("runs", name, "steps.csv").open(newline="") as file:
+        return {int(row["step"]): row["loss"] for row in csv.DictReader(file)}
+
+
+def lines(name: str, file: str) -> list[dict]:
+    return [json.loads(line) for line in Path("runs", name, file).read_text().splitlines()]
+
+
+def bad_events(name: str = "run") -> list[dict]:
+    """The events of bad losses, without their times."""
+    events = lines(name, "history.jsonl")
+    return [
+        {key: event[key] for key in event.keys() - {"event", "time_utc"}}
+        for event in events
+        if event["event"] == "bad_loss"
+    ]
+
+
+def saved(step: int, name: str = "run") -> Checkpoint:
+    return Checkpoint.open(Path("runs", name, "checkpoints", f"step_{step:08d}"))
+
+
+def num_averaged(step: int, name: str) -> int:
+    """Steps that the average of a checkpoint knows of."""
+    return saved(step, name).facts["state"]["ema_num_steps"]
+
+
+def trained(step: int, name: str = "run") -> dict[str, object]:
+    """What a checkpoint has of the weights: they, the optimizer's state, the average."""
+    checkpoint = saved(step, name)
+    tensors = {
+        key: torch.empty_like(like, device="cpu")
+        for key, like in checkpoint.tensors().items()
+        if not key.startswith("random.")
+    }
+    checkpoint.load_into(tensors)
+    assert any(key.startswith("optimizer.step") for key in tensors)
+    assert any(key.startswith("ema.") for key in tensors)
+    bits = {key: (tensor.dtype, tensor.numpy().tobytes()) for key, tensor in tensors.items()}
+    return bits | {"ema_num_steps": num_averaged(step, name)}
+
+
+def saved_steps(name: str = "run") -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path("runs", name, "checkpoints").glob("step_*"))
+
+
+@each_engine
+def test_it_stops_and_names_the_samples(model, engine):
+    write_samples(BAD_SAMPLE)
+    argv = ("--engine", engine, "--save_every_batches", 2, "--log_every_batches", 1)
+    assert run(model, "stop", *argv) == 1
+    assert saved_steps() == [2]
+    assert list(losses()) == [1, 2, 3] and losses()[BAD_STEP] == "nan"
+    (line,) = lines("run", "bad_batches.jsonl")
+    del line["time_utc"]
+    samples = [f"data/{index:03d}.png" for index in (8, 9, 10, 11)]
+    facts = {"step": BAD_STEP, "loss": "nan", "action": "stop"}
+    assert line == {**facts, "samples_of_ranks": [samples]}
+    assert bad_events() == [facts]
+    record = load_record(Path("runs/run"))
+    assert record["status"] == "invalid"
+    told = ("nan", f"step {BAD_STEP}", "bad_batches.jsonl")
+    assert all(word in record["reason"] for word in told)
+
+
+def test_it_is_named_however_late_it_is_known(model):
+    """Read behind an epoch of 12 steps that a resume has begun in."""
+    write_samples(BAD_SAMPLE)
+    assert run(model, "stop", num_steps=2) == 0
+    assert run(model, "stop", "--log_every_batches", 100, num_steps=14) == 1
+    assert saved_steps() == [2]
+    assert list(losses()) == list(range(1, 15))
+    (line,) = lines("run", "bad_batches.jsonl")
+    assert line["step"] == BAD_STEP
+    assert line["samples_of_ranks"] == [[f"data/{index:03d}.png" for index in (8, 9, 10, 11)]]
+
+
+def test_it_stops_when_the_loss_is_shown(model):
+    """That of the first step is, whatever the period of the log."""
+    write_samples(0)
+    assert run(model, "stop", "--log_every_batches", 100) == 1
+    assert losses() == {1: "nan"}
+    assert saved_steps() == []
+
+
+@each_engine
+def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
+    write_samples(0, BAD_SAMPLE)  # the first step, too: there is no optimizer state yet
+    argv = ("--engine", engine, "--log_every_batches", 1)
+    assert run(model, "skip", *argv, "--save_every_batches", 1, "--keep", 9, name="whole") == 0
+    whole = losses("whole")
+    assert [step for step, loss in whole.items() if loss == "nan"] == [1, BAD_STEP]
+    assert len(set(whole.values())) == NUM_STEPS - 1
+    assert trained(BAD_STEP, "whole") == trained(BAD_STEP - 1, "whole")
+    averaged = [num_averaged(step, "whole") for step in range(1, NUM_STEPS + 1)]
+    assert averaged == [0, 1, 1, 2, 3, 4]
+    assert [event["step"] for event in bad_events("whole")] == [1, BAD_STEP]
+    for num_steps in (1, BAD_STEP, NUM_STEPS):
+        assert run(model, "skip", *argv, num_steps=num_steps, name="parts") == 0
+    assert losses("parts") == whole
+    assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
+
+
+def test_fp32_copies_of_bf16_weights_are_skipped_too(model):
+    write_samples(BAD_SAMPLE)
+    argv = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", "bf16")
+    argv += ("--engine", "torch", "--save_every_batches", 1, "--keep", 9)
+    assert run(model, "skip", *argv, num_steps=4) == 0
+    assert any(key.startswith("fp32.") for key in trained(2))
+    assert trained(3) == trained(2) != trained(4)
+
+
+@each_engine
+def test_it_goes_back_and_on_with_other_data(model, engine):
+    write_samples(BAD_SAMPLE)
+    # Known behind step 4, at which a checkpoint is due.
+    argv = ("--engine", engine, "--save_every_batches", 2, "--log_every_batches", 4, "--keep", 9)
+    assert run(model, "back", *argv, name="whole") == 0
+    (event,) = bad_events("whole")
+    facts = {"step": BAD_STEP, "loss": "nan", "action": "back"}
+    assert event == {**facts, "lost_steps": [3, 4]}
+    whole = losses("whole")
+    assert [step for step, loss in whole.items() if loss == "nan"] == [3, 4]
+    assert trained(4, "whole") == trained(2, "whole") != trained(6, "whole")
+    for num_steps in (5, NUM_STEPS):
+        assert run(model, "back", *argv, num_steps=num_steps, name="parts") == 0
+    assert losses("parts") == whole
+
+
+def test_what_it_has_gone_back_to_is_saved_at_once(model):
+    write_samples(BAD_SAMPLE)
+    assert run(model, "back", "--save_every_batches", 2, "--log_every_batches", 1, "--keep", 9) == 0
+    assert saved_steps() == [2, 3, 4, 6]
+    assert trained(3) == trained(2)
+
+
+def test_there_is_nothing_to_go_back_to(model):
+    write_samples(BAD_SAMPLE)
+    assert run(model, "back", "--save_every_batches", 4) == 1
+    assert saved_steps() == []
+    assert [event["action"] for event in bad_events()] == ["stop"]
+    assert "--save_every_batches" in load_record(Path("runs/run"))["reason"]
+
+
+def test_a_run_that_does_not_recover_ends(model):
+    write_samples(*range(4, 49))
+    assert run(model, "skip", "--save_every_batches", 1, num_steps=MAX_IN_A_ROW + 2) == 1
+    actions = [line["action"] for line in lines("run", "bad_batches.jsonl")]
+    assert actions == ["skip"] * MAX_IN_A_ROW + ["stop"]
+    assert saved_steps()[-1] == MAX_IN_A_ROW + 1
+
+
+def test_good_steps_between_bad_ones_count(model):
+    bad = [4 * step for step in range(12) if step % 6]  # ten of each epoch of 12 steps
+    write_samples(*bad)
+    assert run(model, "skip", num_steps=15) == 0
+    assert len(bad_events()) == 12
+
+
+def two_ranks():
+    """Engine, sharding, and what is done."""
+    yield pytest.param("torch", "none", "back")
+    for engine in ENGINES:
+        for sharding in ("none", "zero1", "full"):
+            is_quick = (engine, sharding) in {("torch", "full"), ("composer", "none")}
+            yield pytest.param(engine, sharding, "skip", marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("engine", "sharding", "action"), list(two_ranks()))
+def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, action):
+    # Here, and not once in each rank.
+    load_engine(engine)
+    importlib.import_module("sdbench.tasks.train.looks")
+    write_samples(BAD_SAMPLE)
+    argv = ("--engine", engine, "--sharding", sharding, "--save_every_batches", 1, "--keep", 9)
+    argv += ("--device_train_microbatch_size", 1, "--log_every_batches", 1)
+    for name, durations in (("whole", [4]), ("parts", [3, 4])):
+        for num_steps in durations:
+            program = functools.partial(run, model, action, *argv, num_steps=num_steps, name=name)
+            with forked_ranks(program, tmp_path) as ranks:
+                codes = exit_codes(ranks, timeout_s=240)
+                assert codes == [0, 0], [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    (line,) = lines("whole", "bad_batches.jsonl")
+    assert line["samples_of_ranks"] == [
+        ["data/008.png", "data/009.png"],
+        ["data/010.png", "data/011.png"],
+    ]
+    assert [step for step, loss in losses("whole").items() if loss == "nan"] == [BAD_STEP]
+    assert trained(3, "whole") == trained(2, "whole") != trained(4, "whole")
+    assert losses("parts") == losses("whole")
+
+
+def test_a_graph_cannot_leave_an_update_out(model, capsys):
+    write_samples()
+    assert run(model, "skip", "--cuda_graph") == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--on_bad_loss or --cuda_graph", "skip")
