@@ -33,6 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.data.shapes.judge:main",
         "count the drawn pictures that have the colour and the shape asked for",
     ),
+    "score": (
+        "sdbench.tasks.score.command:main",
+        "FID and CLIP score of drawn pictures, by networks in local files",
+    ),
     "precompute": (
         "sdbench.tasks.encode.precompute:main",
         "encode images and captions once, to train without the encoders",

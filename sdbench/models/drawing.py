@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,11 +187,36 @@ def draw_samples(
     Returns:
         All pictures in order, on every rank.
     """
+    drawn: dict[int, np.ndarray] = {}
+    for indices, pictures in draw_share(
+        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
+    ):
+        drawn |= zip(indices, map(np.asarray, pictures), strict=True)
+    everyone: dict[int, np.ndarray] = {}
+    for of_rank in distributed.gather(drawn, ranks):
+        everyone |= of_rank
+    return [Image.fromarray(everyone[index]) for index in range(len(prompts))]
+
+
+def draw_share(
+    model: StableDiffusion,
+    prompts: Sequence[str],
+    *,
+    seed: int,
+    tokenize: Tokenize,
+    settings: DrawingSettings,
+    ranks: Ranks,
+) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
+    """Draw this rank's share of the pictures of `draw_samples`, which has the same arguments.
+
+    Yields:
+        Numbers of prompts, and their pictures; each number on one rank. Every rank has to go on to
+        the end.
+    """
     batches = [
         range(first, min(first + settings.batch_size, len(prompts)))
         for first in range(0, len(prompts), settings.batch_size)
     ]
-    drawn: dict[int, np.ndarray] = {}
     for number in split_among_ranks(len(batches), ranks):
         indices = batches[number or 0]
         pictures = draw(
@@ -202,11 +227,7 @@ def draw_samples(
             settings=settings,
         )
         if number is not None:
-            drawn |= zip(indices, map(np.asarray, pictures), strict=True)
-    everyone: dict[int, np.ndarray] = {}
-    for of_rank in distributed.gather(drawn, ranks):
-        everyone |= of_rank
-    return [Image.fromarray(everyone[index]) for index in range(len(prompts))]
+            yield indices, pictures
 
 
 def make_grid(

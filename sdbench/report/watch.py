@@ -28,6 +28,11 @@ PAGE_NAME = "watch.html"
 # Of each table the newest rows.
 MAX_ROWS = 12
 HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
+EVENTS_THAT_LOOK = {
+    "validation": "validating",
+    "samples": "drawing pictures",
+    "scores": "scoring pictures",
+}
 EVENTS_IN_WORDS = {
     "begin": "start",
     "save": "checkpoint",
@@ -100,7 +105,11 @@ def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
     is_over = run.record["status"] == OK
     with plain_style():
         plot = draw_run(run)
-    tables = [table for table in (_make_validations(run), _make_events(run)) if table.rows]
+    tables = [
+        table
+        for table in (_make_validations(run), _make_scores(run), _make_events(run))
+        if table.rows
+    ]
     page = format_page(
         [Section("Where it is", HELP, [_make_state(run)])],
         [] if plot is None else [plot],
@@ -150,7 +159,7 @@ def _make_state(run: TrainingRun) -> Table:
         best = min(validations, key=lambda one: one["loss"])
         figures["validation loss, newest"] = _at_step(validations[-1])
         figures["validation loss, lowest"] = _at_step(best)
-    for event, name in (("validation", "validating"), ("samples", "drawing pictures")):
+    for event, name in EVENTS_THAT_LOOK.items():
         if seconds := sum(one["seconds"] for one in run.of(event)):
             figures[name] = _duration(seconds)
     if saves := run.of("save"):
@@ -177,6 +186,21 @@ def _make_validations(run: TrainingRun) -> Table:
     ]
     caption = "Validation loss, and its parts by the time step t of the noise"
     return make_table(rows, name="validation", caption=caption).without_empty_columns()
+
+
+def _make_scores(run: TrainingRun) -> Table:
+    rows = [
+        {
+            "step": one["step"],
+            "pictures": one["num_pictures"],
+            "FID": one.get("fid"),
+            "CLIP score": one.get("clip_score"),
+            "standard error of it": one.get("clip_score_error"),
+        }
+        for one in run.of("scores")[: -MAX_ROWS - 1 : -1]
+    ]
+    caption = "Scores of pictures drawn for held-out captions"
+    return make_table(rows, name="scores", caption=caption).without_empty_columns()
 
 
 def _make_events(run: TrainingRun) -> Table:

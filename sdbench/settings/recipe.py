@@ -20,6 +20,7 @@ from sdbench.settings.kinds import (
     SWITCH,
     TEXT,
     one_of,
+    whole_number,
 )
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.open_diffusion import translate
@@ -193,6 +194,24 @@ class WatchSettings:
         NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance when drawing"
     )
     sample_steps: int = setting(POSITIVE, 25, "steps of the DDIM sampler when drawing")
+    score_every_batches: int | None = setting(
+        POSITIVE,
+        None,
+        "steps from one FID and CLIP score to the next, of pictures drawn for the captions of "
+        "--validation_remote as --sample_guidance and --sample_steps say",
+    )
+    num_score_images: int = setting(
+        whole_number(2), 1000, "held-out pictures that are scored against as many drawn ones"
+    )
+    fid_network: str | None = setting(
+        TEXT,
+        None,
+        "TorchScript file with the network of FID, uint8 pictures (N, 3, H, W) to features (N, D), "
+        "e.g. NVIDIA's inception-2015-12-05.pt; a program, to be trusted as one",
+    )
+    clip_network: str | None = setting(
+        TEXT, None, "folder with the CLIPModel of the CLIP score, in safetensors"
+    )
     tensorboard: bool = setting(
         SWITCH, False, "write figures and pictures for TensorBoard as well, in the run's folder"
     )

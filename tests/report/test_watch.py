@@ -101,6 +101,8 @@ def run(tmp_path):
             passed_over=["A byte is another one (<file>)"],
         ),
         event("validation", 2000, seconds=3.0, loss=0.4, ema_loss=0.3, by_timestep=[0.7, 0.1]),
+        event("scores", 2000, seconds=5.0, num_pictures=64, clip_score=21.5, clip_score_error=0.5),
+        event("scores", 3000, seconds=6.0, num_pictures=64, clip_score=22.5, clip_score_error=0.25),
         event("validation", 3000, seconds=3.0, loss=0.45, ema_loss=0.2, by_timestep=[0.8, 0.1]),
     ]
     folder = make_run(tmp_path / "first", steps=make_steps(NUM_STEPS), events=events)
@@ -130,6 +132,7 @@ def test_the_page_tells_where_the_run_is(run):
             "validation loss, lowest": "0.4000 at step 2,000",
             "validating": "0:00:09",
             "drawing pictures": "0:00:04",
+            "scoring pictures": "0:00:11",
             "waiting for checkpoints": "0:00:01",
             "restarts": "1",
             "lost by them": "1,020 steps, 0:08:30 of training; stood still for 0:05:00",
@@ -143,6 +146,7 @@ def test_the_page_tells_where_the_run_is(run):
         ["2000", "0.4", "0.3"],
         ["1000", "0.5", "0.6"],
     ]
+    assert tables["scores"][1:] == [["3000", "64", "22.5", "0.25"], ["2000", "64", "21.5", "0.5"]]
     assert [row[1:] for row in tables["events"][1:]] == [
         [
             "1000",

@@ -16,10 +16,15 @@ import pytest
 import train
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
+from tests.data.datasets import write_folder
+from tests.score_networks import write_fid_network
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
 SHORT = (*TINY, "--log_every_batches", "2", "--lr", "0.001")
 SAMPLES = ("--sample_every_batches", "2", "--sample_steps", "1", "--sample_prompts", "prompts.txt")
+
+SCORES = ("--score_every_batches", "2", "--num_score_images", "2", "--fid_network", "fid.pt")
+SCORES += ("--validation_remote", "held-out")
 
 
 def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
@@ -114,7 +119,9 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
     from tensorboardX.proto.event_pb2 import SessionLog
 
     Path("prompts.txt").write_text("a red circle")
-    run(2, "--tensorboard", *SAMPLES)
+    write_folder(Path("held-out"))
+    write_fid_network(Path("fid.pt"))
+    run(2, "--tensorboard", *SAMPLES, *SCORES)
     rows = run(3, "--tensorboard")
     files = sorted(Path("runs/one/tensorboard").iterdir())
     events = [event for file in files for event in read_events(file)]
@@ -122,6 +129,9 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
     losses = {step: value.simple_value for step, value in values if value.tag == "loss/train/total"}
     assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows}
     assert [step for step, value in values if value.tag == "samples"] == [2]
+    (scores,) = (event for event in read_history(Path("runs", "one")) if event["event"] == "scores")
+    shown = [(step, value.simple_value) for step, value in values if value.tag == "scores/fid"]
+    assert shown == [(2, pytest.approx(scores["fid"]))]
     # What is behind the start of a session in an older file is not shown.
     starts = [event.step for event in events if event.session_log.status == SessionLog.START]
     assert starts == [3]

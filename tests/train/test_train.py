@@ -25,6 +25,7 @@ from sdbench.tasks.train.job import learning_rate_factor
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
+from tests.score_networks import write_clip, write_fid_network
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 
@@ -107,12 +108,15 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
 
 
 def test_looks_leave_the_training_as_it_was(tmp_path):
-    """Validation, pictures and checkpoints draw no random number of the training."""
+    """Validation, pictures, scores and checkpoints draw no random number of the training."""
     write_folder(tmp_path / "held-out")
     (tmp_path / "prompts.txt").write_text("a red circle\n\na blue square\n")
     looks = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
     looks += ("--num_validation_images", 5, "--sample_every_batches", 3, "--sample_steps", 2)
     looks += ("--sample_prompts", tmp_path / "prompts.txt", "--save_every_batches", 2)
+    looks += ("--score_every_batches", 3, "--num_score_images", 2)
+    looks += ("--fid_network", write_fid_network(tmp_path / "fid.pt"))
+    looks += ("--clip_network", write_clip(tmp_path / "clip"))
     recipe = ("--max_duration", "4ba", "--use_ema", "--log_every_batches", 1)
     assert run(*recipe, "--run_name", "plain") == 0
     assert run(*recipe, "--run_name", "watched", *looks) == 0
@@ -125,8 +129,10 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
     assert all(len(event["by_timestep"]) == 8 for event in validations)
     assert [event["step"] for event in events(watched, "samples")] == [3, 4]
     assert [event["step"] for event in events(watched, "save")] == [2, 4]
+    scores = events(watched, "scores")
+    assert [(event["step"], event["num_pictures"]) for event in scores] == [(3, 2), (4, 2)]
     other_s = load_record(watched)["summary"]["other_s"]
-    assert {"validation", "samples", "save"} == set(other_s)
+    assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
 def test_an_exported_model_draws_what_the_run_drew(tmp_path):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
+from sdbench.data.drawn import list_pictures
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -24,8 +24,6 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 VERDICT_NAME = "judge.json"
-# Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
-TABLES = {"prompts.csv": "pictures", "captions.csv": "."}
 # Distance in RGB, of at most 442, from which a pixel is none of the background.
 MIN_DISTANCE = 60.0
 # Share of the picture below which there is no shape in it.
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     folder = Path(flags.folder)
     verdicts = []
-    for path, caption in _list_pictures(folder):
+    for path, caption in list_pictures(folder):
         asked = find_colour_and_shape(caption)
         if asked is None:
             raise _refusal("a caption names no colour and shape", caption)
@@ -84,8 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "colour_is_right": seen.colour == asked[0],
             "shape_is_right": seen.shape == asked[1],
         }
-    if not verdicts:
-        raise _refusal("there are no pictures", flags.folder)
     summary = _summarize(verdicts)
     write_json(folder / VERDICT_NAME, {**summary, "pictures": verdicts})
     print(
@@ -151,23 +147,10 @@ def _summarize(verdicts: Sequence[dict]) -> dict[str, float]:
     }
 
 
-def _list_pictures(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The pictures of a table, with their captions."""
-    table = next((name for name in TABLES if (folder / name).is_file()), None)
-    if table is None:
-        raise _refusal("the folder has no table of captions", str(folder))
-    with (folder / table).open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            path = folder / TABLES[table] / row["file"]
-            if not path.is_file():
-                raise _refusal("a picture of the table is missing", str(path))
-            yield path, row["caption"]
-
-
 def _refusal(what: str, value: str) -> ConfigError:
     return ConfigError(
         what,
         value=value,
-        allowed=f"a folder with {' or '.join(TABLES)} and its pictures of coloured shapes",
+        allowed="a folder with pictures of coloured shapes",
         flag="FOLDER",
     )

@@ -22,14 +22,17 @@ from sdbench.record.history import (
 from sdbench.record.store import STEPS_NAME, utc_now
 from sdbench.run.tracker import Tracker
 
-# Names in trackers, by column of steps.csv and by fact of a validation.
+# Names in trackers, by column of steps.csv and by fact of an event.
 TRACKED_COLUMNS = {
     "loss": "loss/train/total",
     "learning_rate": "learning_rate",
     "images_per_second": "images_per_second",
     "data_wait_percent": "data_wait_percent",
 }
-TRACKED_VALIDATION = {"loss": "loss/validation", "ema_loss": "loss/validation_ema"}
+TRACKED_FACTS = {
+    "validation": {"loss": "loss/validation", "ema_loss": "loss/validation_ema"},
+    "scores": {"fid": "scores/fid", "clip_score": "scores/clip_score"},
+}
 
 
 class TrainLog:
@@ -89,7 +92,7 @@ class TrainLog:
                 tracker.log(figures, step=values["step"])
 
     def add_event(self, event: str, *, step: int, **facts: Any) -> None:
-        """Append an event: begin, end, save, validation, samples, bad_loss.
+        """Append an event: begin, end, save, validation, samples, scores, bad_loss.
 
         Args:
             event: Its name.
@@ -99,8 +102,8 @@ class TrainLog:
         known = {"time_utc": utc_now(), "event": event, "step": step, **facts}
         _append(self._history, json.dumps(known, allow_nan=False) + "\n")
         for tracker in self._trackers:
-            if event == "validation":
-                names = TRACKED_VALIDATION.items()
+            if event in TRACKED_FACTS:
+                names = TRACKED_FACTS[event].items()
                 figures = {name: facts[fact] for fact, name in names if fact in facts}
                 tracker.log(figures, step=step)
             elif event == "samples":

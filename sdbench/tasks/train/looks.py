@@ -1,4 +1,4 @@
-"""Looks at a model in training: validation losses and grids of pictures, every so many steps."""
+"""Looks at a model in training every so many steps: validation losses, pictures, scores."""
 
 from __future__ import annotations
 
@@ -87,6 +87,9 @@ def make_looks(plan: Plan, job: TrainJob, *, folder: Path) -> dict[str, tuple[in
     if config.sample_every_batches is not None:
         sample = functools.partial(_sample, plan, job, read_prompts(config), folder / SAMPLES_NAME)
         looks["samples"] = (config.sample_every_batches, sample)
+    if config.score_every_batches is not None:
+        score = functools.partial(_score, plan, job, held_out_source(plan))
+        looks["scores"] = (config.score_every_batches, score)
     return looks
 
 
@@ -115,30 +118,51 @@ def _sample(
     plan: Plan, job: TrainJob, prompts: list[str], folder: Path, state: TrainState
 ) -> dict[str, Any]:
     """A grid with a picture for each prompt, by the averaged weights where there are some."""
-    config: Any = plan.config
-    architecture = plan.architecture
     with _best_weights(plan, job, state):
-        pictures = draw_samples(
-            job.model,
-            prompts,
-            seed=config.seed,
-            tokenize=CaptionTokenizer(
-                folder=architecture.tokenizer_folder,
-                pad_token_id=architecture.tokenizer["pad_token_id"],
-            ),
-            settings=DrawingSettings(
-                image_size=config.image_size,
-                num_steps=config.sample_steps,
-                guidance_scale=config.sample_guidance,
-                batch_size=config.device_train_microbatch_size,
-            ),
-            ranks=plan.ranks,
-        )
+        pictures = draw_samples(job.model, prompts, **_drawing_options(plan))
     path = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
         folder.mkdir(exist_ok=True)
         make_grid(pictures, captions=prompts).save(path)
     return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+
+
+def _score(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -> dict[str, Any]:
+    """FID and CLIP score of the averaged weights where there are some."""
+    from sdbench.tasks.score.held_out import score_model
+    from sdbench.tasks.score.networks import open_networks
+
+    # Loaded for each look: between two of them training has the memory.
+    networks = open_networks(plan.config, device=next(job.model.parameters()).device)
+    num_images = plan.config.num_score_images
+    with _best_weights(plan, job, state):
+        return score_model(
+            job.model,
+            source,
+            networks=networks,
+            num_images=num_images,
+            **_drawing_options(plan),
+        )
+
+
+def _drawing_options(plan: Plan) -> dict[str, Any]:
+    """How a run draws, as arguments of `draw_samples`."""
+    config: Any = plan.config
+    architecture = plan.architecture
+    return {
+        "seed": config.seed,
+        "tokenize": CaptionTokenizer(
+            folder=architecture.tokenizer_folder,
+            pad_token_id=architecture.tokenizer["pad_token_id"],
+        ),
+        "settings": DrawingSettings(
+            image_size=config.image_size,
+            num_steps=config.sample_steps,
+            guidance_scale=config.sample_guidance,
+            batch_size=config.device_train_microbatch_size,
+        ),
+        "ranks": plan.ranks,
+    }
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "latents": (ONLINE,),
     "train_text_encoder": (False,),
     "sample_every_batches": (None,),
+    "score_every_batches": (None,),
     "prediction_type": (None,),
     "min_snr_gamma": (None,),
     "noise_offset": (0.0,),

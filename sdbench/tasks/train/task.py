@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from sdbench.state.checkpoints import Checkpoint
 
 
+# Looks at the model, by what each of them needs.
+LOOKS = {
+    "validate_every_batches": "validation_remote",
+    "sample_every_batches": "sample_prompts",
+    "score_every_batches": "validation_remote",
+}
 # The summary of a run that goes on behind its end.
 NOTHING_LEFT = {
     "images_per_second": None,
@@ -203,10 +209,14 @@ class Train(TrainingTask):
     def _check_looks(self) -> None:
         """Find mistakes about held-out samples and prompts before any weights are built."""
         config: Any = self.plan.config
-        if config.validate_every_batches is None and config.sample_every_batches is None:
+        if not any(getattr(config, interval) for interval in LOOKS):
             return
         from sdbench.tasks.train.looks import held_out_source, read_prompts
 
+        if config.score_every_batches is not None:
+            from sdbench.tasks.score.held_out import check_scores
+
+            check_scores(config, held_out_source(self.plan))
         if config.validate_every_batches is not None:
             held_out_source(self.plan)
         if config.sample_every_batches is not None:
@@ -292,10 +302,7 @@ def _check(config: Any) -> None:
             allowed="batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
             flag="--max_duration",
         )
-    for interval, needed in (
-        ("validate_every_batches", "validation_remote"),
-        ("sample_every_batches", "sample_prompts"),
-    ):
+    for interval, needed in LOOKS.items():
         if getattr(config, interval) is not None and getattr(config, needed) is None:
             raise ConfigError(
                 f"--{interval} needs something to look at",
@@ -303,13 +310,14 @@ def _check(config: Any) -> None:
                 allowed=f"a place given by --{needed}",
                 flag=f"--{needed}",
             )
-    if config.sample_every_batches is not None and config.latents != "online":
-        raise ConfigError(
-            "a model that is trained on latents has no encoders to draw with",
-            value=config.latents,
-            allowed="online, or no --sample_every_batches: the exported model draws",
-            flag="--latents or --sample_every_batches",
-        )
+    for interval in ("sample_every_batches", "score_every_batches"):
+        if getattr(config, interval) is not None and config.latents != "online":
+            raise ConfigError(
+                "a model that is trained on latents has no encoders to draw with",
+                value=config.latents,
+                allowed=f"online, or no --{interval}: the exported model draws",
+                flag=f"--latents or --{interval}",
+            )
     if config.use_ema and config.ema_impl == "composer":
         raise ConfigError(
             "Composer's moving average is not kept in checkpoints",

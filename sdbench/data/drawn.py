@@ -1,0 +1,44 @@
+"""`list_pictures`: the pictures of a folder, with the captions of its table."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from sdbench.base.errors import ConfigError
+
+# Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
+TABLES = {"prompts.csv": "pictures", "captions.csv": "."}
+
+
+def list_pictures(folder: Path) -> list[tuple[Path, str]]:
+    """The pictures that generate.py has drawn, or those of a data set, in the table's order.
+
+    Returns:
+        Pairs of file and caption; at least one.
+
+    Raises:
+        ConfigError: There is no table of captions, no picture in it, or a picture is missing.
+    """
+    table = next((name for name in TABLES if (folder / name).is_file()), None)
+    if table is None:
+        raise _refusal("the folder has no table of captions", folder)
+    with (folder / table).open(newline="", encoding="utf-8") as file:
+        rows = [
+            (folder / TABLES[table] / row["file"], row["caption"]) for row in csv.DictReader(file)
+        ]
+    if not rows:
+        raise _refusal("there are no pictures", folder)
+    for path, _ in rows:
+        if not path.is_file():
+            raise _refusal("a picture of the table is missing", path)
+    return rows
+
+
+def _refusal(what: str, value: Path) -> ConfigError:
+    return ConfigError(
+        what,
+        value=str(value),
+        allowed=f"a folder with {' or '.join(TABLES)} and its pictures",
+        flag="FOLDER",
+    )

@@ -1,0 +1,103 @@
+"""The scores of a model in training: pictures drawn for the captions of held-out pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from sdbench import data
+from sdbench.base.errors import ConfigError
+from sdbench.data.source import SourceConfig
+from sdbench.models.drawing import DrawingSettings, Tokenize, draw_share
+from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.ranks import distributed
+from sdbench.ranks.distributed import Ranks
+from sdbench.tasks.score.networks import Networks, open_networks, try_out
+from sdbench.tasks.score.scores import PictureBatch, Scores, read_pictures
+
+
+def check_scores(config: Any, source: SourceConfig) -> None:
+    """Find mistakes about networks and held-out pictures before any weights are built.
+
+    Args:
+        config: Of the run.
+        source: The held-out pictures, checked already.
+
+    Raises:
+        ConfigError: A network cannot be used, or there are fewer than two pictures.
+    """
+    try_out(open_networks(config, device="cpu"), image_size=config.image_size)
+    num_samples = data.check(dataclasses.replace(source, device_batch_size=1))
+    if num_samples is not None and num_samples < 2:
+        raise ConfigError(
+            "scores need two held-out pictures",
+            value=num_samples,
+            allowed="2 or more",
+            flag="--validation_remote",
+        )
+
+
+def score_model(
+    model: StableDiffusion,
+    source: SourceConfig,
+    *,
+    networks: Networks,
+    num_images: int,
+    seed: int,
+    tokenize: Tokenize,
+    settings: DrawingSettings,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Draw a picture for the caption of each held-out picture, and score the drawn ones.
+
+    Args:
+        model: The same on every rank, or shared out among them.
+        source: The held-out pictures.
+        networks: Judge the pictures.
+        num_images: Held-out pictures that are taken, from the first on, if there are so many.
+        seed: Of the first drawn picture, as `draw_samples` has it.
+        tokenize: Turns captions into the token ids of the model.
+        settings: How to draw.
+        ranks: The place of this process; every rank has to call.
+
+    Returns:
+        The facts of `Scores.compute`, the same for any number of ranks, and how was drawn.
+
+    Raises:
+        RunError: A held-out picture is bad and may not be left out, or as `Scores.compute`.
+    """
+    samples = data.open_samples(dataclasses.replace(source, device_batch_size=1))
+    num_images = min(num_images, len(samples))
+    scores = Scores(networks)
+    captions: dict[int, str] = {}
+    for batch in read_pictures(
+        samples.read,
+        range(ranks.rank, num_images, ranks.world_size),
+        image_size=settings.image_size,
+        batch_size=settings.batch_size,
+        skips_bad=source.on_bad_sample == "skip",
+    ):
+        scores.add_reference(batch)
+        captions |= zip(batch.numbers, batch.captions, strict=True)
+    for of_rank in distributed.gather(captions, ranks):
+        captions |= of_rank
+    prompts = [captions[number] for number in sorted(captions)]
+    for numbers, pictures in draw_share(
+        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
+    ):
+        pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+        drawn = PictureBatch(
+            numbers, pixels.permute(0, 3, 1, 2), [prompts[number] for number in numbers]
+        )
+        scores.add_drawn(drawn)
+    how = {
+        "num_bad_samples": num_images - len(prompts),
+        "image_size": settings.image_size,
+        "sampler": settings.sampler,
+        "num_steps": settings.num_steps,
+        "guidance_scale": settings.guidance_scale,
+    }
+    return scores.compute(ranks) | how

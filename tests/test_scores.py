@@ -1,0 +1,358 @@
+"""FID and CLIP score against SciPy, torchmetrics and transformers; from a run and from a folder."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from scipy.linalg import sqrtm
+from torchmetrics.image.fid import FrechetInceptionDistance
+from transformers import CLIPModel, CLIPProcessor
+
+import generate
+import train
+from sdbench.base.errors import RunError
+from sdbench.cli import main as sdbench
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.source import SourceConfig
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.drawing import DrawingSettings
+from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.history import read_history
+from sdbench.record.store import load_record
+from sdbench.tasks.score.command import main as score_main
+from sdbench.tasks.score.held_out import score_model
+from sdbench.tasks.score.networks import ClipNetwork, FidNetwork, Networks
+from sdbench.tasks.score.scores import frechet_distance
+from tests.forked import run_in_group
+from tests.refusals import printed_refusal, refusal_of
+from tests.score_networks import (
+    OfAnotherSize,
+    OneByOne,
+    OnRequest,
+    features_of,
+    write_clip,
+    write_fid_network,
+)
+
+SIDE_PX = 64
+NUM_PICTURES = 9
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+LONG = "a caption of far more tokens than CLIP reads " * 20
+TINY = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4", "--use_synth_data")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    return write_clip(tmp_path_factory.mktemp("networks") / "clip")
+
+
+@pytest.fixture(scope="module")
+def fid(tmp_path_factory) -> Path:
+    return write_fid_network(tmp_path_factory.mktemp("networks") / "fid.pt")
+
+
+def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:
+    """Noise of a contrast and a colour of each picture's own."""
+    generator = np.random.default_rng(seed)
+    pictures = []
+    for _ in range(num):
+        colour, contrast = generator.uniform(60, 190, 3), generator.uniform(5, 60)
+        noise = generator.normal(colour, contrast, (SIDE_PX, SIDE_PX, 3))
+        pictures.append(noise.clip(0, 255).astype(np.uint8))
+    return pictures
+
+
+def write_pictures(folder: Path, pictures: list[np.ndarray], captions: list[str]) -> Path:
+    """A data set with a table of captions."""
+    folder.mkdir()
+    with (folder / "captions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("file", "caption"))
+        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+            Image.fromarray(picture).save(folder / f"{number:02d}.png")
+            table.writerow((f"{number:02d}.png", caption))
+    return folder
+
+
+def captions_of(num: int) -> list[str]:
+    return [f"picture {number} of {num}" for number in range(num)]
+
+
+def score(folder: Path, *argv: object) -> dict:
+    assert sdbench(["score", str(folder), *map(str, argv)]) == 0
+    return json.loads((folder / "score.json").read_text())
+
+
+def distance_by_formula(one: np.ndarray, other: np.ndarray) -> float:
+    first, second = (np.cov(matrix, rowvar=False) for matrix in (one, other))
+    difference = one.mean(0) - other.mean(0)
+    root = sqrtm(first @ second).real
+    return float(difference @ difference + np.trace(first + second - 2 * root))
+
+
+@pytest.mark.parametrize("network", [None, OnRequest()], ids=["plain", "return_features"])
+def test_fid_is_that_of_the_formula(tmp_path, network) -> None:
+    file = write_fid_network(tmp_path / "network.pt", network)
+    drawn, held_out = make_pictures(1), make_pictures(2, 12)
+    facts = score(
+        write_pictures(tmp_path / "drawn", drawn, captions_of(9)),
+        *("--reference", write_pictures(tmp_path / "held-out", held_out, captions_of(12))),
+        *("--fid_network", file, "--batch_size", 4),
+    )
+    features = [np.stack([features_of(one) for one in part]) for part in (held_out, drawn)]
+    assert facts.pop("fid") == pytest.approx(distance_by_formula(*features), rel=1e-4)
+    assert facts == {
+        "num_pictures": 9,
+        "num_reference": 12,
+        "num_features": 6,
+        "fid_note": None,
+        "fid_network": {
+            "name": "network.pt",
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        },
+        "image_size": SIDE_PX,
+        "reference": str(tmp_path / "held-out"),
+    }
+
+
+@pytest.mark.parametrize("num_pictures", [5, 6, 7])
+def test_equal_sets_have_no_distance_and_few_pictures_are_told(
+    tmp_path, capsys, fid, num_pictures
+) -> None:
+    pictures, captions = make_pictures(3, num_pictures), captions_of(num_pictures)
+    folder = write_pictures(tmp_path / "same", pictures, captions)
+    facts = score(folder, "--reference", folder, "--fid_network", fid)
+    assert abs(facts["fid"]) < 1e-12
+    has_note = num_pictures <= 6  # a covariance of six features takes seven pictures
+    assert (facts["fid_note"] is not None) == has_note
+    assert ("comparable only" in capsys.readouterr().out) == has_note
+
+
+@pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 50), (8, 9), (2, 2)])
+def test_the_distance_is_that_of_torchmetrics(num_one, num_other) -> None:
+    generator = np.random.default_rng(5)
+    mix = generator.normal(size=(16, 16))
+    one = generator.normal(size=(num_one, 16)) @ mix
+    other = generator.normal(0.5, 2.0, size=(num_other, 16)) @ mix.T
+    as_they_are = torch.nn.Identity()
+    as_they_are.num_features = 16
+    metric = FrechetInceptionDistance(feature=as_they_are)
+    metric.update(torch.from_numpy(one), real=True)
+    metric.update(torch.from_numpy(other), real=False)
+    assert frechet_distance(one, other) == pytest.approx(metric.compute().item(), rel=1e-6)
+
+
+def test_the_clip_score_is_that_of_transformers(tmp_path, clip) -> None:
+    pictures = make_pictures(6)
+    captions = [*captions_of(9)[:-1], LONG]
+    facts = score(write_pictures(tmp_path / "drawn", pictures, captions), "--clip_network", clip)
+    model, processor = CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
+    expected = []
+    for picture, caption in zip(pictures, captions, strict=True):
+        inputs = processor(
+            text=caption,
+            images=Image.fromarray(picture),
+            return_tensors="pt",
+            truncation=True,
+            max_length=77,
+        )
+        with torch.no_grad():
+            found = model(**inputs)
+        cosine = (found.image_embeds @ found.text_embeds.T).item()
+        expected.append(100 * max(cosine, 0.0))
+    assert 0 < expected.count(0.0) < 9  # some are cut off at 0
+    assert facts["num_pictures"] == 9
+    assert facts["clip_score"] == pytest.approx(np.mean(expected), rel=1e-4)
+    error = np.std(expected, ddof=1) / math.sqrt(9)
+    assert facts["clip_score_error"] == pytest.approx(error, rel=1e-4)
+    weights = (clip / "model.safetensors").read_bytes()
+    assert facts["clip_network"] == {"name": "clip", "sha256": hashlib.sha256(weights).hexdigest()}
+    assert "fid" not in facts
+
+
+def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None:
+    """The look of a run, and export, generate.py and the command, agree."""
+    captions = captions_of(5)
+    held_out = write_pictures(tmp_path / "held-out", make_pictures(7, 5), captions)
+    recipe = ("--max_duration", "3ba", "--log_every_batches", "1", "--lr", "0.02", "--use_ema")
+    recipe += ("--precision", "fp32", "--encoder_dtype", "fp32", "--ema_half_life_batches", "1")
+    recipe += ("--ema_interval_batches", "1")
+    networks = ("--fid_network", str(fid), "--clip_network", str(clip))
+    look = ("--score_every_batches", "2", "--validation_remote", str(held_out), *networks)
+    look += ("--num_score_images", "4", "--sample_steps", "2", "--sample_guidance", "3")
+    assert train.main([*TINY, *recipe, "--run_name", "scored", *look]) == 0
+    folder = Path("runs", "scored")
+    events = [event for event in read_history(folder) if event["event"] == "scores"]
+    assert [event["step"] for event in events] == [2, 3]
+    found = events[-1]
+    assert (found["num_pictures"], found["num_reference"], found["num_bad_samples"]) == (4, 4, 0)
+    assert (found["guidance_scale"], found["num_steps"], found["image_size"]) == (3.0, 2, 64)
+    assert load_record(folder)["summary"]["other_s"]["scores"] > 0
+
+    Path("prompts.txt").write_text("\n".join(captions[:4]))
+    reference = write_pictures(tmp_path / "four", make_pictures(7, 5)[:4], captions[:4])
+    assert sdbench(["export", "runs/scored"]) == 0
+    drawing = ["--model_name", "runs/scored/model", "--prompt_file", "prompts.txt"]
+    drawing += ["--seed", "17", "--num_steps", "2", "--guidance_scale", "3", "--folder", "drawn"]
+    assert generate.main(drawing) == 0
+    expected = score(Path("drawn"), "--reference", reference, *networks)
+    for fact in ("fid", "clip_score", "clip_score_error"):
+        assert found[fact] == pytest.approx(expected[fact], rel=1e-3)
+
+
+def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
+    architecture, _ = resolve_architecture("tiny")
+    model = build_stable_diffusion(
+        architecture,
+        seed=3,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+    )
+    folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
+    (folder / "03.png").write_bytes(b"no picture")
+    networks = Networks(FidNetwork(fid, device="cpu"), ClipNetwork(clip, device="cpu"))
+    tokenize = CaptionTokenizer(pad_token_id=0)
+
+    def facts_on(ranks: Ranks, **source: object) -> dict:
+        place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)
+        return score_model(
+            model,
+            SourceConfig(**place, image_size=SIDE_PX, **source),
+            networks=networks,
+            num_images=8,
+            seed=5,
+            tokenize=tokenize,
+            settings=DrawingSettings(image_size=SIDE_PX, num_steps=2, batch_size=3),
+            ranks=ranks,
+        )
+
+    def run(rank: int) -> None:
+        facts = facts_on(Ranks.from_environment(), on_bad_sample="skip")
+        (tmp_path / f"{rank}.json").write_text(json.dumps(facts))
+
+    alone = facts_on(ALONE, on_bad_sample="skip")
+    assert (alone["num_pictures"], alone["num_reference"]) == (7, 7)
+    assert alone["num_bad_samples"] == 1
+    run_in_group(run, tmp_path)
+    for rank in range(2):
+        both = json.loads((tmp_path / f"{rank}.json").read_text())
+        for fact in ("fid", "clip_score", "clip_score_error"):
+            assert both.pop(fact) == pytest.approx(alone[fact], rel=1e-6)
+        assert both == {fact: alone[fact] for fact in both} and len(both) == len(alone) - 3
+    with pytest.raises(RunError):
+        facts_on(ALONE)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "no such file"),
+        (b"", "no TorchScript"),
+        (b"no archive", "no TorchScript"),
+        ({"weight": torch.zeros(2)}, "no TorchScript"),  # a pickle, which is not opened
+        (OneByOne(), r"[2, 3, 1, 1]"),
+        (OfAnotherSize(), "64 px"),
+    ],
+    ids=["missing", "empty", "text", "pickle", "shape", "size"],
+)
+def test_a_network_that_is_none_is_refused(tmp_path, content, what) -> None:
+    file = tmp_path / "network.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif isinstance(content, dict):
+        torch.save(content, file)
+    elif content is not None:
+        write_fid_network(file, content)
+    folder = write_pictures(tmp_path / "drawn", make_pictures(1), captions_of(9))
+    error = refusal_of("score", folder, "--reference", folder, "--fid_network", file)
+    assert (error.flag, error.value) == ("--fid_network", str(file))
+    assert what in error.what
+
+
+@pytest.mark.parametrize(
+    "damage", ["folder", "config.json", "model.safetensors", "merges.txt", "cut", "weight", "short"]
+)
+def test_a_clip_that_is_none_is_refused(tmp_path, clip, damage) -> None:
+    copy = tmp_path / "copy"
+    if damage != "folder":
+        shutil.copytree(clip, copy)
+    if damage in ("config.json", "model.safetensors", "merges.txt"):
+        (copy / damage).unlink()
+    weights = copy / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    if damage == "weight":
+        tensors = load_file(weights)
+        del tensors["visual_projection.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    if damage == "short":
+        tensors = load_file(weights)
+        name = "text_model.embeddings.position_embedding.weight"
+        tensors[name] = tensors[name][:16].clone()
+        save_file(tensors, weights, metadata={"format": "pt"})
+        config = json.loads((copy / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 16
+        (copy / "config.json").write_text(json.dumps(config))
+    folder = write_pictures(tmp_path / "drawn", make_pictures(1), captions_of(9))
+    error = refusal_of("score", folder, "--clip_network", copy)
+    assert (error.flag, error.value) == ("--clip_network", str(copy))
+
+
+def test_bad_input_of_the_command_is_refused(tmp_path, fid, clip) -> None:
+    folder = write_pictures(tmp_path / "drawn", make_pictures(1), captions_of(9))
+    one = write_pictures(tmp_path / "one", make_pictures(1, 1), ["one"])
+    both = "--reference or --fid_network"
+    for argv, flag in (
+        ((folder,), "--fid_network or --clip_network"),
+        ((folder, "--fid_network", fid), both),
+        ((folder, "--clip_network", clip, "--reference", folder), both),
+        ((folder, "--fid_network", fid, "--reference", tmp_path / "none"), "--reference"),
+        ((one, "--clip_network", clip), "FOLDER"),
+        ((tmp_path, "--clip_network", clip), "FOLDER"),
+    ):
+        assert refusal_of("score", *argv).flag == flag
+    (folder / "04.png").write_bytes(b"no picture")
+    with pytest.raises(RunError, match=r"04\.png"):
+        score_main([str(folder), "--clip_network", str(clip)])
+
+
+def test_what_a_run_cannot_score_is_refused_before_it_begins(tmp_path, capsys, fid) -> None:
+    held_out = write_pictures(tmp_path / "held-out", make_pictures(1), captions_of(9))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    Image.new("RGB", (8, 8)).save(bare / "a.png")
+    single = write_pictures(tmp_path / "single", make_pictures(1, 1), ["one"])
+    network = ("--fid_network", fid)
+    for argv, flag in (
+        (network, "--validation_remote"),
+        (("--validation_remote", held_out), "--fid_network or --clip_network"),
+        (("--validation_remote", held_out, "--fid_network", "none.pt"), "--fid_network"),
+        (("--validation_remote", bare, *network), "--validation_remote"),
+        (("--validation_remote", single, *network), "--validation_remote"),
+        (
+            ("--validation_remote", held_out, *network, "--num_score_images", 1),
+            "--num_score_images",
+        ),
+        (
+            ("--validation_remote", held_out, *network, "--latents", "precomputed"),
+            "--latents or --score_every_batches",
+        ),
+        (("--validation_remote", held_out, *network, "--train", "vae"), "--score_every_batches"),
+    ):
+        look = ("--max_duration", "1ba", "--score_every_batches", "1", *map(str, argv))
+        assert train.main([*TINY, *look]) == 2
+        assert printed_refusal(capsys.readouterr().err).flag == flag
+    assert not list(Path("runs").glob("*/*"))
