@@ -151,6 +151,8 @@ class Train(TrainingTask):
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
         log = TrainLog(run.folder, trackers=trackers) if is_first else None
+        if log is not None:
+            self.resources.callback(log.close)
         bad_losses = BadLosses(
             config.on_bad_loss,
             losses=watch.timer.losses,
