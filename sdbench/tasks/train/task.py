@@ -22,6 +22,7 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
+from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import check_parts
 from sdbench.tasks.train.resuming import compare_settings
@@ -65,6 +66,7 @@ class Train(TrainingTask):
         """Make the plan, and check what training needs beside a measurement."""
         config = self.request.config
         _check(config)
+        check_effects(self.request)
         check_parts(self.request)
         self.plan = resolve(
             self.request,
