@@ -75,6 +75,10 @@ class Train(TrainingTask):
             model_parts=config.model_parts,
             resolve_steps=_resolve_length,
         )
+        if config.save_every_batches is None:
+            self.plan = dataclasses.replace(
+                self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
+            )
         self._refuse_another_run()
         self._initial = self._find_initial()
         self._check_looks()
@@ -343,6 +347,13 @@ def _check(config: Any) -> None:
             allowed="never, or auto with --run_name",
             flag="--resume or --run_name",
         )
+
+
+def _describe_only_save(num_steps: int) -> str:
+    return (
+        f"A checkpoint is written at the end, step {num_steps}, or when the run is told to stop: "
+        "what kills it before takes all of it. More of them: --save_every_batches."
+    )
 
 
 def _has_steps(folder: Path) -> bool:
