@@ -37,7 +37,7 @@ from sdbench.settings.kinds import (
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
-from sdbench.tasks.prompts import number_prompts, read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
 
 PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
     "pictures",
@@ -307,15 +307,11 @@ class Generate(Task):
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return
-        from sdbench.data.pipeline.tokenizer import CaptionTokenizer
         from sdbench.models.drawing import DrawingSettings, draw
 
         flags, architecture = self._flags, self._architecture
         model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
-        tokenize = CaptionTokenizer(
-            folder=architecture.tokenizer_folder,
-            pad_token_id=architecture.tokenizer["pad_token_id"],
-        )
+        tokenize = make_tokenizer(architecture)
         settings = DrawingSettings(
             image_size=flags.image_size,
             sampler=flags.scheduler,

@@ -11,13 +11,12 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
 from sdbench.models.drawing import DrawingSettings, draw_samples, make_grid
 from sdbench.plan.resolve import Plan
-from sdbench.tasks.prompts import read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -116,16 +115,12 @@ def _sample(
 ) -> dict[str, Any]:
     """A grid with a picture for each prompt, by the averaged weights where there are some."""
     config: Any = plan.config
-    architecture = plan.architecture
     with _best_weights(plan, job, state):
         pictures = draw_samples(
             job.model,
             prompts,
             seed=config.seed,
-            tokenize=CaptionTokenizer(
-                folder=architecture.tokenizer_folder,
-                pad_token_id=architecture.tokenizer["pad_token_id"],
-            ),
+            tokenize=make_tokenizer(plan.architecture),
             settings=DrawingSettings(
                 image_size=config.image_size,
                 num_steps=config.sample_steps,
