@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sdbench import data
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import replace_file
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
@@ -132,8 +136,14 @@ def _sample(
     path = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
         folder.mkdir(exist_ok=True)
-        make_grid(pictures, captions=prompts).save(path)
+        _write_png(make_grid(pictures, captions=prompts), path)
     return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+
+
+def _write_png(picture: Image.Image, path: Path) -> None:
+    buffer = io.BytesIO()
+    picture.save(buffer, "png")
+    replace_file(path, buffer.getvalue())
 
 
 @contextlib.contextmanager
