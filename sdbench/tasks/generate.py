@@ -47,7 +47,6 @@ PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
 )
 PROMPT_SEPARATOR = "|"
 PROMPT_FLAG = "--prompts or --prompt_file"
-MAX_PICTURES_OF_GRID = 64
 # A rank that has drawn its share waits for the others.
 RANK_TIMEOUT_S = 24 * 3600.0
 
@@ -341,7 +340,7 @@ class Generate(Task):
         """Make the grid and, if asked for, the tar."""
         from PIL import Image
 
-        from sdbench.models.drawing import make_grid
+        from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
         place = folder / PICTURES_NAME
         missing = [

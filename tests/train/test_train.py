@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -117,6 +118,51 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
 
 def test_an_exported_model_draws_what_the_run_drew(tmp_path):
     import torch
+NUM_PICTURES = 65
+MANY = ("--max_duration", "1ba", "--sample_every_batches", 1, "--sample_steps", 1)
+MANY += ("--sample_prompts", "many.csv", "--sample_guidance", 1, "--run_name", "many")
+MANY += ("--batch_size", 16)
+
+
+@pytest.fixture
+def many_prompts():
+    lines = [f"p{number},prompt {number}" for number in range(NUM_PICTURES + 1)]
+    Path("many.csv").write_text("\n".join(["uid,caption", *lines]))
+
+
+def test_of_many_pictures_64_are_in_the_grid_and_all_in_files(many_prompts):
+    assert run(*MANY, "--num_sample_images", NUM_PICTURES) == 0
+    folder = Path("runs", "many", "samples")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000001.png"]
+    names = {path.name for path in (folder / "step_00000001").iterdir()}
+    assert names == {f"p{number}.png" for number in range(NUM_PICTURES)}
+    grid = Image.open(folder / "step_00000001.png")
+    # A margin of 4 around captions 112 px wide and pictures of 64 px with 16 for the caption.
+    assert grid.size == (8 * 116 + 4, 8 * 84 + 4)
+    for number, left, top in ((0, 4, 4), (1, 120, 4), (63, 816, 592)):
+        picture = Image.open(folder / "step_00000001" / f"p{number}.png")
+        assert grid.crop((left, top, left + 64, top + 64)).tobytes() == picture.tobytes()
+
+
+def test_a_kill_in_the_middle_of_a_grid_leaves_no_part_of_it(many_prompts):
+    def hook(event, arguments) -> None:
+        if event == "open" and "step_00000001.png" in str(arguments[0]):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    def draw_and_die() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a write beyond the limit kills
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.addaudithook(hook)
+        os._exit(run(*MANY, "--num_sample_images", 2))
+
+    process = multiprocessing.get_context("fork").Process(target=draw_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGXFSZ
+    samples = Path("runs", "many", "samples")
+    assert samples.is_dir() and list(samples.glob("step_*")) == []
+
+
     from diffusers import StableDiffusionPipeline
 
     prompt = "a red circle"

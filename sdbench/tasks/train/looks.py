@@ -18,7 +18,12 @@ from sdbench.base.files import replace_file
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
-from sdbench.models.drawing import DrawingSettings, draw_samples, make_grid
+from sdbench.models.drawing import (
+    MAX_PICTURES_OF_GRID,
+    DrawingSettings,
+    draw_samples,
+    make_grid,
+)
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
@@ -64,14 +69,14 @@ def held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
-def read_prompts(config: Any) -> list[str]:
-    """The prompts of a grid, of --sample_prompts.
+def read_prompts(config: Any) -> list[tuple[str, str]]:
+    """The prompts of --sample_prompts that are drawn, each with its name.
 
     Raises:
         ConfigError: As `read_prompt_file`.
     """
     rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
-    return [prompt for _, prompt in rows[: config.num_sample_images]]
+    return rows[: config.num_sample_images]
 
 
 def make_looks(plan: Plan, job: TrainJob, *, folder: Path) -> dict[str, tuple[int, Look]]:
@@ -115,10 +120,11 @@ def _validate(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState
 
 
 def _sample(
-    plan: Plan, job: TrainJob, prompts: list[str], folder: Path, state: TrainState
+    plan: Plan, job: TrainJob, rows: list[tuple[str, str]], folder: Path, state: TrainState
 ) -> dict[str, Any]:
-    """A grid with a picture for each prompt, by the averaged weights where there are some."""
+    """A picture for each prompt, by the averaged weights where there are some."""
     config: Any = plan.config
+    prompts = [prompt for _, prompt in rows]
     with _best_weights(plan, job, state):
         pictures = draw_samples(
             job.model,
@@ -135,9 +141,20 @@ def _sample(
         )
     path = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
-        folder.mkdir(exist_ok=True)
-        _write_png(make_grid(pictures, captions=prompts), path)
+        _keep_pictures(pictures, rows, grid=path)
     return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+
+
+def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
+    """Write a grid of the first pictures; where there are more, each one to a file of its own."""
+    grid.parent.mkdir(exist_ok=True)
+    if len(pictures) > MAX_PICTURES_OF_GRID:
+        grid.with_suffix("").mkdir(exist_ok=True)
+        for (uid, _), picture in zip(rows, pictures, strict=True):
+            _write_png(picture, grid.with_suffix("") / f"{uid}.png")
+    shown = slice(MAX_PICTURES_OF_GRID)
+    captions = [prompt for _, prompt in rows[shown]]
+    _write_png(make_grid(pictures[shown], captions=captions), grid)
 
 
 def _write_png(picture: Image.Image, path: Path) -> None:
