@@ -196,6 +196,21 @@ def test_a_kill_in_the_middle_of_a_grid_leaves_no_part_of_it(many_prompts):
 
 
 @pytest.mark.parametrize(
+def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
+    write_folder(tmp_path / "data" / "held-out")
+    argv = ["--model_name", "tiny", "--engine", "torch", "--batch_size", 4, "--run_name", "one"]
+    argv += ["--remote", tmp_path / "data", "--max_duration", "1ba", "--validate_every_batches", 1]
+    argv += ["--validation_remote", tmp_path / "data" / "held-out", "--num_validation_images", 1]
+    assert train.main([str(argument) for argument in argv]) == 0
+    first = str(tmp_path / "data" / "held-out" / "000.png")
+    (note,) = [note for note in load_record(tmp_path / "runs" / "one")["notes"] if first in note]
+    assert "49 files" in note and note in capsys.readouterr().out
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    argv[argv.index("--validation_remote") + 1] = tmp_path / "linked"
+    assert train.main([*map(str, argv), "--resume", "auto"]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
+
+
     ("flag", "argv"),
     [
         ("--max_duration", ()),

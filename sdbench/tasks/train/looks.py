@@ -15,6 +15,8 @@ from PIL import Image
 from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
+from sdbench.data.overlap import find_overlap
+from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
@@ -47,7 +49,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
     """
     config: Any = plan.config
     place = config.validation_remote
-    if place in (config.remote, config.local):
+    if identify(place) in {identify(other) for other in (config.remote, config.local) if other}:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
@@ -67,6 +69,21 @@ def held_out_source(plan: Plan) -> SourceConfig:
             error.what, value=error.value, allowed=error.allowed, flag="--validation_remote"
         ) from None
     return source
+
+
+def describe_overlap(plan: Plan) -> str | None:
+    """A sentence about held-out samples that are trained on as well; None if none are found.
+
+    Raises:
+        ConfigError: As `held_out_source`.
+    """
+    found = find_overlap(plan.source, held_out_source(plan))
+    if not found:
+        return None
+    return (
+        f"Validation sees training data: {len(found)} files of --validation_remote are trained on "
+        f"too, or have the name and size of one that is, such as {found[0]!r}."
+    )
 
 
 def read_prompts(config: Any) -> list[tuple[str, str]]:

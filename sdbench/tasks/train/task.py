@@ -190,10 +190,12 @@ class Train(TrainingTask):
         config: Any = self.plan.config
         if config.validate_every_batches is None and config.sample_every_batches is None:
             return
-        from sdbench.tasks.train.looks import held_out_source, read_prompts
+        from sdbench.tasks.train.looks import describe_overlap, read_prompts
 
         if config.validate_every_batches is not None:
-            held_out_source(self.plan)
+            overlap = describe_overlap(self.plan)
+            if overlap is not None:
+                self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
         if config.sample_every_batches is not None:
             read_prompts(config)
 
