@@ -188,7 +188,10 @@ class WatchSettings:
         TEXT, None, "text file with one prompt a line, or a CSV with the columns uid and caption"
     )
     num_sample_images: int = setting(
-        POSITIVE, 64, "prompts of the file that are drawn, from the top"
+        POSITIVE,
+        64,
+        "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
+        "more a file for each picture besides",
     )
     sample_guidance: float = setting(
         NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance when drawing"

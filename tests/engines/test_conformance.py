@@ -208,15 +208,13 @@ class Hooks:
 
     def begins(self, state):
         self._state = state
+        state.make_optimizer_state()
         if self.facts is not None:
             state.went_back(self.facts)
 
     def gradients_ready(self, loss):
         if self._state.num_steps + 1 == self._skipped_step:
             self._state.skip_update()
-
-    def update_begins(self):
-        pass
 
     def step_ended(self, state):
         self.facts = state.facts()
