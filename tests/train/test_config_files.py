@@ -311,6 +311,7 @@ TINY = {
     "sharding": "none",
     "init_from": "null",
     "class_prompts": "classes.json",
+    "sample_prompts": "prompts.txt",
     "filters": "{original_width: '>=100'}",
 }
 
@@ -322,10 +323,12 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     if content.get("latents") == "precomputed":
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
-        changes |= {name: "data" for name in ("remote", "validation_remote") if name in content}
         write = write_tars if content.get("data_format") == "webdataset" else write_folder
-        write(tmp_path / "data")
+        for name in {"remote", "validation_remote"} & content.keys():
+            write(tmp_path / name)
+            changes[name] = name
     (tmp_path / "classes.json").write_text('{"0": "a tench"}')
+    (tmp_path / "prompts.txt").write_text("a red circle")
     argv = [f"config={CONFIGS / recipe}", *(f"{name}={changes[name]}" for name in changes)]
     assert train.main([*argv, "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
