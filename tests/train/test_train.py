@@ -23,6 +23,7 @@ import train
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.store import load_record
+from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.job import learning_rate_factor
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
@@ -137,10 +138,6 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
     assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
-def test_an_exported_model_draws_what_the_run_drew(tmp_path):
-    pass
-
-
 NUM_PICTURES = 65
 MANY = ("--max_duration", "1ba", "--sample_every_batches", 1, "--sample_steps", 1)
 MANY += ("--sample_prompts", "many.csv", "--sample_guidance", 1, "--run_name", "many")
@@ -238,6 +235,11 @@ def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     ("flag", "argv"),
     [
         ("--max_duration", ()),
+        (
+            "--ema_decay or --ema_half_life_batches",
+            ("--max_duration", "1ba", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
+        ),
+        ("--ema_decay", ("--max_duration", "1ba", "--ema_decay", "1")),
         ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
         ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
         ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
@@ -271,6 +273,29 @@ def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
     )
     assert wide == free
     assert tight[0] == free[0] and tight[2] != free[2]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_decay_of_the_average_is_that_of_a_step(tmp_path, interval):
+    argv = ("--max_duration", "2ba", "--save_every_batches", 1, "--lr", 0.01, "--run_name", "one")
+    argv += ("--use_ema", "--ema_decay", 0.8, "--ema_interval_batches", interval)
+    assert run(*argv) == 0
+    saved = []
+    for step in (1, 2):
+        checkpoint = Checkpoint.open(tmp_path / f"runs/one/checkpoints/step_{step:08d}")
+        tensors = {
+            name: torch.empty_like(like, device="cpu")
+            for name, like in checkpoint.tensors().items()
+            if name.startswith(("model.", "ema."))
+        }
+        checkpoint.load_into(tensors)
+        saved.append(tensors)
+    first, second = saved
+    for name in [name for name in second if name.startswith("model.")]:
+        expected = 0.8**interval * first[name] + (1 - 0.8**interval) * second[name]
+        average = second[name.replace("model.", "ema.", 1)]
+        assert torch.allclose(average, expected, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(average, second[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

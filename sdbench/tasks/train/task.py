@@ -334,6 +334,13 @@ def _check(config: Any) -> None:
             allowed="--no_cuda_graph",
             flag="--cuda_graph",
         )
+    if config.ema_decay is not None and config.ema_half_life_batches is not None:
+        raise ConfigError(
+            "the half-life of the moving average follows from its decay",
+            value=config.ema_half_life_batches,
+            allowed="one of both",
+            flag="--ema_decay or --ema_half_life_batches",
+        )
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError(
             "only a run with a name can be found again",
