@@ -122,8 +122,9 @@ class TrainState:
         for name, weight in held.items():
             if weight is not weights[name]:
                 named[f"fp32.{name}"] = weight.detach()
-            assert states[weight], f"the optimizer has no state of {name}"
-            for key, value in states[weight].items():
+            # Some optimizers have no state. One that has some has it of each weight.
+            assert weight in states or not states, f"the optimizer has no state of {name}"
+            for key, value in states.get(weight, {}).items():
                 named[f"optimizer.{key}.{name}"] = value
         named |= {f"ema.{name}": average for name, average in (self.averages or {}).items()}
         return named | _random_states()

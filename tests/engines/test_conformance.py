@@ -208,7 +208,6 @@ class Hooks:
 
     def begins(self, state):
         self._state = state
-        state.make_optimizer_state()
         if self.facts is not None:
             state.went_back(self.facts)
 
