@@ -36,7 +36,11 @@ EMA_HALF_LIFE_BATCHES = 138
 WHOLE_MODEL = "model.pretrained"
 NO_ACCUMULATION = {"system.gradient_accumulation": 1}
 # What it does without these keys, where that is not what is done here without the settings.
-DEFAULTS = {"experiment.save_every": 1000, "experiment.save_only_most_recent": False}
+DEFAULTS = {
+    "experiment.save_every": 1000,
+    "experiment.save_only_most_recent": False,
+    "experiment.num_eval_images": 1000,
+}
 
 # What a file says, by nested key.
 Values = Mapping[str, Any]
@@ -294,11 +298,6 @@ def _describe_differences(values: Values) -> Iterator[str]:
             yield (
                 "experiment.eval_caption_file is not given, so no pictures are drawn; there they "
                 "are drawn for its own data/prompts/uid_caption.csv."
-            )
-        elif "experiment.num_eval_images" not in values:
-            yield (
-                "experiment.num_eval_images is not given: up to 64 pictures are drawn, and there "
-                "1000."
             )
     schedulers = [
         values[f"model.{key}.params"]

@@ -10,6 +10,7 @@ from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import (
+    BETWEEN_0_AND_1,
     DURATION,
     FRACTION,
     NOT_NEGATIVE,
@@ -147,10 +148,17 @@ class RateSettings:
     clip_norm: float | None = setting(
         POSITIVE_NUMBER, None, "largest norm of a step's gradients (default: they are not clipped)"
     )
-    ema_half_life_batches: int = setting(
+    ema_half_life_batches: int | None = setting(
         POSITIVE,
-        1000,
-        "steps after which a weight's influence on the moving average has halved",
+        None,
+        "steps after which a weight's influence on the moving average has halved (default: 1000)",
+        acts_beside=("use_ema",),
+    )
+    ema_decay: float | None = setting(
+        BETWEEN_0_AND_1,
+        None,
+        "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
+        "half-life of 6931 steps)",
         acts_beside=("use_ema",),
     )
     ema_warmup: bool = setting(
@@ -217,7 +225,8 @@ class WatchSettings:
     num_sample_images: int = setting(
         POSITIVE,
         64,
-        "prompts of the file that are drawn, from the top",
+        "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
+        "more a file for each picture besides",
         acts_beside=("sample_every_batches",),
     )
     sample_guidance: float = setting(

@@ -129,6 +129,7 @@ def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
         "wandb_project": "cats",
         "max_duration": "1000sp",
         "save_every_batches": 1000,  # every 2000 passes
+        "num_sample_images": 1000,
         "resume": "auto",
         "keep": 3,
         "keep_every_batches": None,
@@ -220,8 +221,8 @@ def test_the_other_keys_of_open_diffusion(file):
         (
             "experiment: {eval_caption_file: a.csv}\n"
             "system: {batch_size: 2, gradient_accumulation: 3}",
-            {"save_every_batches": 333, "sample_every_batches": 333, "num_sample_images": 64},
-            ["experiment.save_every", "experiment.num_eval_images"],
+            {"save_every_batches": 333, "sample_every_batches": 333, "num_sample_images": 1000},
+            ["experiment.save_every"],
         ),
         (
             "experiment: {save_every: 6, eval_caption_file: a.csv, num_eval_images: 5}\n"
@@ -371,13 +372,12 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     if content.get("latents") == "precomputed":
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
-        places = {"remote": "data", "validation_remote": "held_out"}
-        changes |= {name: place for name, place in places.items() if name in content}
         write = write_tars if content.get("data_format") == "webdataset" else write_folder
-        for place in places.values():
-            write(tmp_path / place)
+        for name in {"remote", "validation_remote"} & content.keys():
+            write(tmp_path / name)
+            changes[name] = name
     (tmp_path / "classes.json").write_text('{"0": "a tench"}')
-    (tmp_path / "prompts.txt").write_text("a tench")
+    (tmp_path / "prompts.txt").write_text("a red circle")
     argv = [f"config={CONFIGS / recipe}", *(f"{name}={changes[name]}" for name in changes)]
     assert train.main([*argv, "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)

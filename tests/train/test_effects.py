@@ -37,6 +37,7 @@ def check(*argv: str) -> None:
         (("--kl_weight", "2"), ("--train",), ("--train", "vae")),
         (("--lr_end_factor", "0.5"), ("--lr_schedule",), ("--lr_schedule", "linear")),
         (("--ema_half_life_batches", "9"), ("--use_ema",), ("--use_ema",)),
+        (("--ema_decay", "0.9"), ("--use_ema",), ("--use_ema",)),
         (("--ema_warmup",), ("--use_ema",), ("--use_ema",)),
         (("--ema_interval_batches", "9"), ("--use_ema",), ("--use_ema",)),
         (("--fid_network", "a"), ("--score_every_batches",), None),
