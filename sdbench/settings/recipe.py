@@ -204,7 +204,8 @@ class WatchSettings:
     validation_remote: str | None = setting(
         TEXT,
         None,
-        "where held-out samples are, of the same kind as --remote",
+        "where held-out samples are, of the same kind as --remote; --filters and --class_prompts "
+        "hold for them as well",
         acts_beside=("validate_every_batches", "score_every_batches"),
     )
     num_validation_images: int = setting(

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 import train
+from sdbench import data
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.store import load_record
@@ -110,8 +111,15 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
 
 
-def test_looks_leave_the_training_as_it_was(tmp_path):
-    """Validation, pictures, scores and checkpoints draw no random number of the training."""
+def test_looks_leave_the_training_as_it_was(tmp_path, monkeypatch):
+    """Validation, pictures, scores and checkpoints draw no random number of the training.
+
+    The held-out samples are opened once for the four validation losses and once for the scores.
+    """
+    open_samples, opened = data.open_samples, []
+    monkeypatch.setattr(
+        data, "open_samples", lambda config: opened.append(config.remote) or open_samples(config)
+    )
     write_folder(tmp_path / "held-out")
     (tmp_path / "prompts.txt").write_text("a red circle\n\na blue square\n")
     looks = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
@@ -129,6 +137,7 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
     validations = events(watched, "validation")
     assert [event["step"] for event in validations] == [2, 4]
     assert all(event["num_samples"] == 5 for event in validations)
+    assert opened == [str(tmp_path / "held-out")] * 2
     assert all(len(event["by_timestep"]) == 8 for event in validations)
     assert [event["step"] for event in events(watched, "samples")] == [3, 4]
     assert [event["step"] for event in events(watched, "save")] == [2, 4]

@@ -176,7 +176,7 @@ class Train(TrainingTask):
             resumed=resumed,
             log=log,
             progress=progress,
-            looks=make_looks(plan, job, folder=run.folder),
+            looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
             facts={"config": self._settings()},
             num_steps=plan.num_steps,
@@ -217,16 +217,19 @@ class Train(TrainingTask):
     def _check_looks(self) -> None:
         """Find mistakes about held-out samples and prompts before any weights are built."""
         config: Any = self.plan.config
+        self._held_out = None
         if not any(getattr(config, interval) for interval in LOOKS):
             return
         from sdbench.tasks.train.looks import describe_overlap, held_out_source, read_prompts
 
+        if config.validate_every_batches or config.score_every_batches:
+            self._held_out = held_out_source(self.plan)
         if config.score_every_batches is not None:
             from sdbench.tasks.score.held_out import check_scores
 
-            check_scores(config, held_out_source(self.plan))
+            check_scores(config, self._held_out)
         if config.validate_every_batches is not None:
-            overlap = describe_overlap(self.plan)
+            overlap = describe_overlap(self.plan, self._held_out)
             if overlap is not None:
                 self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
         if config.sample_every_batches is not None:
