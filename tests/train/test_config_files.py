@@ -321,6 +321,7 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / recipe))
     changes = {name: value for name, value in TINY.items() if name in content}
     if content.get("latents") == "precomputed":
+        assert content["model_name"] == "???"  # what made the latents is the user's
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
         places = {"remote": "data", "validation_remote": "held_out"}
