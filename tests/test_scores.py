@@ -185,7 +185,7 @@ def test_a_run_scores_what_its_exported_model_draws(tmp_path, fid, clip) -> None
     """The look of a run, and export, generate.py and the command, agree."""
     captions = captions_of(5)
     held_out = write_pictures(tmp_path / "held-out", make_pictures(7, 5), captions)
-    recipe = ("--max_duration", "3ba", "--log_every_batches", "1", "--lr", "0.02", "--use_ema")
+    recipe = ("--max_duration", "3ba", "--log_every_batches", "1", "--lr", "0.1", "--use_ema")
     recipe += ("--precision", "fp32", "--encoder_dtype", "fp32", "--ema_half_life_batches", "1")
     recipe += ("--ema_interval_batches", "1")
     networks = ("--fid_network", str(fid), "--clip_network", str(clip))

@@ -13,35 +13,36 @@ from typing import Any
 from sdbench.base.secrets import redact_environment, redact_values
 
 
-def replace_file(path: Path, text: str, *, reserve: Path | None = None) -> None:
-    """Write a text file atomically.
+def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = None) -> None:
+    """Write a file atomically.
 
-    Secrets of the environment are replaced by their names. Other secrets are the caller's to remove
-    (`redact`), who knows where a value ends and which URL is a link.
+    In a text secrets of the environment are replaced by their names. Other secrets are the caller's
+    to remove (`redact`), who knows where a value ends and which URL is a link.
 
     Args:
         path: Of the file.
-        text: The content.
+        content: A text, or bytes, which are written as they are.
         reserve: A file that is overwritten and renamed if the disk is full.
 
     Raises:
         OSError: The file cannot be written.
     """
+    data = redact_environment(content).encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _replace(path, text, temporary, mode="w")
+        _replace(path, data, temporary, mode="wb")
     except OSError:
         temporary.unlink(missing_ok=True)
         if reserve is None or not reserve.exists():
             raise
         # Overwritten, not deleted first: another process could take the freed space.
-        _replace(path, text, reserve, mode="r+")
+        _replace(path, data, reserve, mode="r+b")
 
 
-def _replace(path: Path, text: str, temporary: Path, *, mode: str) -> None:
+def _replace(path: Path, data: bytes, temporary: Path, *, mode: str) -> None:
     try:
-        with temporary.open(mode, encoding="utf-8") as file:
-            file.write(redact_environment(text))
+        with temporary.open(mode) as file:
+            file.write(data)
             file.truncate()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -36,12 +36,15 @@ class Source(NamedTuple):
             read in any order.
         columns: Returns the names of the columns that all files have. None where files have no
             columns, and so no latents.
+        files: Returns the names and URLs of the files that stand for the data set, one that is in
+            two data sets for samples that are in both. None where nothing is stored.
     """
 
     check: str
     open: str | None = None
     build: str | None = None
     columns: str | None = None
+    files: str | None = None
 
 
 _FORMATS = "sdbench.data.formats"
@@ -54,16 +57,24 @@ SOURCES = {
         open=f"{_FORMATS}.mds_shards:open_samples",
         build=f"{_FORMATS}.mds:build",
         columns=f"{_FORMATS}.mds_index:read_columns",
+        files=f"{_FORMATS}.mds_index:list_files",
     ),
     "webdataset": Source(
-        check=f"{_FORMATS}.webdataset:check", open=f"{_FORMATS}.webdataset:open_samples"
+        check=f"{_FORMATS}.webdataset:check",
+        open=f"{_FORMATS}.webdataset:open_samples",
+        files=f"{_FORMATS}.webdataset:list_files",
     ),
     "parquet": Source(
         check=f"{_FORMATS}.parquet:check",
         open=f"{_FORMATS}.parquet:open_samples",
         columns=f"{_FORMATS}.parquet:read_columns",
+        files=f"{_FORMATS}.parquet:list_files",
     ),
-    "folder": Source(check=f"{_FORMATS}.folder:check", open=f"{_FORMATS}.folder:open_samples"),
+    "folder": Source(
+        check=f"{_FORMATS}.folder:check",
+        open=f"{_FORMATS}.folder:open_samples",
+        files=f"{_FORMATS}.folder:list_files",
+    ),
 }
 
 
@@ -217,6 +228,17 @@ def read_columns(config: SourceConfig) -> set[str]:
     """
     name = SOURCES[config.data_format].columns
     return set() if name is None else resolve_name(name)(config)
+
+
+def list_files(config: SourceConfig) -> list[str]:
+    """Names and URLs of the files that stand for a data set; empty where nothing is stored.
+
+    Raises:
+        ConfigError: As `check`.
+        RunError: As `check`.
+    """
+    name = SOURCES[config.data_format].files
+    return [] if name is None else resolve_name(name)(config)
 
 
 def open_samples(config: SourceConfig) -> Samples:

@@ -62,7 +62,6 @@ def fit(
         callbacks.append(EmaCallback(ema, state, watch.phases))
     if hooks is not None:
         hooks.begins(state)
-        optimizer.register_step_pre_hook(lambda *_: hooks.update_begins())
     # The last callback, since it ends the step.
     callbacks.append(WatchCallback(watch, job, state, hooks))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):

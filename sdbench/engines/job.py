@@ -27,7 +27,7 @@ class EmaSpec:
     """
 
     implementation: str
-    half_life_batches: int
+    half_life_batches: float
     interval_batches: int = 1
     warms_up: bool = False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import TrainJob
@@ -112,6 +113,14 @@ def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")
         if config.sharding == "grad_op":  # the whole weights are kept until the step ends
             module.set_reshard_after_backward(is_last)
+
+
+def forget_gathered(job: TrainJob) -> None:
+    """Leave to each rank its shards alone: after a forward pass FSDP2 may keep whole weights."""
+    for trained in job.trained.values():
+        for module in trained.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def held_weights(

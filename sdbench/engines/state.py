@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
-from sdbench.engines.sharding import held_weights
+from sdbench.engines.sharding import forget_gathered, held_weights
 from sdbench.ranks.distributed import Ranks
+
+# Ranks take seeds beside one another: more than there are ranks.
+SEEDS_OF_A_STEP = 1_000_003
 
 
 class Positioned(Protocol):
@@ -28,14 +31,14 @@ class TrainingHooks(Protocol):
         """All is built and placed, and nothing is trained yet: the moment to restore a state."""
 
     def gradients_ready(self, loss: Tensor) -> None:
-        """All gradients of a step are there: the moment to leave its update out.
+        """All gradients of a step are there, and its update is next.
+
+        Called in every step, before optimizer, scaler and average change the state. It may leave
+        the update out.
 
         Args:
             loss: Of this rank's batch, on the device.
         """
-
-    def update_begins(self) -> None:
-        """The optimizer is about to change the state."""
 
     def step_ended(self, state: TrainState) -> None:
         """A step has ended and the watch knows of it."""
@@ -109,6 +112,7 @@ class TrainState:
         rank has a part of the optimizer and the average; what several ranks have is the same on
         each.
         """
+        forget_gathered(self._job)
         weights = self._job.trained_weights()
         named = {f"model.{name}": weight.detach() for name, weight in weights.items()}
         named |= {f"frozen.{name}": weight for name, weight in self._job.kept.items()}
@@ -118,7 +122,9 @@ class TrainState:
         for name, weight in held.items():
             if weight is not weights[name]:
                 named[f"fp32.{name}"] = weight.detach()
-            for key, value in states[weight].items():
+            # Some optimizers have no state. One that has some has it of each weight.
+            assert weight in states or not states, f"the optimizer has no state of {name}"
+            for key, value in states.get(weight, {}).items():
                 named[f"optimizer.{key}.{name}"] = value
         named |= {f"ema.{name}": average for name, average in (self.averages or {}).items()}
         return named | _random_states()
@@ -133,16 +139,22 @@ class TrainState:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
-    def prepare_to_load(self, facts: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors to load into, as `tensors`; of other ranks' random states none.
+    def prepare_to_load(
+        self, facts: Mapping[str, Any], *, saved: Collection[str]
+    ) -> dict[str, Tensor]:
+        """The tensors to load into, as `tensors`.
+
+        Random states are among them where this number of ranks has saved them for these devices.
 
         Args:
             facts: What `facts` gave when the state was saved.
+            saved: Names of the tensors that were saved.
         """
         self.make_optimizer_state()
         named = self.tensors()
-        if facts["world_size"] != Ranks.from_environment().world_size:
-            for name in _random_states():
+        has_ranks = facts["world_size"] == Ranks.from_environment().world_size
+        for name in _random_states():
+            if not has_ranks or name not in saved:
                 del named[name]
         return named
 
@@ -171,7 +183,13 @@ class TrainState:
             self._scaler.load_state_dict(self._loaded_scale)
 
     def restore_random_state(self) -> None:
-        """Set torch's generators as they were saved; called when nothing else draws any more."""
+        """Set torch's generators as they were saved; called when nothing else draws any more.
+
+        Those that were not saved, for another number of ranks or another device, begin anew: with a
+        seed of this step's own, lest the noise of the first steps comes again.
+        """
+        if self.num_steps > 0:
+            torch.manual_seed(torch.initial_seed() + SEEDS_OF_A_STEP * self.num_steps)
         rank = Ranks.from_environment().rank
         for name, value in self._random_states.items():
             if name == f"random.{rank}.cpu":

@@ -66,7 +66,6 @@ def fit(
     )
     if hooks is not None:
         hooks.begins(state)
-        optimizer.register_step_pre_hook(lambda *_: hooks.update_begins())
     schedule = make_schedule(optimizer, job, state)
     # As Composer does, so that each rank draws its own noise.
     torch.manual_seed(config.seed + ranks.rank)
@@ -137,7 +136,7 @@ class TrainingStep:
             optimizer: Updates the trained weights.
             config: The resolved config.
             clock: Is told of the phases of a step.
-            hooks: May leave an update out.
+            hooks: Are told when the gradients are there.
         """
         self._model = model
         self._job = job

@@ -32,6 +32,8 @@ SAMPLER_OPTIONS = {
 # Captions to token ids, (B, 77) int64.
 Tokenize = Callable[[Sequence[str]], np.ndarray]
 
+# As open-diffusion shows: more are too small to be looked at together.
+MAX_PICTURES_OF_GRID = 64
 GRID_MARGIN_PX = 4
 CAPTION_HEIGHT_PX, MIN_CAPTION_WIDTH_PX = 16, 112
 

@@ -182,6 +182,7 @@ POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
 SECONDS = number("a number of seconds above 0", _is_positive)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+BETWEEN_0_AND_1 = number("a number above 0 and below 1", lambda value: 0 < value < 1)
 CONDITIONS = Kind(
     'fields and conditions, e.g. {pwatermark: "<=0.5", original_width: ">=512"}',
     _parse_conditions,

@@ -10,6 +10,7 @@ from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import (
+    BETWEEN_0_AND_1,
     DURATION,
     FRACTION,
     NOT_NEGATIVE,
@@ -137,8 +138,16 @@ class RateSettings:
     clip_norm: float | None = setting(
         POSITIVE_NUMBER, None, "largest norm of a step's gradients (default: they are not clipped)"
     )
-    ema_half_life_batches: int = setting(
-        POSITIVE, 1000, "steps after which a weight's influence on the moving average has halved"
+    ema_half_life_batches: int | None = setting(
+        POSITIVE,
+        None,
+        "steps after which a weight's influence on the moving average has halved (default: 1000)",
+    )
+    ema_decay: float | None = setting(
+        BETWEEN_0_AND_1,
+        None,
+        "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
+        "half-life of 6931 steps)",
     )
     ema_warmup: bool = setting(
         SWITCH, False, "let the average follow faster at first: decay at most (1 + n) / (10 + n)"
@@ -192,7 +201,10 @@ class WatchSettings:
         TEXT, None, "text file with one prompt a line, or a CSV with the columns uid and caption"
     )
     num_sample_images: int = setting(
-        POSITIVE, 64, "prompts of the file that are drawn, from the top"
+        POSITIVE,
+        64,
+        "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
+        "more a file for each picture besides",
     )
     sample_guidance: float = setting(
         NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance when drawing"

@@ -163,13 +163,13 @@ class Checkpoints:
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a save has begun whose end `poll` has not told yet."""
-        return self._save is not None
+    def is_reading(self) -> bool:
+        """Whether a save still reads the tensors, which must not change yet."""
+        return self._save is not None and not self._save.writer.is_read.is_set()
 
     def wait_until_read(self) -> None:
         """Wait until the tensors may change. Call it before each optimizer step."""
-        if self._save is not None:
+        if self.is_reading:
             with self._standing_still():
                 self._save.writer.is_read.wait()
 

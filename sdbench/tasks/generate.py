@@ -37,7 +37,7 @@ from sdbench.settings.kinds import (
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
-from sdbench.tasks.prompts import number_prompts, read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
 
 PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
     "pictures",
@@ -47,7 +47,6 @@ PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
 )
 PROMPT_SEPARATOR = "|"
 PROMPT_FLAG = "--prompts or --prompt_file"
-MAX_PICTURES_OF_GRID = 64
 # A rank that has drawn its share waits for the others.
 RANK_TIMEOUT_S = 24 * 3600.0
 
@@ -307,15 +306,11 @@ class Generate(Task):
         mine = batches[self._ranks.rank :: self._ranks.world_size]
         if not mine:
             return
-        from sdbench.data.pipeline.tokenizer import CaptionTokenizer
         from sdbench.models.drawing import DrawingSettings, draw
 
         flags, architecture = self._flags, self._architecture
         model = _build(architecture, flags, machine=self._machine, ranks=self._ranks)
-        tokenize = CaptionTokenizer(
-            folder=architecture.tokenizer_folder,
-            pad_token_id=architecture.tokenizer["pad_token_id"],
-        )
+        tokenize = make_tokenizer(architecture)
         settings = DrawingSettings(
             image_size=flags.image_size,
             sampler=flags.scheduler,
@@ -345,7 +340,7 @@ class Generate(Task):
         """Make the grid and, if asked for, the tar."""
         from PIL import Image
 
-        from sdbench.models.drawing import make_grid
+        from sdbench.models.drawing import MAX_PICTURES_OF_GRID, make_grid
 
         place = folder / PICTURES_NAME
         missing = [

@@ -1,4 +1,4 @@
-"""`read_prompt_file`: prompts from a text file or a CSV."""
+"""Prompts from a text file or a CSV, and the tokenizer that a model reads them by."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdbench.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+    from sdbench.models.architecture import Architecture
 
 # A name that is safe in a folder; in a tar of WebDataset it ends at the first dot.
 UID = re.compile(r"[A-Za-z0-9_-]+")
@@ -52,6 +57,15 @@ def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple
     if not captions:
         raise _bad_prompts("there is no prompt", value=value, flag=flag)
     return [(f"{number:05d}", caption) for number, caption in enumerate(captions)]
+
+
+def make_tokenizer(architecture: Architecture) -> CaptionTokenizer:
+    """The tokenizer of a model."""
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+
+    return CaptionTokenizer(
+        folder=architecture.tokenizer_folder, pad_token_id=architecture.tokenizer["pad_token_id"]
+    )
 
 
 def _read_table(text: str, *, path: str, flag: str) -> list[tuple[str, str]]:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.order import Key
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
+from sdbench.engines.sharding import forget_gathered
 from sdbench.models.autoencoder import Autoencoder
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.ranks import distributed
@@ -223,7 +223,7 @@ def averaged_weights(
                     weight.copy_(average)
                 if owners[name] is not None:
                     torch.distributed.broadcast(weight.detach(), src=owners[name])
-        _forget_gathered(job)
+        forget_gathered(job)
         yield
     finally:
         with torch.no_grad():
@@ -231,7 +231,7 @@ def averaged_weights(
                 _exchange(weights[name], averages[name])
             for name, value in kept.items():
                 weights[name].copy_(value)
-        _forget_gathered(job)
+        forget_gathered(job)
 
 
 def _find_owners(
@@ -251,11 +251,3 @@ def _exchange(one: Tensor, other: Tensor) -> None:
     value = one.detach().clone()
     one.copy_(other)
     other.copy_(value)
-
-
-def _forget_gathered(job: TrainJob) -> None:
-    """Let FSDP gather the weights anew: after a forward pass it may keep whole ones."""
-    for trained in job.trained.values():
-        for module in trained.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -27,6 +27,19 @@ def make_png(index: int) -> bytes:
     return buffer.getvalue()
 
 
+def make_ramp(index: int) -> np.ndarray:
+    """A picture of 60 x 40 pixels in which a crop or a flip is seen: number, column and row."""
+    rows, columns = np.indices((40, 60))
+    return np.stack([np.full_like(rows, index), 4 * columns, 6 * rows], axis=2).astype(np.uint8)
+
+
+def make_ramp_png(index: int) -> bytes:
+    """The same as a file; put in the place of `make_png`."""
+    buffer = io.BytesIO()
+    Image.fromarray(make_ramp(index)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def make_caption(index: int) -> str:
     """The caption of a sample."""
     return f"picture {index}"

@@ -215,9 +215,6 @@ class Hooks:
         if self._state.num_steps + 1 == self._skipped_step:
             self._state.skip_update()
 
-    def update_begins(self):
-        pass
-
     def step_ended(self, state):
         self.facts = state.facts()
         (*_, weight) = (w for name, w in state.tensors().items() if name == "model.unet.weight")

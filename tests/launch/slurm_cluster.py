@@ -21,7 +21,7 @@ import psutil
 
 PACKAGES = ("slurm-wlm", "munge", "libslurm-dev", "gcc", "libc6-dev")
 NODES = ("node1", "node2")
-START_WITHIN_S = 30.0
+START_WITHIN_S = 60.0
 # Slurm takes a node for dead when its slurmd has not answered for so long.
 SLURMD_TIMEOUT_S = 10
 
@@ -55,7 +55,7 @@ JobCompType=jobcomp/none
 JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
 SlurmdTimeout={slurmd_timeout_s}
-KillWait=15
+KillWait=30
 PlugStackConfig={folder}/etc/plugstack.conf
 NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=8 \
 RealMemory=8000 Gres=gpu:8 State=UNKNOWN

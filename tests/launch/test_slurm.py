@@ -45,7 +45,7 @@ VARIABLES = {
 QUICK = {**VARIABLES, "LAUNCHER": "torchrun"}
 TIMEOUT_S = 120
 # Of a training run: seconds, so that it is stopped on its way.
-NUM_STEPS = 300
+NUM_STEPS = 80
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 

@@ -31,3 +31,8 @@ def test_the_first_that_is_not_finite_is_found_when_it_is_read():
     losses.add(torch.tensor(float("nan")))
     losses.read()
     assert losses.first_not_finite == 3
+    losses.forgive()
+    assert losses.first_not_finite is None
+    losses.add(torch.tensor(float("inf")))
+    losses.read()
+    assert losses.first_not_finite == 6

@@ -22,6 +22,7 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.export import export
 from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.record.store import load_record
+from sdbench.report.watch import write_page
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
@@ -115,7 +116,9 @@ def trained(step: int, name: str = "run") -> dict[str, object]:
     checkpoint.load_into(tensors)
     assert any(key.startswith("optimizer.step") for key in tensors)
     assert any(key.startswith("ema.") for key in tensors)
-    bits = {key: (tensor.dtype, tensor.numpy().tobytes()) for key, tensor in tensors.items()}
+    bits = {
+        key: tensor.flatten().view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()
+    }
     return bits | {"ema_num_steps": num_averaged(step, name)}
 
 
@@ -145,9 +148,9 @@ def test_it_stops_and_names_the_samples(model, engine):
 def test_it_is_named_however_late_it_is_known(model):
     """Read behind an epoch of 12 steps that a resume has begun in."""
     write_samples(BAD_SAMPLE)
-    assert run(model, "stop", num_steps=2) == 0
+    assert run(model, "stop", num_steps=1) == 0
     assert run(model, "stop", "--log_every_batches", 100, num_steps=14) == 1
-    assert saved_steps() == [2]
+    assert saved_steps() == [1]
     assert list(losses()) == list(range(1, 15))
     (line,) = lines("run", "bad_batches.jsonl")
     assert line["step"] == BAD_STEP
@@ -178,6 +181,18 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
         assert run(model, "skip", *argv, num_steps=num_steps, name="parts") == 0
     assert losses("parts") == whole
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf"])
+def test_the_page_of_a_run_leaves_bad_losses_out(model, loss):
+    write_samples(BAD_SAMPLE)
+    assert run(model, "skip", "--log_every_batches", 1, num_steps=4) == 0
+    steps = Path("runs/run/steps.csv")
+    steps.write_text(steps.read_text().replace("nan", loss))
+    drawn = write_page(Path("runs/run"))
+    assert drawn.steps["loss"].isna().tolist() == [False, False, True, False]
+    assert drawn.steps["smooth_loss"].notna().all()
+    assert "loss not finite" in Path("runs/run/watch.html").read_text()
 
 
 def test_fp32_copies_of_bf16_weights_are_skipped_too(model):

@@ -324,13 +324,12 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
         assert content["model_name"] == "???"  # what made the latents is the user's
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
-        places = {"remote": "data", "validation_remote": "held_out"}
-        changes |= {name: place for name, place in places.items() if name in content}
         write = write_tars if content.get("data_format") == "webdataset" else write_folder
-        for place in places.values():
-            write(tmp_path / place)
+        for name in {"remote", "validation_remote"} & content.keys():
+            write(tmp_path / name)
+            changes[name] = name
     (tmp_path / "classes.json").write_text('{"0": "a tench"}')
-    (tmp_path / "prompts.txt").write_text("a tench")
+    (tmp_path / "prompts.txt").write_text("a red circle")
     argv = [f"config={CONFIGS / recipe}", *(f"{name}={changes[name]}" for name in changes)]
     assert train.main([*argv, "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)

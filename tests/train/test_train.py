@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import train
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.store import load_record
+from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.job import learning_rate_factor
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
@@ -135,8 +138,52 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
     assert {"validation", "samples", "scores", "save"} == set(other_s)
 
 
+NUM_PICTURES = 65
+MANY = ("--max_duration", "1ba", "--sample_every_batches", 1, "--sample_steps", 1)
+MANY += ("--sample_prompts", "many.csv", "--sample_guidance", 1, "--run_name", "many")
+MANY += ("--batch_size", 16)
+
+
+@pytest.fixture
+def many_prompts():
+    lines = [f"p{number},prompt {number}" for number in range(NUM_PICTURES + 1)]
+    Path("many.csv").write_text("\n".join(["uid,caption", *lines]))
+
+
+def test_of_many_pictures_64_are_in_the_grid_and_all_in_files(many_prompts):
+    assert run(*MANY, "--num_sample_images", NUM_PICTURES) == 0
+    folder = Path("runs", "many", "samples")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000001.png"]
+    names = {path.name for path in (folder / "step_00000001").iterdir()}
+    assert names == {f"p{number}.png" for number in range(NUM_PICTURES)}
+    grid = Image.open(folder / "step_00000001.png")
+    # A margin of 4 around captions 112 px wide and pictures of 64 px with 16 for the caption.
+    assert grid.size == (8 * 116 + 4, 8 * 84 + 4)
+    for number, left, top in ((0, 4, 4), (1, 120, 4), (63, 816, 592)):
+        picture = Image.open(folder / "step_00000001" / f"p{number}.png")
+        assert grid.crop((left, top, left + 64, top + 64)).tobytes() == picture.tobytes()
+
+
+def test_a_kill_in_the_middle_of_a_grid_leaves_no_part_of_it(many_prompts):
+    def hook(event, arguments) -> None:
+        if event == "open" and "step_00000001.png" in str(arguments[0]):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    def draw_and_die() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a write beyond the limit kills
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.addaudithook(hook)
+        os._exit(run(*MANY, "--num_sample_images", 2))
+
+    process = multiprocessing.get_context("fork").Process(target=draw_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGXFSZ
+    samples = Path("runs", "many", "samples")
+    assert samples.is_dir() and list(samples.glob("step_*")) == []
+
+
 def test_an_exported_model_draws_what_the_run_drew(tmp_path):
-    import torch
     from diffusers import StableDiffusionPipeline
 
     prompt = "a red circle"
@@ -169,10 +216,30 @@ def test_an_exported_model_draws_what_the_run_drew(tmp_path):
     assert abs(drawn - np.asarray(picture, dtype=int)).max() <= 1
 
 
+def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
+    write_folder(tmp_path / "data" / "held-out")
+    argv = ["--model_name", "tiny", "--engine", "torch", "--batch_size", 4, "--run_name", "one"]
+    argv += ["--remote", tmp_path / "data", "--max_duration", "1ba", "--validate_every_batches", 1]
+    argv += ["--validation_remote", tmp_path / "data" / "held-out", "--num_validation_images", 1]
+    assert train.main([str(argument) for argument in argv]) == 0
+    first = str(tmp_path / "data" / "held-out" / "000.png")
+    (note,) = [note for note in load_record(tmp_path / "runs" / "one")["notes"] if first in note]
+    assert "49 files" in note and note in capsys.readouterr().out
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    argv[argv.index("--validation_remote") + 1] = tmp_path / "linked"
+    assert train.main([*map(str, argv), "--resume", "auto"]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
+
+
 @pytest.mark.parametrize(
     ("flag", "argv"),
     [
         ("--max_duration", ()),
+        (
+            "--ema_decay or --ema_half_life_batches",
+            ("--max_duration", "1ba", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
+        ),
+        ("--ema_decay", ("--max_duration", "1ba", "--ema_decay", "1")),
         ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
         ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
         ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
@@ -206,6 +273,29 @@ def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
     )
     assert wide == free
     assert tight[0] == free[0] and tight[2] != free[2]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_decay_of_the_average_is_that_of_a_step(tmp_path, interval):
+    argv = ("--max_duration", "2ba", "--save_every_batches", 1, "--lr", 0.01, "--run_name", "one")
+    argv += ("--use_ema", "--ema_decay", 0.8, "--ema_interval_batches", interval)
+    assert run(*argv) == 0
+    saved = []
+    for step in (1, 2):
+        checkpoint = Checkpoint.open(tmp_path / f"runs/one/checkpoints/step_{step:08d}")
+        tensors = {
+            name: torch.empty_like(like, device="cpu")
+            for name, like in checkpoint.tensors().items()
+            if name.startswith(("model.", "ema."))
+        }
+        checkpoint.load_into(tensors)
+        saved.append(tensors)
+    first, second = saved
+    for name in [name for name in second if name.startswith("model.")]:
+        expected = 0.8**interval * first[name] + (1 - 0.8**interval) * second[name]
+        average = second[name.replace("model.", "ema.", 1)]
+        assert torch.allclose(average, expected, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(average, second[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,6 +69,11 @@ class FolderSamples:
         if not any(path.is_file() for path in self._images):
             _raise_missing(f"None of the files that {table} names is there", folder)
         self.blocks = [len(self._images)]
+
+    @property
+    def images(self) -> Sequence[Path]:
+        """The path of each sample's image."""
+        return self._images
 
     def __len__(self) -> int:
         return len(self._images)
@@ -201,6 +206,15 @@ def check(config: SourceConfig) -> int:
     if config.rank == 0:
         samples.tell_unlisted()
     return len(samples)
+
+
+def list_files(config: SourceConfig) -> list[str]:
+    """Paths of the images.
+
+    Raises:
+        ConfigError: As `FolderSamples`.
+    """
+    return [str(path) for path in open_samples(config).images]
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:

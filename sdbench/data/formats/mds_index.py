@@ -109,6 +109,15 @@ def read_columns(config: SourceConfig) -> set[str]:
     return place.columns
 
 
+def list_files(config: SourceConfig) -> list[str]:
+    """The index of each data set: shards of all data sets have the same names.
+
+    Raises:
+        ConfigError: As `locate_mds`.
+    """
+    return [f"{place.source.rstrip('/')}/{INDEX_NAME}" for place in locate_mds(config)]
+
+
 def locate_mds(config: SourceConfig) -> list[MdsPlace]:
     """Decide where shards are read from and where they are kept.
 

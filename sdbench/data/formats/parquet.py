@@ -17,7 +17,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.checks import PLACE_FLAGS
-from sdbench.data.formats.files import fetch_files
+from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import is_url
 from sdbench.data.samples import (
@@ -305,6 +305,16 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
         allowed="latents made by the VAE and text encoder of the model that is trained",
         flag="--model_name or --image_size",
     )
+
+
+def list_files(config: SourceConfig) -> list[str]:
+    """Names and URLs of the files that `config` names.
+
+    Raises:
+        ConfigError: As `find_files`.
+        RunError: As `find_files`.
+    """
+    return find_files(config.remote or config.local, suffix=SUFFIX)
 
 
 def open_samples(config: SourceConfig) -> ParquetSamples:

@@ -338,6 +338,16 @@ def check(config: SourceConfig) -> int | None:
     return len(open_samples(config))
 
 
+def list_files(config: SourceConfig) -> list[str]:
+    """Names and URLs of the files that `config` names.
+
+    Raises:
+        ConfigError: As `find_files`.
+        RunError: As `find_files`.
+    """
+    return find_files(config.remote or config.local, suffix=SUFFIX)
+
+
 def open_samples(config: SourceConfig) -> WebDatasetSamples:
     """Open the tars that `config` names; what is elsewhere is copied here first.
 

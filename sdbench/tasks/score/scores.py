@@ -148,7 +148,7 @@ def tell(facts: dict[str, Any]) -> str:
     """Scores in words."""
     told = [f"{facts['num_pictures']} pictures"]
     if "fid" in facts:
-        told.append(f"FID {facts['fid']:.4g} against {facts['num_reference']}")
+        told.append(f"FID {facts['fid']:.4g} against {facts['num_reference']} of the reference")
     if "clip_score" in facts:
         told.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
     notes = [f" ({facts['fid_note']})"] if facts.get("fid_note") else []

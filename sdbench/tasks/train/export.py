@@ -110,11 +110,11 @@ def export_run(
     Raises:
         ConfigError: As `main`.
     """
-    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
     from sdbench.models.export import export, make_card
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.record.provenance import git_state
     from sdbench.settings.recipe import TrainConfig
+    from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
     from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
 
@@ -138,16 +138,13 @@ def export_run(
     )
     if random_parts:
         print(f"With random weights: {random_parts}.")
-    tokenizer = CaptionTokenizer(
-        folder=architecture.tokenizer_folder, pad_token_id=architecture.tokenizer["pad_token_id"]
-    )
     run_folder = checkpoint.folder.parent.parent
     folder = folder or run_folder / MODEL_NAME
     export(
         model,
         folder,
         trained=weights,
-        tokenizer=tokenizer.for_diffusers(),
+        tokenizer=make_tokenizer(architecture).for_diffusers(),
         dtype=dtype,
         sampler=sampler,
         card=make_card(

@@ -90,7 +90,7 @@ class TrainHooks:
             state.make_optimizer_state()
         else:
             facts = self._resumed.facts["state"]
-            tensors = state.prepare_to_load(facts)
+            tensors = state.prepare_to_load(facts, saved=self._resumed.tensors().keys())
             self._resumed.load_into(tensors)
             state.loaded(tensors, facts)
             self._saved_step = state.num_steps
@@ -102,26 +102,26 @@ class TrainHooks:
             )
 
     def gradients_ready(self, loss: Tensor) -> None:
-        """Leave the update out if the loss is not finite and that is asked for."""
+        """Wait for a save that reads the state, and leave out an update by a bad loss."""
         assert self._state is not None
         self._bad_losses.judge(self._state, loss)
-
-    def update_begins(self) -> None:
-        """Wait for a save that still reads what the optimizer is about to change."""
-        if self._checkpoints.is_saving:
+        if self._checkpoints.is_reading:
             self._timer.pause()
             self._checkpoints.wait_until_read()
             self._timer.start()
 
     def step_ended(self, state: TrainState) -> None:
-        """Write a line of figures, look at the model and save, whatever is due."""
+        """Write a line of figures, save and look at the model, whatever is due.
+
+        The save comes first: a look takes minutes, in which a run may be stopped.
+        """
         step = state.num_steps
         is_last = self._watch.is_over
         logs = is_last or step % self._config.log_every_batches == 0
         due = [
             (event, look)
             for event, (interval, look) in self._looks.items()
-            if step % interval == 0 or (is_last and not self._watch.is_stopped)
+            if (step % interval == 0 or is_last) and not self._watch.is_stopped
         ]
         interval = self._config.save_every_batches
         saves = is_last or (interval is not None and step % interval == 0)
@@ -137,10 +137,11 @@ class TrainHooks:
             # What it has changed is saved at once: a restart does not meet the batch again.
             saves = self._bad_losses.act(state) or saves
             self._add_seconds("bad_loss", time.perf_counter() - started_s)
-        for event, look in due:
-            self._timed(event, step, look, state)
         if saves and step != self._saved_step:
             self._begin_save(state)
+        for event, look in due:
+            self._checkpoints.wait_until_read()  # looks put averages in the place of weights
+            self._timed(event, step, look, state)
         self._progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
 

@@ -27,7 +27,7 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     if config.use_ema:
         ema = EmaSpec(
             config.ema_impl,
-            config.ema_half_life_batches,
+            _ema_half_life_batches(config),
             config.ema_interval_batches,
             warms_up=config.ema_warmup,
         )
@@ -49,6 +49,13 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
         ),
         max_gradient_norm=config.clip_norm,
     )
+
+
+def _ema_half_life_batches(config: Any) -> float:
+    """That of a config; of a decay d a step it is h in d ** h = 0.5."""
+    if config.ema_decay is not None:
+        return math.log(0.5) / math.log(config.ema_decay)
+    return config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
 
 
 def _build_parts(plan: Plan, *, phase: PhaseObserver) -> TrainJob:

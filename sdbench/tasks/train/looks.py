@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sdbench import data
 from sdbench.base.errors import ConfigError
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.base.files import replace_file
+from sdbench.data.overlap import find_overlap
+from sdbench.data.remote import identify
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
-from sdbench.models.drawing import DrawingSettings, draw_samples, make_grid
+from sdbench.models.drawing import (
+    MAX_PICTURES_OF_GRID,
+    DrawingSettings,
+    draw_samples,
+    make_grid,
+)
 from sdbench.plan.resolve import Plan
-from sdbench.tasks.prompts import read_prompt_file
+from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
@@ -39,7 +49,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
     """
     config: Any = plan.config
     place = config.validation_remote
-    if place in (config.remote, config.local):
+    if identify(place) in {identify(other) for other in (config.remote, config.local) if other}:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
@@ -61,14 +71,29 @@ def held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
-def read_prompts(config: Any) -> list[str]:
-    """The prompts of a grid, of --sample_prompts.
+def describe_overlap(plan: Plan) -> str | None:
+    """A sentence about held-out samples that are trained on as well; None if none are found.
+
+    Raises:
+        ConfigError: As `held_out_source`.
+    """
+    found = find_overlap(plan.source, held_out_source(plan))
+    if not found:
+        return None
+    return (
+        f"Validation sees training data: {len(found)} files of --validation_remote are trained on "
+        f"too, or have the name and size of one that is, such as {found[0]!r}."
+    )
+
+
+def read_prompts(config: Any) -> list[tuple[str, str]]:
+    """The prompts of --sample_prompts that are drawn, each with its name.
 
     Raises:
         ConfigError: As `read_prompt_file`.
     """
     rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
-    return [prompt for _, prompt in rows[: config.num_sample_images]]
+    return rows[: config.num_sample_images]
 
 
 def make_looks(plan: Plan, job: TrainJob, *, folder: Path) -> dict[str, tuple[int, Look]]:
@@ -115,16 +140,34 @@ def _validate(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState
 
 
 def _sample(
-    plan: Plan, job: TrainJob, prompts: list[str], folder: Path, state: TrainState
+    plan: Plan, job: TrainJob, rows: list[tuple[str, str]], folder: Path, state: TrainState
 ) -> dict[str, Any]:
-    """A grid with a picture for each prompt, by the averaged weights where there are some."""
+    """A picture for each prompt, by the averaged weights where there are some."""
+    prompts = [prompt for _, prompt in rows]
     with _best_weights(plan, job, state):
         pictures = draw_samples(job.model, prompts, **_drawing_options(plan))
     path = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
-        folder.mkdir(exist_ok=True)
-        make_grid(pictures, captions=prompts).save(path)
+        _keep_pictures(pictures, rows, grid=path)
     return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+
+
+def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
+    """Write a grid of the first pictures; where there are more, each one to a file of its own."""
+    grid.parent.mkdir(exist_ok=True)
+    if len(pictures) > MAX_PICTURES_OF_GRID:
+        grid.with_suffix("").mkdir(exist_ok=True)
+        for (uid, _), picture in zip(rows, pictures, strict=True):
+            _write_png(picture, grid.with_suffix("") / f"{uid}.png")
+    shown = slice(MAX_PICTURES_OF_GRID)
+    captions = [prompt for _, prompt in rows[shown]]
+    _write_png(make_grid(pictures[shown], captions=captions), grid)
+
+
+def _write_png(picture: Image.Image, path: Path) -> None:
+    buffer = io.BytesIO()
+    picture.save(buffer, "png")
+    replace_file(path, buffer.getvalue())
 
 
 def _score(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -> dict[str, Any]:
@@ -148,13 +191,9 @@ def _score(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -
 def _drawing_options(plan: Plan) -> dict[str, Any]:
     """How a run draws, as arguments of `draw_samples`."""
     config: Any = plan.config
-    architecture = plan.architecture
     return {
         "seed": config.seed,
-        "tokenize": CaptionTokenizer(
-            folder=architecture.tokenizer_folder,
-            pad_token_id=architecture.tokenizer["pad_token_id"],
-        ),
+        "tokenize": make_tokenizer(plan.architecture),
         "settings": DrawingSettings(
             image_size=config.image_size,
             num_steps=config.sample_steps,

@@ -216,14 +216,16 @@ class Train(TrainingTask):
         config: Any = self.plan.config
         if not any(getattr(config, interval) for interval in LOOKS):
             return
-        from sdbench.tasks.train.looks import held_out_source, read_prompts
+        from sdbench.tasks.train.looks import describe_overlap, held_out_source, read_prompts
 
         if config.score_every_batches is not None:
             from sdbench.tasks.score.held_out import check_scores
 
             check_scores(config, held_out_source(self.plan))
         if config.validate_every_batches is not None:
-            held_out_source(self.plan)
+            overlap = describe_overlap(self.plan)
+            if overlap is not None:
+                self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
         if config.sample_every_batches is not None:
             read_prompts(config)
 
@@ -341,12 +343,19 @@ def _check(config: Any) -> None:
             allowed="foreach",
             flag="--ema_impl",
         )
-    if config.on_bad_loss == "skip" and config.cuda_graph:
+    if config.cuda_graph:
         raise ConfigError(
-            "a CUDA graph holds the whole step, whose update cannot be left out",
-            value=config.on_bad_loss,
-            allowed="stop or back, or --no_cuda_graph",
-            flag="--on_bad_loss or --cuda_graph",
+            "a CUDA graph holds the whole step, and a checkpoint has to be read before its update",
+            value=True,
+            allowed="--no_cuda_graph",
+            flag="--cuda_graph",
+        )
+    if config.ema_decay is not None and config.ema_half_life_batches is not None:
+        raise ConfigError(
+            "the half-life of the moving average follows from its decay",
+            value=config.ema_half_life_batches,
+            allowed="one of both",
+            flag="--ema_decay or --ema_half_life_batches",
         )
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError(

@@ -1,0 +1,62 @@
+"""Crops and flips: which, by an independent crop, and the same after a resume."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from sdbench import data
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+
+SEED, WIDTH, HEIGHT = 3, 60, 40
+
+
+@pytest.fixture(params=["folder", "webdataset", "parquet", "mds"])
+def config(request, tmp_path, monkeypatch) -> SourceConfig:
+    """Pictures whose pixels tell their number, column and row; squares of them are not resized."""
+    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
+    datasets.WRITERS[request.param](tmp_path / "data")
+    return SourceConfig(
+        data_format=request.param,
+        remote=str(tmp_path / "data"),
+        image_size=HEIGHT,
+        device_batch_size=4,
+        seed=SEED,
+        num_workers=2,
+        crop="random",
+        horizontal_flip_probability=0.5,
+    )
+
+
+def expected_square(index: int, *, epoch: int) -> np.ndarray:
+    """The square of a sample as PIL cuts and mirrors it, (3, HEIGHT, HEIGHT)."""
+    x, _, flip, _ = np.random.default_rng([SEED, epoch, index]).random(4)
+    left = round(x * (WIDTH - HEIGHT))
+    picture = Image.fromarray(datasets.make_ramp(index)).crop((left, 0, left + HEIGHT, HEIGHT))
+    square = ImageOps.mirror(picture) if flip < 0.5 else picture
+    return np.asarray(square).transpose(2, 0, 1)
+
+
+def test_they_follow_from_seed_epoch_and_sample_and_outlast_a_resume(config):
+    loader = data.build(config)
+    epochs = [list(loader), list(loader)]
+    for epoch, batches in enumerate(epochs):
+        for square in torch.cat([batch["image"] for batch in batches]).numpy():
+            assert np.array_equal(square, expected_square(int(square[0, 0, 0]), epoch=epoch))
+    del loader
+
+    stopped = data.build(config)
+    list(stopped)
+    batches = iter(stopped)
+    list(itertools.islice(batches, 5))
+    state = stopped.state_dict()
+    del stopped, batches
+    resumed = data.build(config)
+    resumed.load_state_dict(state)
+    for found, expected in zip(list(resumed), epochs[1][5:], strict=True):
+        assert torch.equal(found["image"], expected["image"])
