@@ -20,6 +20,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 import generate
 import train
+from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
@@ -226,13 +227,16 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
     networks = Networks(FidNetwork(fid, device="cpu"), ClipNetwork(clip, device="cpu"))
     tokenize = CaptionTokenizer(pad_token_id=0)
 
-    def facts_on(ranks: Ranks, **source: object) -> dict:
-        place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)
+    place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)
+    samples = data.open_samples(SourceConfig(**place, image_size=SIDE_PX))
+
+    def facts_on(ranks: Ranks, *, skips_bad: bool) -> dict:
         return score_model(
             model,
-            SourceConfig(**place, image_size=SIDE_PX, **source),
+            samples,
             networks=networks,
             num_images=8,
+            skips_bad=skips_bad,
             seed=5,
             tokenize=tokenize,
             settings=DrawingSettings(image_size=SIDE_PX, num_steps=2, batch_size=3),
@@ -240,10 +244,10 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
         )
 
     def run(rank: int) -> None:
-        facts = facts_on(Ranks.from_environment(), on_bad_sample="skip")
+        facts = facts_on(Ranks.from_environment(), skips_bad=True)
         (tmp_path / f"{rank}.json").write_text(json.dumps(facts))
 
-    alone = facts_on(ALONE, on_bad_sample="skip")
+    alone = facts_on(ALONE, skips_bad=True)
     assert (alone["num_pictures"], alone["num_reference"]) == (7, 7)
     assert alone["num_bad_samples"] == 1
     run_in_group(run, tmp_path)
@@ -253,7 +257,7 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
             assert both.pop(fact) == pytest.approx(alone[fact], rel=1e-6)
         assert both == {fact: alone[fact] for fact in both} and len(both) == len(alone) - 3
     with pytest.raises(RunError):
-        facts_on(ALONE)
+        facts_on(ALONE, skips_bad=False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,12 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 from sdbench.ranks.distributed import Ranks
-from sdbench.tasks.validation import averaged_weights, held_out_batches, validation_loss
+from sdbench.tasks.validation import (
+    averaged_weights,
+    held_out_batches,
+    open_held_out,
+    validation_loss,
+)
 from tests.forked import run_in_group
 
 TINY, _ = resolve_architecture("tiny")
@@ -94,13 +99,14 @@ def source(folder, **changes) -> SourceConfig:
 
 def test_ranks_share_the_samples_in_equally_many_batches(picture_folder) -> None:
     augmented = source(picture_folder, crop="random", caption_drop_probability=0.5)
-    (whole,) = held_out_batches(augmented, num_samples=None, batch_size=16, ranks=place())
+    reader = open_held_out(augmented)
+    (whole,) = held_out_batches(reader, num_samples=None, batch_size=16, ranks=place())
     assert list(whole[0]) == list(range(10))
     for world_size, batch_size in itertools.product((2, 3, 4), (1, 2)):
         shares = [
             list(
                 held_out_batches(
-                    augmented,
+                    reader,
                     num_samples=None,
                     batch_size=batch_size,
                     ranks=place(rank, world_size),
@@ -121,8 +127,9 @@ def test_ranks_share_the_samples_in_equally_many_batches(picture_folder) -> None
 def test_bad_samples_are_left_out_or_stop_the_run(picture_folder) -> None:
     (picture_folder / "3.png").write_bytes(b"no picture")
     with pytest.raises(RunError):
-        list(held_out_batches(source(picture_folder), num_samples=5, batch_size=2, ranks=place()))
-    lenient = source(picture_folder, on_bad_sample="skip", max_bad_fraction=1.0)
+        strict = open_held_out(source(picture_folder))
+        list(held_out_batches(strict, num_samples=5, batch_size=2, ranks=place()))
+    lenient = open_held_out(source(picture_folder, on_bad_sample="skip", max_bad_fraction=1.0))
     found = held_out_batches(lenient, num_samples=5, batch_size=2, ranks=place())
     assert [list(numbers) for numbers, _ in found] == [[0, 1], [2, None], [4]]
 
@@ -130,10 +137,11 @@ def test_bad_samples_are_left_out_or_stop_the_run(picture_folder) -> None:
 def test_images_are_encoded_without_chance(picture_folder) -> None:
     Image.effect_noise((64, 64), 90).convert("RGB").save(picture_folder / "0.png")
     model = build(encoders=True)
+    reader = open_held_out(source(picture_folder))
     found = [
         validation_loss(
             model,
-            held_out_batches(source(picture_folder), num_samples=3, batch_size=2, ranks=place()),
+            held_out_batches(reader, num_samples=3, batch_size=2, ranks=place()),
             ranks=place(),
         )
         for _ in range(2)

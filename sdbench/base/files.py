@@ -1,10 +1,12 @@
-"""Atomic writing: a file is either as before or complete, for readers and after a crash."""
+"""Files that are either as before or complete, for readers, after a crash and on a full disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +80,57 @@ def new_file(path: Path) -> Iterator[Path]:
         yield new
         new.chmod(0o600)
         new.replace(path)
+
+
+class GrowingFile:
+    """A text file that grows by whole lines; what the disk does not take is kept for later."""
+
+    def __init__(self, path: Path) -> None:
+        """Write nothing yet.
+
+        Args:
+            path: Of the file; it may exist.
+        """
+        self.path = path
+        self._kept = b""
+
+    def append(self, lines: str) -> None:
+        """Append lines behind those that are kept; the first time that fails, a warning is printed.
+
+        They are written at once: a kill leaves whole lines. Nothing waits for the device, so a
+        power failure may take the last ones.
+        """
+        warns = not self._kept
+        self._kept += lines.encode()
+        try:
+            _append(self.path, self._kept)
+        except OSError as error:
+            if warns:
+                print(
+                    f"warning: {self.path} cannot be written ({error.strerror}): its lines are "
+                    "kept in memory until it can",
+                    file=sys.stderr,
+                )
+        else:
+            self._kept = b""
+
+    def close(self) -> None:
+        """Try once more to write the lines that are kept, and tell of those that are lost."""
+        if not self._kept:
+            return
+        self.append("")
+        if self._kept:
+            num_lines = self._kept.count(b"\n")
+            print(f"warning: {num_lines} lines of {self.path} are lost", file=sys.stderr)
+
+
+def _append(path: Path, content: bytes) -> None:
+    """Append all of the content, or raise OSError and leave the file as it was."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        if os.write(file, content) < len(content):  # the disk took what it had room for
+            os.ftruncate(file, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,7 +157,7 @@ def _make_state(run: TrainingRun) -> Table:
             "left to train": _duration(num_left * images_per_step / last["images_per_second"]),
         }
     if validations := run.of("validation"):
-        best = min(validations, key=lambda one: one["loss"])
+        best = min(validations, key=lambda one: math.inf if one["loss"] is None else one["loss"])
         figures["validation loss, newest"] = _at_step(validations[-1])
         figures["validation loss, lowest"] = _at_step(best)
     for event, name in EVENTS_THAT_LOOK.items():
@@ -245,7 +246,8 @@ def _describe_save(save: dict[str, Any]) -> str:
 
 
 def _at_step(validation: dict[str, Any]) -> str:
-    return f"{validation['loss']:.4f} at step {validation['step']:,}"
+    loss = validation["loss"]
+    return f"{'not finite' if loss is None else f'{loss:.4f}'} at step {validation['step']:,}"
 
 
 def _duration(seconds: float) -> str:

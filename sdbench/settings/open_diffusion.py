@@ -35,6 +35,12 @@ TARGETS = {
 EMA_HALF_LIFE_BATCHES = 138
 WHOLE_MODEL = "model.pretrained"
 NO_ACCUMULATION = {"system.gradient_accumulation": 1}
+# What it does without these keys, where that is not what is done here without the settings.
+DEFAULTS = {
+    "experiment.save_every": 1000,
+    "experiment.save_only_most_recent": False,
+    "experiment.num_eval_images": 1000,
+}
 
 # What a file says, by nested key.
 Values = Mapping[str, Any]
@@ -68,11 +74,15 @@ class NoEffect(NamedTuple):
 def _global_batch(value: Any, values: Values) -> dict[str, Any]:
     """Its batch is that of a GPU in a backward pass."""
     device_batch = _positive("system.batch_size", values)
-    num_microbatches = _positive("system.gradient_accumulation", {**NO_ACCUMULATION, **values})
+    num_gpus = int(os.environ.get("WORLD_SIZE", "1"))
     return {
         "device_train_microbatch_size": device_batch,
-        "batch_size": device_batch * num_microbatches * int(os.environ.get("WORLD_SIZE", "1")),
+        "batch_size": device_batch * _passes_per_step(values) * num_gpus,
     }
+
+
+def _passes_per_step(values: Values) -> int:
+    return _positive("system.gradient_accumulation", {**NO_ACCUMULATION, **values})
 
 
 def _positive(key: str, values: Values) -> int:
@@ -80,7 +90,7 @@ def _positive(key: str, values: Values) -> int:
         return POSITIVE.parse(values.get(key))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{key} is no number of images or passes",
+            f"{key} is no number of images, passes or steps",
             value=values.get(key),
             allowed=POSITIVE.allowed,
             flag=f"{key}=VALUE",
@@ -106,12 +116,18 @@ def _what_is_kept(value: bool, values: Values) -> dict[str, Any]:
     return {"keep": 1} | ({} if value else {"keep_every_batches": 1})
 
 
+def _save_interval(value: int, values: Values) -> dict[str, Any]:
+    return {"save_every_batches": _steps_per_save(values)}
+
+
+def _steps_per_save(values: Values) -> int:
+    """Its interval is in backward passes; rounded down to optimizer steps."""
+    return max(1, _positive("experiment.save_every", values) // _passes_per_step(values))
+
+
 def _prompts(value: str, values: Values) -> dict[str, Any]:
     """It draws whenever it saves."""
-    return {
-        "sample_prompts": value,
-        "sample_every_batches": values.get("experiment.save_every", 1000),
-    }
+    return {"sample_prompts": value, "sample_every_batches": _steps_per_save(values)}
 
 
 def _moving_average(value: bool, values: Values) -> dict[str, Any]:
@@ -171,7 +187,7 @@ KEYS: dict[str, Rule] = {
     "experiment.project": "wandb_project",
     "experiment.num_examples_to_see": _duration,
     "experiment.save_only_most_recent": _what_is_kept,
-    "experiment.save_every": "save_every_batches",
+    "experiment.save_every": _save_interval,
     "experiment.requeue": OneOf("resume", {True: "auto", False: "never"}),
     "experiment.eval_caption_file": _prompts,
     "experiment.num_eval_images": "num_sample_images",
@@ -249,6 +265,8 @@ def translate(content: dict[str, Any]) -> Translation:
         for key, value in _flatten(name, content.pop(name))
         if value is not None
     }
+    if "experiment" in groups:
+        values = {**DEFAULTS, **values}
     settings: dict[str, Any] = {}
     keys: dict[str, str] = {}
     notes = []
@@ -262,7 +280,36 @@ def translate(content: dict[str, Any]) -> Translation:
             found = _apply(rule, key, values)
             keys |= {name: key for name in found if name not in settings}
             settings |= found
-    return Translation(settings, keys, tuple(notes))
+    return Translation(settings, keys, (*notes, *_describe_differences(values)))
+
+
+def _describe_differences(values: Values) -> Iterator[str]:
+    """Sentences on what is not as there, and why."""
+    if "experiment.save_every" in values:
+        num_passes = _passes_per_step(values)
+        interval = _positive("experiment.save_every", values)
+        if interval % num_passes:
+            yield (
+                f"experiment.save_every, {interval} backward passes, is no whole number of "
+                f"optimizer steps of {num_passes}: a save comes every {_steps_per_save(values)} "
+                "steps."
+            )
+        if "experiment.eval_caption_file" not in values:
+            yield (
+                "experiment.eval_caption_file is not given, so no pictures are drawn; there they "
+                "are drawn for its own data/prompts/uid_caption.csv."
+            )
+    schedulers = [
+        values[f"model.{key}.params"]
+        for key in PARTS["scheduler"]
+        if f"model.{key}.params" in values
+    ]
+    names_model = any(key.startswith("model.") for key in values)
+    if names_model and [one.get("prediction_type", "epsilon") for one in schedulers] != ["epsilon"]:
+        yield (
+            "model.scheduler decides what is predicted; there it is always the noise, which is "
+            "--prediction_type epsilon."
+        )
 
 
 def _find_rule(key: str, values: Values) -> Rule:

@@ -68,7 +68,10 @@ class LengthSettings:
     )
     keep: int = setting(POSITIVE, 2, "newest checkpoints that are kept")
     keep_every_batches: int | None = setting(
-        POSITIVE, None, "checkpoints of multiples of so many steps are kept as well"
+        POSITIVE,
+        None,
+        "checkpoints of multiples of so many steps are kept as well",
+        acts_beside=("save_every_batches",),
     )
     on_failed_save: str = setting(
         one_of("continue", "stop"),
@@ -101,12 +104,16 @@ class PartSettings:
         1e-3,
         "VAE: weight of the latents' divergence from a normal distribution, beside the squared "
         "error of the pixels",
+        acts_beside=("train",),
     )
     train_text_encoder: bool = setting(
         SWITCH, False, "train the text encoder with the U-Net", identifies=True
     )
     text_encoder_lr_factor: float = setting(
-        POSITIVE_NUMBER, 1.0, "learning rate of the text encoder, as a multiple of --lr"
+        POSITIVE_NUMBER,
+        1.0,
+        "learning rate of the text encoder, as a multiple of --lr",
+        acts_beside=("train_text_encoder",),
     )
 
     @property
@@ -130,7 +137,10 @@ class RateSettings:
         NOT_NEGATIVE, 0, "steps in which the learning rate rises to --lr"
     )
     lr_end_factor: float = setting(
-        FRACTION, 0.0, "share of --lr at the end of the schedules cosine and linear"
+        FRACTION,
+        0.0,
+        "share of --lr at the end of the schedules cosine and linear",
+        acts_beside=("lr_schedule",),
     )
     beta1: float = setting(FRACTION, 0.9, "AdamW: decay of the mean of the gradients")
     beta2: float = setting(FRACTION, 0.999, "AdamW: decay of the mean of their squares")
@@ -142,15 +152,20 @@ class RateSettings:
         POSITIVE,
         None,
         "steps after which a weight's influence on the moving average has halved (default: 1000)",
+        acts_beside=("use_ema",),
     )
     ema_decay: float | None = setting(
         BETWEEN_0_AND_1,
         None,
         "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
         "half-life of 6931 steps)",
+        acts_beside=("use_ema",),
     )
     ema_warmup: bool = setting(
-        SWITCH, False, "let the average follow faster at first: decay at most (1 + n) / (10 + n)"
+        SWITCH,
+        False,
+        "let the average follow faster at first: decay at most (1 + n) / (10 + n)",
+        acts_beside=("use_ema",),
     )
 
 
@@ -191,25 +206,46 @@ class WatchSettings:
         POSITIVE, None, "steps from one validation loss to the next"
     )
     validation_remote: str | None = setting(
-        TEXT, None, "where held-out samples are, of the same kind as --remote"
+        TEXT,
+        None,
+        "where held-out samples are, of the same kind as --remote; --filters and --class_prompts "
+        "hold for them as well",
+        acts_beside=("validate_every_batches", "score_every_batches"),
     )
-    num_validation_images: int = setting(POSITIVE, 64, "held-out images that are used")
+    num_validation_images: int = setting(
+        POSITIVE,
+        64,
+        "held-out images that are used",
+        acts_beside=("validate_every_batches",),
+    )
     sample_every_batches: int | None = setting(
         POSITIVE, None, "steps from one grid of pictures to the next"
     )
     sample_prompts: str | None = setting(
-        TEXT, None, "text file with one prompt a line, or a CSV with the columns uid and caption"
+        TEXT,
+        None,
+        "text file with one prompt a line, or a CSV with the columns uid and caption",
+        acts_beside=("sample_every_batches",),
     )
     num_sample_images: int = setting(
         POSITIVE,
         64,
         "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
         "more a file for each picture besides",
+        acts_beside=("sample_every_batches",),
     )
     sample_guidance: float = setting(
-        NOT_NEGATIVE_NUMBER, 7.5, "scale of classifier-free guidance when drawing"
+        NOT_NEGATIVE_NUMBER,
+        7.5,
+        "scale of classifier-free guidance when drawing",
+        acts_beside=("sample_every_batches", "score_every_batches"),
     )
-    sample_steps: int = setting(POSITIVE, 25, "steps of the DDIM sampler when drawing")
+    sample_steps: int = setting(
+        POSITIVE,
+        25,
+        "steps of the DDIM sampler when drawing",
+        acts_beside=("sample_every_batches", "score_every_batches"),
+    )
     score_every_batches: int | None = setting(
         POSITIVE,
         None,
@@ -217,16 +253,23 @@ class WatchSettings:
         "--validation_remote as --sample_guidance and --sample_steps say",
     )
     num_score_images: int = setting(
-        whole_number(2), 1000, "held-out pictures that are scored against as many drawn ones"
+        whole_number(2),
+        1000,
+        "held-out pictures that are scored against as many drawn ones",
+        acts_beside=("score_every_batches",),
     )
     fid_network: str | None = setting(
         TEXT,
         None,
         "TorchScript file with the network of FID, uint8 pictures (N, 3, H, W) to features (N, D), "
         "e.g. NVIDIA's inception-2015-12-05.pt; a program, to be trusted as one",
+        acts_beside=("score_every_batches",),
     )
     clip_network: str | None = setting(
-        TEXT, None, "folder with the CLIPModel of the CLIP score, in safetensors"
+        TEXT,
+        None,
+        "folder with the CLIPModel of the CLIP score, in safetensors",
+        acts_beside=("score_every_batches",),
     )
     tensorboard: bool = setting(
         SWITCH, False, "write figures and pictures for TensorBoard as well, in the run's folder"

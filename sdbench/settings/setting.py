@@ -134,6 +134,8 @@ class Setting:
         rules: What its values need.
         rungs: Its steps of the ladder of speed-ups.
         acts_with: What a run must have for the setting to have an effect; None: nothing.
+        acts_beside: Settings of train.py of which one must not have its default, or this one has no
+            effect; empty: there are none.
         only_measures: It decides how and how long to measure, or where to write, not what a step
             does.
         before: Its value in records older than the setting; None: no record is older.
@@ -152,6 +154,7 @@ class Setting:
     rules: tuple[Rule, ...] = ()
     rungs: tuple[Rung, ...] = ()
     acts_with: str | None = None
+    acts_beside: tuple[str, ...] = ()
     only_measures: bool = False
     before: Any = None
     spelling: str | None = None

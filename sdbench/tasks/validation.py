@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.pipeline.order import Key
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
@@ -31,23 +32,14 @@ NUM_TIMESTEPS = 8
 NumberedBatch = tuple[Sequence[int | None], Mapping[str, Tensor]]
 
 
-def held_out_batches(
-    source: SourceConfig, *, num_samples: int | None, batch_size: int, ranks: Ranks
-) -> Iterator[NumberedBatch]:
-    """Read this rank's share of the held-out samples, in stored order and without augmentation.
+def open_held_out(source: SourceConfig) -> BatchReader:
+    """Open held-out samples, to be read without augmentation.
 
     Args:
         source: Where they are; of another split than the training data.
-        num_samples: Take the first ones; None takes all.
-        batch_size: Samples per batch.
-        ranks: The place of this process. All ranks get equally many batches.
-
-    Yields:
-        Numbers, and tensors on the CPU as training takes them.
 
     Raises:
         ConfigError: As `data.check`.
-        RunError: A sample is bad and may not be left out, or a whole batch is.
     """
     plain = dataclasses.replace(
         source,
@@ -56,7 +48,26 @@ def held_out_batches(
         horizontal_flip_probability=0.0,
         caption_drop_probability=0.0,
     )
-    reader = data.open_batches(plain)
+    return data.open_batches(plain)
+
+
+def held_out_batches(
+    reader: BatchReader, *, num_samples: int | None, batch_size: int, ranks: Ranks
+) -> Iterator[NumberedBatch]:
+    """Read this rank's share of the held-out samples, in stored order.
+
+    Args:
+        reader: Of `open_held_out`.
+        num_samples: Take the first ones; None takes all.
+        batch_size: Samples per batch.
+        ranks: The place of this process. All ranks get equally many batches.
+
+    Yields:
+        Numbers, and tensors on the CPU as training takes them.
+
+    Raises:
+        RunError: A sample is bad and may not be left out, or a whole batch is.
+    """
     num_samples = min(num_samples or reader.num_samples, reader.num_samples)
     num_each = -(-num_samples // ranks.world_size)
     mine = range(ranks.rank, num_each * ranks.world_size, ranks.world_size)

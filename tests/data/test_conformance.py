@@ -171,6 +171,7 @@ def test_a_resumed_loader_gives_exactly_what_remains(kind, num_workers, num_batc
     seen = list(itertools.islice(batches, num_batches))
     state = pickle.loads(pickle.dumps(stopped.state_dict()))
     del stopped, batches
+    assert state["num_samples"] == NUM_SAMPLES
 
     resumed = data.build(make_config(kind, num_workers=num_workers))
     resumed.load_state_dict(state)

@@ -128,7 +128,8 @@ def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
         "wandb_name": "first",
         "wandb_project": "cats",
         "max_duration": "1000sp",
-        "save_every_batches": 2000,
+        "save_every_batches": 1000,  # every 2000 passes
+        "num_sample_images": 1000,
         "resume": "auto",
         "keep": 3,
         "keep_every_batches": None,
@@ -160,6 +161,8 @@ def test_the_template_of_open_diffusion_in_our_settings(monkeypatch):
     assert [note.split()[0] for note in request.translation.notes] == [
         "distributed.dist_backend",
         "model.xformers",
+        "experiment.eval_caption_file",
+        "model.scheduler",
     ]
     assert os.environ["WANDB_API_KEY"] == "0123456789abcdef"
 
@@ -197,10 +200,56 @@ def test_the_other_keys_of_open_diffusion(file):
     }
     assert {name: getattr(config, name) for name in expected} == expected
     notes = parse("--config", path, "model.unet.pretrained=tiny").translation.notes
-    assert [note.split()[0] for note in notes] == ["model.unet.pretrained"]
+    assert [note.split()[0] for note in notes] == [
+        "model.unet.pretrained",
+        "model.scheduler",
+    ]
     assert parse("dataset.params.workers=3").config.num_workers == 3
     with refused("dataset.params.batch_size=VALUE or system.batch_size=VALUE", value=4):
         parse("system.batch_size=8", "dataset.params.batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "notes"),
+    [
+        # Nothing is said: its defaults.
+        (
+            "experiment: {name: a}",
+            {"save_every_batches": 1000, "keep": 1, "keep_every_batches": 1},
+            ["experiment.eval_caption_file"],
+        ),
+        (
+            "experiment: {eval_caption_file: a.csv}\n"
+            "system: {batch_size: 2, gradient_accumulation: 3}",
+            {"save_every_batches": 333, "sample_every_batches": 333, "num_sample_images": 1000},
+            ["experiment.save_every"],
+        ),
+        (
+            "experiment: {save_every: 6, eval_caption_file: a.csv, num_eval_images: 5}\n"
+            "system: {batch_size: 2, gradient_accumulation: 3}",
+            {"save_every_batches": 2, "sample_every_batches": 2, "num_sample_images": 5},
+            [],
+        ),
+        (
+            "experiment: {save_every: 2, eval_caption_file: a.csv, num_eval_images: 5}\n"
+            "system: {batch_size: 2, gradient_accumulation: 3}",
+            {"save_every_batches": 1},
+            ["experiment.save_every"],
+        ),
+        # Another group alone says nothing of saving, and noise is what it trains on.
+        ("dataset: {params: {workers: 3}}", {"save_every_batches": None, "keep": 2}, []),
+        ("model: {scheduler: {params: {}}}", {"prediction_type": None}, []),
+        (
+            "model: {scheduler: {params: {prediction_type: v_prediction}}}",
+            {"prediction_type": None},
+            ["model.scheduler"],
+        ),
+    ],
+)
+def test_what_open_diffusion_does_otherwise_is_set_or_told(file, text, expected, notes):
+    request = parse("--config", file(text))
+    assert {name: getattr(request.config, name) for name in expected} == expected
+    assert [note.split()[0].rstrip(",") for note in request.translation.notes] == notes
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 import train
+from sdbench import data
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
 from sdbench.record.store import load_record
@@ -110,8 +111,15 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
 
 
-def test_looks_leave_the_training_as_it_was(tmp_path):
-    """Validation, pictures, scores and checkpoints draw no random number of the training."""
+def test_looks_leave_the_training_as_it_was(tmp_path, monkeypatch):
+    """Validation, pictures, scores and checkpoints draw no random number of the training.
+
+    The held-out samples are opened once for the four validation losses and once for the scores.
+    """
+    open_samples, opened = data.open_samples, []
+    monkeypatch.setattr(
+        data, "open_samples", lambda config: opened.append(config.remote) or open_samples(config)
+    )
     write_folder(tmp_path / "held-out")
     (tmp_path / "prompts.txt").write_text("a red circle\n\na blue square\n")
     looks = ("--validate_every_batches", 2, "--validation_remote", tmp_path / "held-out")
@@ -129,6 +137,7 @@ def test_looks_leave_the_training_as_it_was(tmp_path):
     validations = events(watched, "validation")
     assert [event["step"] for event in validations] == [2, 4]
     assert all(event["num_samples"] == 5 for event in validations)
+    assert opened == [str(tmp_path / "held-out")] * 2
     assert all(len(event["by_timestep"]) == 8 for event in validations)
     assert [event["step"] for event in events(watched, "samples")] == [3, 4]
     assert [event["step"] for event in events(watched, "save")] == [2, 4]
@@ -214,6 +223,22 @@ def test_an_exported_model_draws_what_the_run_drew(tmp_path):
     grid = Image.open("runs/one/samples/step_00000002.png")
     drawn = np.asarray(grid.crop((4, 4, 68, 68)), dtype=int)
     assert abs(drawn - np.asarray(picture, dtype=int)).max() <= 1
+
+
+def test_data_with_other_samples_are_refused_on_resume(tmp_path, capsys):
+    write_folder(tmp_path / "data")
+    argv = ["--model_name", "tiny", "--remote", "data", "--engine", "torch", "--batch_size", "4"]
+    argv += ["--run_name", "one", "--resume", "auto"]
+    assert train.main([*argv, "--max_duration", "1ba"]) == 0
+    assert "--save_every_batches" in capsys.readouterr().out  # there is one checkpoint
+    for name in ("000.png", "000.txt"):
+        (tmp_path / "data" / name).unlink()
+    assert train.main([*argv, "--max_duration", "2ba", "--save_every_batches", "1"]) == 2
+    assert "--save_every_batches" not in capsys.readouterr().out
+    record = load_record(tmp_path / "runs" / "one")
+    assert record["status"] == "failed"
+    assert "got 48; allowed: the 49 samples" in record["reason"]
+    assert len(rows(tmp_path / "runs" / "one")) == 1
 
 
 def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
@@ -165,10 +166,10 @@ class CheckedLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batch that was handed out last, the same on every rank."""
         num_images = self._num_in_epoch or self._num_resumed  # the latter before the first batch
-        if num_images == len(self) * self.batch_size:
-            return self._order.state(num_images=0, is_next_epoch=True)
-        num_global_images = num_images * self._config.world_size
-        return self._order.state(num_images=num_global_images, is_next_epoch=False)
+        is_next_epoch = num_images == len(self) * self.batch_size
+        num_global_images = 0 if is_next_epoch else num_images * self._config.world_size
+        state = self._order.state(num_images=num_global_images, is_next_epoch=is_next_epoch)
+        return {"num_samples": self._reader.num_samples, **state}
 
     def names_before(self, state: dict[str, Any], *, num_back: int) -> list[str]:
         """Name the samples of a batch that this rank was handed, by computing its order again.
@@ -190,7 +191,18 @@ class CheckedLoader(DataLoader):
         Args:
             state: What `state_dict` gave, with the same data, seed and global batch. It is loaded
                 into a new loader, on every rank, before the first batch.
+
+        Raises:
+            ConfigError: The data has another number of samples, and so other orders.
         """
+        if state["num_samples"] != self._reader.num_samples:
+            raise ConfigError(
+                "the checkpoint has a position in data with another number of samples",
+                value=self._reader.num_samples,
+                allowed=f"the {state['num_samples']} samples that the run began with, or a new run "
+                "on these by --init_from and another --run_name",
+                flag=PLACE_FLAGS,
+            )
         self._order.resume(state)
         self._num_resumed = state["num_images"] // self._config.world_size
 

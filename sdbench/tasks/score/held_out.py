@@ -10,6 +10,7 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
+from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.models.drawing import DrawingSettings, Tokenize, draw_share
 from sdbench.models.stable_diffusion import StableDiffusion
@@ -42,10 +43,11 @@ def check_scores(config: Any, source: SourceConfig) -> None:
 
 def score_model(
     model: StableDiffusion,
-    source: SourceConfig,
+    samples: Samples,
     *,
     networks: Networks,
     num_images: int,
+    skips_bad: bool,
     seed: int,
     tokenize: Tokenize,
     settings: DrawingSettings,
@@ -55,9 +57,10 @@ def score_model(
 
     Args:
         model: The same on every rank, or shared out among them.
-        source: The held-out pictures.
+        samples: The held-out pictures.
         networks: Judge the pictures.
         num_images: Held-out pictures that are taken, from the first on, if there are so many.
+        skips_bad: Whether a held-out picture that is bad is left out.
         seed: Of the first drawn picture, as `draw_samples` has it.
         tokenize: Turns captions into the token ids of the model.
         settings: How to draw.
@@ -69,7 +72,6 @@ def score_model(
     Raises:
         RunError: A held-out picture is bad and may not be left out, or as `Scores.compute`.
     """
-    samples = data.open_samples(dataclasses.replace(source, device_batch_size=1))
     num_images = min(num_images, len(samples))
     scores = Scores(networks)
     captions: dict[int, str] = {}
@@ -78,7 +80,7 @@ def score_model(
         range(ranks.rank, num_images, ranks.world_size),
         image_size=settings.image_size,
         batch_size=settings.batch_size,
-        skips_bad=source.on_bad_sample == "skip",
+        skips_bad=skips_bad,
     ):
         scores.add_reference(batch)
         captions |= zip(batch.numbers, batch.captions, strict=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
+import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.files import replace_file
+from sdbench.base.files import GrowingFile, replace_file
 from sdbench.record.history import (
     BAD_BATCHES_NAME,
     HISTORY_NAME,
@@ -36,7 +37,10 @@ TRACKED_FACTS = {
 
 
 class TrainLog:
-    """The files of one run folder, and the trackers; on the first rank."""
+    """The files of one run folder, and the trackers; on the first rank.
+
+    A full disk stops nothing: lines are kept until they can be written.
+    """
 
     def __init__(self, folder: Path, *, trackers: Sequence[Tracker] = ()) -> None:
         """Name the files; nothing is written yet.
@@ -46,8 +50,9 @@ class TrainLog:
             trackers: Get the figures and the pictures as well.
         """
         self._folder = folder
-        self._steps = folder / STEPS_NAME
-        self._history = folder / HISTORY_NAME
+        self._steps = GrowingFile(folder / STEPS_NAME)
+        self._history = GrowingFile(folder / HISTORY_NAME)
+        self._bad_batches = GrowingFile(folder / BAD_BATCHES_NAME)
         self._trackers = trackers
 
     def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
@@ -62,7 +67,7 @@ class TrainLog:
         known = self._read_steps()
         kept = [row for row in known if int(row[0]) <= num_steps]
         lost = [row for row in known if int(row[0]) > num_steps]
-        replace_file(self._steps, _as_csv([TRAIN_STEP_COLUMNS, *kept]))
+        replace_file(self._steps.path, _as_csv([TRAIN_STEP_COLUMNS, *kept]))
         self.add_event(
             "begin",
             step=num_steps,
@@ -84,7 +89,7 @@ class TrainLog:
 
     def add_steps(self, rows: Sequence[Sequence[Any]]) -> None:
         """Append steps, each with the values of `TRAIN_STEP_COLUMNS`."""
-        _append(self._steps, _as_csv(rows))
+        self._steps.append(_as_csv(rows))
         for row in rows:
             values = dict(zip(TRAIN_STEP_COLUMNS, row, strict=True))
             figures = {name: values[column] for column, name in TRACKED_COLUMNS.items()}
@@ -97,14 +102,20 @@ class TrainLog:
         Args:
             event: Its name.
             step: Steps that the run had when it happened.
-            **facts: JSON values.
+            **facts: JSON values. A number that is not finite becomes null, with a warning.
         """
-        known = {"time_utc": utc_now(), "event": event, "step": step, **facts}
-        _append(self._history, json.dumps(known, allow_nan=False) + "\n")
+        known = _only_finite(facts)
+        if known != facts:
+            print(
+                f"warning: numbers of the event {event} at step {step} are not finite",
+                file=sys.stderr,
+            )
+        line = {"time_utc": utc_now(), "event": event, "step": step, **known}
+        self._history.append(json.dumps(line, allow_nan=False) + "\n")
         for tracker in self._trackers:
             if event in TRACKED_FACTS:
                 names = TRACKED_FACTS[event].items()
-                figures = {name: facts[fact] for fact, name in names if fact in facts}
+                figures = {name: known[fact] for fact, name in names if known.get(fact) is not None}
                 tracker.log(figures, step=step)
             elif event == "samples":
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
@@ -112,13 +123,18 @@ class TrainLog:
     def add_bad_batch(self, **facts: Any) -> None:
         """Append a line about a batch, with these facts, as JSON values."""
         line = json.dumps({"time_utc": utc_now(), **facts}, allow_nan=False)
-        _append(self._folder / BAD_BATCHES_NAME, line + "\n")
+        self._bad_batches.append(line + "\n")
+
+    def close(self) -> None:
+        """Try once more to write what could not be written; what is lost is told."""
+        for file in (self._steps, self._history, self._bad_batches):
+            file.close()
 
     def _read_steps(self) -> list[list[str]]:
-        """The rows of the steps; one that a full disk has cut off is left out."""
-        if not self._steps.exists():
+        """The rows of the steps; one that a kill has cut off is left out."""
+        if not self._steps.path.exists():
             return []
-        with self._steps.open(newline="", encoding="utf-8") as file:
+        with self._steps.path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))[1:]
         return [row for row in rows if len(row) == len(TRAIN_STEP_COLUMNS)]
 
@@ -127,8 +143,8 @@ class TrainLog:
         events = read_history(self._folder)
         if not events or events[-1]["event"] == "end":
             return 0.0
-        files = [path for path in (self._steps, self._history) if path.exists()]
-        written_s = max(path.stat().st_mtime for path in files)
+        paths = [file.path for file in (self._steps, self._history) if file.path.exists()]
+        written_s = max(path.stat().st_mtime for path in paths)
         return max(0.0, time.time() - written_s)
 
 
@@ -144,10 +160,11 @@ def _as_csv(rows: Sequence[Sequence[Any]]) -> str:
     return buffer.getvalue()
 
 
-def _append(path: Path, text: str) -> None:
-    """Append in one write, so that a kill leaves whole lines, and to the disk."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+def _only_finite(value: Any) -> Any:
+    """The value with None for each number in it that is not finite: JSON has none for those."""
+    if isinstance(value, dict):
+        return {name: _only_finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_only_finite, value))
+    is_bad = isinstance(value, float) and not math.isfinite(value)
+    return None if is_bad else value

@@ -16,7 +16,9 @@ from sdbench import data
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
 from sdbench.data.overlap import find_overlap
+from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.remote import identify
+from sdbench.data.samples import Samples
 from sdbench.data.source import SourceConfig
 from sdbench.engines.job import TrainJob
 from sdbench.engines.state import TrainState
@@ -31,6 +33,7 @@ from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
     averaged_weights,
     held_out_batches,
+    open_held_out,
     reconstruction_loss,
     validation_loss,
 )
@@ -71,13 +74,9 @@ def held_out_source(plan: Plan) -> SourceConfig:
     return source
 
 
-def describe_overlap(plan: Plan) -> str | None:
-    """A sentence about held-out samples that are trained on as well; None if none are found.
-
-    Raises:
-        ConfigError: As `held_out_source`.
-    """
-    found = find_overlap(plan.source, held_out_source(plan))
+def describe_overlap(plan: Plan, held_out: SourceConfig) -> str | None:
+    """A sentence about held-out samples that are trained on as well; None if none are found."""
+    found = find_overlap(plan.source, held_out)
     if not found:
         return None
     return (
@@ -96,35 +95,41 @@ def read_prompts(config: Any) -> list[tuple[str, str]]:
     return rows[: config.num_sample_images]
 
 
-def make_looks(plan: Plan, job: TrainJob, *, folder: Path) -> dict[str, tuple[int, Look]]:
+def make_looks(
+    plan: Plan, job: TrainJob, *, held_out: SourceConfig | None, folder: Path
+) -> dict[str, tuple[int, Look]]:
     """The looks that the config asks for: name of the event to the steps between two, and the look.
 
     Args:
         plan: Of the run.
         job: Its model is looked at.
+        held_out: What `held_out_source` gave; opened here, once. None where no look needs it.
         folder: Of the run; gets the grids.
     """
     config: Any = plan.config
     looks: dict[str, tuple[int, Look]] = {}
     if config.validate_every_batches is not None:
-        validate = functools.partial(_validate, plan, job, held_out_source(plan))
+        assert held_out is not None
+        validate = functools.partial(_validate, plan, job, open_held_out(held_out))
         looks["validation"] = (config.validate_every_batches, validate)
     if config.sample_every_batches is not None:
         sample = functools.partial(_sample, plan, job, read_prompts(config), folder / SAMPLES_NAME)
         looks["samples"] = (config.sample_every_batches, sample)
     if config.score_every_batches is not None:
-        score = functools.partial(_score, plan, job, held_out_source(plan))
+        assert held_out is not None
+        samples = data.open_samples(dataclasses.replace(held_out, device_batch_size=1))
+        score = functools.partial(_score, plan, job, samples)
         looks["scores"] = (config.score_every_batches, score)
     return looks
 
 
-def _validate(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -> dict[str, Any]:
+def _validate(plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState) -> dict[str, Any]:
     """The loss of the weights and, where there is one, of their average."""
     config: Any = plan.config
 
     def measure() -> dict[str, Any]:
         batches = held_out_batches(
-            source,
+            reader,
             num_samples=config.num_validation_images,
             batch_size=config.device_train_microbatch_size,
             ranks=plan.ranks,
@@ -170,7 +175,7 @@ def _write_png(picture: Image.Image, path: Path) -> None:
     replace_file(path, buffer.getvalue())
 
 
-def _score(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -> dict[str, Any]:
+def _score(plan: Plan, job: TrainJob, samples: Samples, state: TrainState) -> dict[str, Any]:
     """FID and CLIP score of the averaged weights where there are some."""
     from sdbench.tasks.score.held_out import score_model
     from sdbench.tasks.score.networks import open_networks
@@ -181,9 +186,10 @@ def _score(plan: Plan, job: TrainJob, source: SourceConfig, state: TrainState) -
     with _best_weights(plan, job, state):
         return score_model(
             job.model,
-            source,
+            samples,
             networks=networks,
             num_images=num_images,
+            skips_bad=plan.source.on_bad_sample == "skip",
             **_drawing_options(plan),
         )
 

@@ -22,6 +22,7 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
+from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import check_parts, note_random_parts
 from sdbench.tasks.train.resuming import compare_settings
@@ -65,6 +66,7 @@ class Train(TrainingTask):
         """Make the plan, and check what training needs beside a measurement."""
         config = self.request.config
         _check(config)
+        check_effects(self.request)
         check_parts(self.request)
         self.plan = resolve(
             self.request,
@@ -73,6 +75,10 @@ class Train(TrainingTask):
             model_parts=config.model_parts,
             resolve_steps=_resolve_length,
         )
+        if config.save_every_batches is None:
+            self.plan = dataclasses.replace(
+                self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
+            )
         self._refuse_another_run()
         self._initial = self._find_initial()
         self._note_random_parts()
@@ -155,6 +161,8 @@ class Train(TrainingTask):
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
         log = TrainLog(run.folder, trackers=trackers) if is_first else None
+        if log is not None:
+            self.resources.callback(log.close)
         bad_losses = BadLosses(
             config.on_bad_loss,
             losses=watch.timer.losses,
@@ -172,7 +180,7 @@ class Train(TrainingTask):
             resumed=resumed,
             log=log,
             progress=progress,
-            looks=make_looks(plan, job, folder=run.folder),
+            looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
             facts={"config": self._settings()},
             num_steps=plan.num_steps,
@@ -214,16 +222,19 @@ class Train(TrainingTask):
     def _check_looks(self) -> None:
         """Find mistakes about held-out samples and prompts before any weights are built."""
         config: Any = self.plan.config
+        self._held_out = None
         if not any(getattr(config, interval) for interval in LOOKS):
             return
         from sdbench.tasks.train.looks import describe_overlap, held_out_source, read_prompts
 
+        if config.validate_every_batches or config.score_every_batches:
+            self._held_out = held_out_source(self.plan)
         if config.score_every_batches is not None:
             from sdbench.tasks.score.held_out import check_scores
 
-            check_scores(config, held_out_source(self.plan))
+            check_scores(config, self._held_out)
         if config.validate_every_batches is not None:
-            overlap = describe_overlap(self.plan)
+            overlap = describe_overlap(self.plan, self._held_out)
             if overlap is not None:
                 self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
         if config.sample_every_batches is not None:
@@ -364,6 +375,13 @@ def _check(config: Any) -> None:
             allowed="never, or auto with --run_name",
             flag="--resume or --run_name",
         )
+
+
+def _describe_only_save(num_steps: int) -> str:
+    return (
+        f"A checkpoint is written at the end, step {num_steps}, or when the run is told to stop: "
+        "what kills it before takes all of it. More of them: --save_every_batches."
+    )
 
 
 def _has_steps(folder: Path) -> bool:

@@ -1,0 +1,94 @@
+"""What a training run writes as it goes: on a full disk, and of numbers that JSON does not have."""
+
+from __future__ import annotations
+
+import csv
+import json
+import resource
+from pathlib import Path
+
+import train
+from sdbench.base.files import GrowingFile
+from sdbench.cli import main as sdbench
+from sdbench.engines import load_engine
+from sdbench.tasks.train.log import TrainLog
+from tests.data.datasets import write_folder
+from tests.forked import exit_codes, forked_ranks, log_of
+
+RUN = Path("runs/run")
+TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--batch_size", "2")
+TINY += ("--run_name", RUN.name, "--log_every_batches", "1")
+
+
+def history() -> list[dict]:
+    return [json.loads(line) for line in (RUN / "history.jsonl").read_text().splitlines()]
+
+
+def limit_files(num_bytes: int) -> None:
+    """Let no file of this process grow beyond this, as a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, capsys):
+    path = tmp_path / "lines"
+    file, lost = GrowingFile(path), GrowingFile(path)
+    file.append("first\n")
+    limit_files(len("first\nse"))  # a write is cut off, the next is refused
+    try:
+        file.append("second\n")
+        file.append("third\n")
+        assert path.read_text() == "first\n"
+        assert capsys.readouterr().err.count("warning") == 1
+        lost.append("a\nb\n")
+        capsys.readouterr()
+        lost.close()
+        assert capsys.readouterr().err == f"warning: 2 lines of {path} are lost\n"
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    file.append("fourth\n")
+    file.close()
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
+    """From its first checkpoint until it has noted that another one could not be saved."""
+    load_engine("torch")
+    add_event = TrainLog.add_event
+
+    def fill_and_empty(self, event, **facts):
+        add_event(self, event, **facts)
+        if event == "save" and facts["error"] is not None:
+            limit_files(resource.RLIM_INFINITY)
+        elif event == "save" and facts["step"] == 3:
+            limit_files((RUN / "steps.csv").stat().st_size + 10)
+
+    monkeypatch.setattr(TrainLog, "add_event", fill_and_empty)
+    # A save is noted by the one after the next at the latest, which may fail as well.
+    argv = [*TINY, "--max_duration", "15ba", "--save_every_batches", "3", "--keep", "9"]
+    with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as ranks:
+        assert exit_codes(ranks) == [0], log_of(tmp_path, 0).read_text()
+    with (RUN / "steps.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == [str(n) for n in range(1, 16)]
+    events = history()
+    errors = {event["step"]: event["error"] for event in events if event["event"] == "save"}
+    assert errors.keys() == {3, 6, 9, 12, 15}
+    assert errors[3] is errors[15] is None
+    assert any(error is not None for error in errors.values())
+    assert events[-1]["event"] == "end"
+
+
+def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
+    """The first update makes the weights so large that every prediction overflows."""
+    write_folder(tmp_path / "held-out")
+    argv = ["--max_duration", "1ba", "--lr", "1e30", "--validate_every_batches", "1"]
+    argv += ["--validation_remote", "held-out", "--num_validation_images", "2", "--use_ema"]
+    assert train.main([*TINY, *argv]) == 0
+    assert "warning: numbers of the event validation at step 1" in capsys.readouterr().err
+    (validation,) = (event for event in history() if event["event"] == "validation")
+    assert validation["loss"] is validation["ema_loss"] is None
+    assert validation["by_timestep"] == [None] * 8
+    assert validation["num_samples"] == 2
+    assert [path.name for path in (RUN / "checkpoints").iterdir()] == ["step_00000001"]
+    assert sdbench(["watch", str(RUN)]) == 0
+    assert "not finite at step 1" in (RUN / "watch.html").read_text()
