@@ -76,7 +76,8 @@ class TrainJob:
         sharded_blocks: Classes of modules inside `trained` that FSDP gathers and frees one by one.
         max_gradient_norm: Largest norm of a step's gradients, over all trained weights and
             micro-batches; larger ones are scaled down. None leaves them.
-        keeps_frozen: The frozen weights are saved as well, since nothing else gives them again.
+        kept: Frozen weights that are saved as well, since they came from another run: on the CPU,
+            in the type that they came in, by the name ``<module>.<parameter>``.
     """
 
     model: torch.nn.Module
@@ -94,7 +95,7 @@ class TrainJob:
     prepare: Callable[[Any], Any] | None = None
     sharded_blocks: tuple[type[torch.nn.Module], ...] = ()
     max_gradient_norm: float | None = None
-    keeps_frozen: bool = False
+    kept: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that get gradients, named ``<module>.<parameter>``."""
@@ -103,14 +104,4 @@ class TrainJob:
             for module_name, trained in self.trained.items()
             for name, weight in trained.module.named_parameters()
             if weight.requires_grad
-        }
-
-    def kept_weights(self) -> dict[str, torch.nn.Parameter]:
-        """The frozen weights to save, named as the trained ones."""
-        if not self.keeps_frozen:
-            return {}
-        return {
-            name: weight
-            for name, weight in self.model.named_parameters()
-            if not weight.requires_grad
         }

@@ -115,7 +115,7 @@ class TrainState:
         forget_gathered(self._job)
         weights = self._job.trained_weights()
         named = {f"model.{name}": weight.detach() for name, weight in weights.items()}
-        named |= {f"frozen.{name}": w.detach() for name, w in self._job.kept_weights().items()}
+        named |= {f"frozen.{name}": weight for name, weight in self._job.kept.items()}
         held = held_weights(self._job, self._optimizer, sharding=self._sharding)
         # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
         states = getattr(self._optimizer, "optim", self._optimizer).state

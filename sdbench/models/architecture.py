@@ -74,6 +74,11 @@ class Architecture:
         return self.part_folders.get(part, self.weights_folder)
 
     @property
+    def random_parts(self) -> tuple[str, ...]:
+        """The parts whose weights are drawn."""
+        return tuple(part for part in WEIGHT_STEMS if self.weights_folder_of(part) is None)
+
+    @property
     def latent_factor(self) -> int:
         """Pixels per latent along a side: the VAE halves between blocks, 2^3 = 8 with four."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)

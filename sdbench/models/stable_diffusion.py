@@ -324,7 +324,8 @@ def build_stable_diffusion(
 ) -> StableDiffusion:
     """Build a model that is ready to train.
 
-    Random weights are drawn on `device`: one seed gives one model on all devices of a kind.
+    Random weights of the U-Net are drawn on `device`, which is fast, and those of the encoders as
+    `build_encoders` says.
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded, else drawn.
@@ -390,6 +391,9 @@ def build_encoders(
 ) -> tuple[AutoencoderKL, CLIPTextModel]:
     """Build the VAE and the text encoder that `build_stable_diffusion` gives a model.
 
+    Random weights are drawn on the CPU: no checkpoint has those of a frozen encoder, so that an
+    export, or a run that goes on elsewhere, has to draw the same.
+
     Args:
         architecture: What to build.
         seed: Of the whole model, as there.
@@ -405,9 +409,11 @@ def build_encoders(
     dtype, layout = ENCODER_DTYPES[encoder_dtype], MEMORY_FORMATS[memory_format]
     # A seed each, so that no sub-model's weights depend on how many another one draws.
     vae_seed, text_seed = (None, None) if seed is None else (seed + 1, seed + 2)
-    vae_weights = Weights(seed=vae_seed, device=device, dtype=dtype, memory_format=layout)
+    vae_weights = Weights(
+        seed=vae_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
+    )
     vae = make_vae(architecture, attention=attention, weights=vae_weights)
-    text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype)
+    text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype, drawn_on="cpu")
     text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
     for encoder in (vae, text_encoder):
         encoder.requires_grad_(False).eval()

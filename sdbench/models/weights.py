@@ -1,7 +1,7 @@
 """Draws random weights part by part, without a second copy of the model.
 
-A model is made on the meta device, which holds shapes only. Each part is drawn in fp32 on its final
-device and converted to its final type before the next one.
+A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and brought
+to its final device and type before the next one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ class Weights:
         device: Device of the weights.
         dtype: Type of floating-point weights.
         memory_format: Layout of four-dimensional weights.
+        drawn_on: Device whose generator draws; None: `device`. A kind of GPU has numbers of its
+            own.
     """
 
     seed: int | None
     device: str | torch.device = "cpu"
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.preserve_format
+    drawn_on: str | torch.device | None = None
 
     def place(self, module: nn.Module) -> None:
         """Move a module to this device, type and layout, in place."""
@@ -57,18 +60,22 @@ def draw_weights(
 ) -> None:
     """Draw the weights of a model that is on the meta device, in place.
 
-    A seed gives the same fp32 numbers on all devices of a kind; other types round these. The
-    caller's random generators keep their state.
+    Other types round the fp32 numbers that a seed gives. The caller's random generators keep their
+    state.
 
     Args:
         model: Made under ``torch.device("meta")``.
-        weights: Seed, device, type and layout.
+        weights: Seed, devices, type and layout.
         initialize: Called for each module after its children, to set its weights; None calls
             `reset_parameters`, as the module's constructor does.
     """
-    device = torch.device(weights.device)
+    parts = list(_parts(model))
+    ours = {id(tensor) for part in parts for _, tensor in _tensors(part)}
+    outside = [name for name, tensor in _tensors(model) if id(tensor) not in ours]
+    assert not outside, f"these weights are in no part of the model: {outside}"
+    device = torch.device(weights.drawn_on or weights.device)
     with _drawing_by(weights.seed, device), torch.no_grad():
-        for part in _parts(model):
+        for part in parts:
             if weights.seed is None:
                 weights.hold_places(part)
                 continue
@@ -76,9 +83,6 @@ def draw_weights(
             part.apply(initialize or _reset)
             weights.place(part)
     _fill_buffers(model)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    undrawn = [name for name, tensor in tensors if tensor.is_meta]
-    assert not undrawn, f"these weights are in no part of the model: {undrawn}"
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -88,6 +92,10 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts(child)
     else:
         yield module
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _reset(module: nn.Module) -> None:

@@ -179,13 +179,16 @@ def _make_validations(run: TrainingRun) -> Table:
             "loss": one["loss"],
             "averaged weights": one.get("ema_loss"),
             **{
-                f"t = {(k + 0.5) / len(one['by_timestep']) * 1000:.0f}": loss
-                for k, loss in enumerate(one["by_timestep"])
+                f"t = {timestep}": loss
+                # That of a VAE has no time steps.
+                for timestep, loss in zip(
+                    one.get("timesteps", ()), one.get("by_timestep", ()), strict=True
+                )
             },
         }
         for one in run.of("validation")[: -MAX_ROWS - 1 : -1]
     ]
-    caption = "Validation loss, and its parts by the time step t of the noise"
+    caption = "Validation loss, and where there is noise its parts by the time step t"
     return make_table(rows, name="validation", caption=caption).without_empty_columns()
 
 

@@ -179,6 +179,7 @@ class ObjectiveSettings:
         one_of("epsilon", "v_prediction", "sample"),
         None,
         "what the U-Net predicts (default: as the model was made for)",
+        identifies=True,
     )
     min_snr_gamma: float | None = setting(
         POSITIVE_NUMBER, None, "weight losses by min(SNR, gamma) (arXiv 2303.09556; 5 is usual)"
@@ -187,7 +188,10 @@ class ObjectiveSettings:
         NOT_NEGATIVE_NUMBER, 0.0, "noise of one value per picture and channel that is added"
     )
     zero_terminal_snr: bool = setting(
-        SWITCH, False, "let the last time step be pure noise (arXiv 2305.08891)"
+        SWITCH,
+        False,
+        "let the last time step be pure noise (arXiv 2305.08891)",
+        identifies=True,
     )
 
 

@@ -30,19 +30,24 @@ class ModelSettings:
         identifies=True,
     )
     model_revision: str | None = setting(
-        TEXT, None, "branch, tag or commit of a hub id; the commit is recorded"
+        TEXT, None, "branch, tag or commit of a hub id; the commit is recorded", identifies=True
     )
     random_weights: bool = setting(
         SWITCH,
         False,
         "draw the weights of a folder or hub id instead of loading them",
         before=False,
+        identifies=True,
     )
     image_size: int | None = setting(
         POSITIVE, None, "side of the square images in pixels", identifies=True
     )
     weights_seed: int | None = setting(
-        NOT_NEGATIVE, None, "seed of random weights alone (default: --seed)", only_measures=True
+        NOT_NEGATIVE,
+        None,
+        "seed of random weights alone (default: --seed)",
+        only_measures=True,
+        identifies=True,
     )
 
     @property
@@ -85,7 +90,7 @@ class UpdateSettings:
     GROUP = "training"
 
     use_ema: bool = setting(
-        SWITCH, False, "keep a moving average of the U-Net weights", identifies=True
+        SWITCH, False, "keep a moving average of the trained weights", identifies=True
     )
-    lr: float = setting(POSITIVE_NUMBER, 1e-4, "constant learning rate")
+    lr: float = setting(POSITIVE_NUMBER, 1e-4, "learning rate")
     weight_decay: float = setting(NOT_NEGATIVE_NUMBER, 1e-3, "AdamW weight decay")

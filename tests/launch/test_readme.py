@@ -133,8 +133,14 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
     assert len(training) == 3
     for command in training:
         assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
-    drawn = list((workplace / "drawn" / "pictures").iterdir())
+    drawn = list((workplace / "circle" / "pictures").iterdir())
     assert [path.name for path in drawn] == ["00000.png"]
+
+
+def test_commands_in_order_do_not_draw_into_one_folder():
+    text = (ROOT / "README.md").read_text()
+    folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
+    assert len(folders) == len(set(folders)) == 2
 
 
 def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(

@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
-from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.models.stable_diffusion import build_encoders, build_stable_diffusion
 from sdbench.models.weights import Weights, draw_weights
 
 TINY, _ = resolve_architecture("tiny")
@@ -93,6 +93,30 @@ def test_nothing_is_left_without_numbers() -> None:
     model = build()
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.text_encoder(torch.zeros(1, 77, dtype=torch.int64))[0].isfinite().all()
+
+
+class DevicesOfDraws(TorchDispatchMode):
+    """The types of the devices on which random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            self.found.add(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_encoders_are_the_same_wherever_they_are(device) -> None:
+    """They are in no checkpoint, so that an export on another machine has to draw the same."""
+    options = {"encoder_dtype": "bf16", "memory_format": "contiguous", "attention": "sdpa"}
+    with DevicesOfDraws() as draws:
+        encoders = build_encoders(TINY, seed=3, device=device, **options)
+    # Modules that are made on the meta device draw nothing there.
+    assert draws.found - {"meta"} == {"cpu"}
+    assert all(w.device.type == device for one in encoders for w in one.parameters())
 
 
 class PeakOfLiveBytes(TorchDispatchMode):

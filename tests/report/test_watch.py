@@ -56,6 +56,12 @@ def event(name, step, **facts):
     return {"time_utc": "2026-11-22T10:00:00+00:00", "event": name, "step": step, **facts}
 
 
+def validation(step, by_timestep, **facts):
+    return event(
+        "validation", step, seconds=3.0, by_timestep=by_timestep, timesteps=[100, 300], **facts
+    )
+
+
 def save(step, error=None):
     return event("save", step, seconds=2.0, stall_s=0.5, num_bytes=2**30, error=error)
 
@@ -88,7 +94,7 @@ def run(tmp_path):
     """A run that has been killed once, whose newest event is cut off."""
     events = [
         event("begin", 0, num_lost_steps=0, lost_s=0.0, down_s=0.0, passed_over=[]),
-        event("validation", 1000, seconds=3.0, loss=0.5, ema_loss=0.6, by_timestep=[0.9, 0.1]),
+        validation(1000, [0.9, 0.1], loss=0.5, ema_loss=0.6),
         event("samples", 1000, seconds=4.0, file="samples/step_00001000.png", num_pictures=1),
         save(1000),
         save(2000, error="No space <left>"),
@@ -100,10 +106,10 @@ def run(tmp_path):
             down_s=300.0,
             passed_over=["A byte is another one (<file>)"],
         ),
-        event("validation", 2000, seconds=3.0, loss=0.4, ema_loss=0.3, by_timestep=[0.7, 0.1]),
+        validation(2000, [0.7, 0.1], loss=0.4, ema_loss=0.3),
         event("scores", 2000, seconds=5.0, num_pictures=64, clip_score=21.5, clip_score_error=0.5),
         event("scores", 3000, seconds=6.0, num_pictures=64, clip_score=22.5, clip_score_error=0.25),
-        event("validation", 3000, seconds=3.0, loss=0.45, ema_loss=0.2, by_timestep=[0.8, 0.1]),
+        validation(3000, [0.8, 0.1], loss=0.45, ema_loss=0.2),
     ]
     folder = make_run(tmp_path / "first", steps=make_steps(NUM_STEPS), events=events)
     with (folder / HISTORY_NAME).open("a") as file:
@@ -141,11 +147,12 @@ def test_the_page_tells_where_the_run_is(run):
     )
     # The swing of the losses is gone: their mean falls as 1 / sqrt(n).
     assert float(state["training loss, smoothed"]) == pytest.approx(NUM_STEPS**-0.5, abs=0.002)
-    assert [row[:3] for row in tables["validation"][1:]] == [
-        ["3000", "0.45", "0.2"],
-        ["2000", "0.4", "0.3"],
-        ["1000", "0.5", "0.6"],
+    assert tables["validation"][1:] == [
+        ["3000", "0.45", "0.2", "0.8", "0.1"],
+        ["2000", "0.4", "0.3", "0.7", "0.1"],
+        ["1000", "0.5", "0.6", "0.9", "0.1"],
     ]
+    assert all(f"t = {timestep}<" in page for timestep in (100, 300))
     assert tables["scores"][1:] == [["3000", "64", "22.5", "0.25"], ["2000", "64", "21.5", "0.5"]]
     assert [row[1:] for row in tables["events"][1:]] == [
         [

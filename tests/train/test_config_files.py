@@ -370,6 +370,7 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / recipe))
     changes = {name: value for name, value in TINY.items() if name in content}
     if content.get("latents") == "precomputed":
+        assert content["model_name"] == "???"  # what made the latents is the user's
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
         write = write_tars if content.get("data_format") == "webdataset" else write_folder

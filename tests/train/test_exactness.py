@@ -163,6 +163,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     assert train.main(again) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == ("--run_name or --resume", str(tmp_path / "one"))
-    assert train.main([*again, "--resume", "auto", "--seed", "18"]) == 2
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--seed", 18)
+    for flag, value in (
+        ("--seed", 18),
+        ("--weights_seed", 1),
+        ("--random_weights", True),
+        ("--prediction_type", "v_prediction"),
+        ("--zero_terminal_snr", True),
+    ):
+        text = () if value is True else (str(value),)
+        assert train.main([*again, "--resume", "auto", flag, *text]) == 2
+        refusal = printed_refusal(capsys.readouterr().err)
+        assert (refusal.flag, refusal.value) == (flag, value)

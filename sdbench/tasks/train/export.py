@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sdbench.base.errors import ConfigError
 from sdbench.settings.kinds import SWITCH, TEXT, RowOf, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
+if TYPE_CHECKING:
+    from sdbench.models.architecture import Architecture
+    from sdbench.settings.recipe import TrainConfig
+
 MODEL_NAME = "model"
+ENCODERS = ("vae", "text_encoder")
 EPILOG = """\
 examples:
   python -m sdbench export runs/first
@@ -35,6 +41,12 @@ class ExportFlags:
     )
     ema: bool = setting(SWITCH, True, "take the averaged weights where the run kept some")
     dtype: str = setting(one_of("fp32", "fp16", "bf16"), "fp32", "type of the weights")
+    encoders: str | None = setting(
+        TEXT,
+        None,
+        "of a run on precomputed latents: diffusers folder or hub id of the VAE and text encoder "
+        "that made them (default: as --model_name and --model_parts of the run said)",
+    )
     scheduler: str = setting(
         RowOf("sdbench.models.samplers:SAMPLERS"), "ddim", "what diffusers draws with by default"
     )
@@ -50,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        ConfigError: There is no whole checkpoint, or the folder cannot be written.
+        ConfigError: There is no whole checkpoint, the folder cannot be written, or the encoders of
+            the run's latents are not known.
     """
     request = parse(
         ExportFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench export"
@@ -62,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wants_ema=flags.ema,
         insists_on_ema=request.is_users("ema") and flags.ema,
         dtype=flags.dtype,
+        encoders=flags.encoders,
         sampler=flags.scheduler,
     )
     print(f"The model is in {folder}.")
@@ -75,6 +89,7 @@ def export_run(
     wants_ema: bool = True,
     insists_on_ema: bool = False,
     dtype: str = "fp32",
+    encoders: str | None = None,
     sampler: str = "ddim",
 ) -> Path:
     """Write the model of a checkpoint for diffusers.
@@ -85,6 +100,8 @@ def export_run(
         wants_ema: Take the averaged weights where there are some.
         insists_on_ema: Refuse a run without them.
         dtype: Type of the weights: fp32, fp16 or bf16.
+        encoders: Model whose VAE, text encoder and tokenizer made the latents of the run; None:
+            the run's own.
         sampler: A key of `samplers.SAMPLERS`.
 
     Returns:
@@ -93,11 +110,7 @@ def export_run(
     Raises:
         ConfigError: As `main`.
     """
-    import torch
-
-    from sdbench.models.architecture import resolve_architecture
     from sdbench.models.export import export, make_card
-    from sdbench.models.parts import replace_parts
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.record.provenance import git_state
     from sdbench.settings.recipe import TrainConfig
@@ -109,12 +122,7 @@ def export_run(
     use_ema = insists_on_ema or (wants_ema and has_averages(checkpoint))
     weights = read_weights(checkpoint, use_ema=use_ema)
     config = TrainConfig(**checkpoint.facts["config"])
-    architecture, _ = resolve_architecture(
-        config.model_name,
-        revision=config.model_revision,
-        random_weights=config.random_weights,
-    )
-    architecture, _ = replace_parts(architecture, config.model_parts or {})
+    architecture = _find_architecture(config, encoders)
     model = build_stable_diffusion(
         architecture,
         seed=config.seed if config.weights_seed is None else config.weights_seed,
@@ -123,9 +131,13 @@ def export_run(
         memory_format="contiguous",
         attention="sdpa",
         objective=make_objective(config),
-        # Random weights are the same on all devices of a kind.
-        device="cuda" if torch.cuda.is_available() else "cpu",
     )
+    trained_or_kept = {name.partition(".")[0] for name in weights}
+    random_parts = ", ".join(
+        part for part in architecture.random_parts if part not in trained_or_kept
+    )
+    if random_parts:
+        print(f"With random weights: {random_parts}.")
     run_folder = checkpoint.folder.parent.parent
     folder = folder or run_folder / MODEL_NAME
     export(
@@ -139,7 +151,8 @@ def export_run(
             run_folder.name,
             sections={
                 "Data": _facts(config, DATA_SETTINGS),
-                "Settings": _facts(config, RECIPE_SETTINGS) | {"averaged weights": use_ema},
+                "Settings": _facts(config, RECIPE_SETTINGS)
+                | {"averaged weights": use_ema, "random weights": random_parts or "none"},
                 "Figures": {
                     "steps": checkpoint.step,
                     "images": checkpoint.step * config.batch_size,
@@ -150,6 +163,46 @@ def export_run(
         ),
     )
     return folder
+
+
+def _find_architecture(config: TrainConfig, encoders: str | None) -> Architecture:
+    """The architecture of a run, with other encoders if a model with some is named.
+
+    Raises:
+        ConfigError: There is no such model; the run has encoders of its own; or those that made its
+            latents are not known.
+    """
+    from sdbench.models.architecture import resolve_architecture
+    from sdbench.models.parts import replace_parts
+
+    if encoders is not None and not config.wants_latents:
+        raise ConfigError(
+            "only a run on precomputed latents takes encoders from elsewhere",
+            value=encoders,
+            allowed="nothing: this run was trained with encoders of its own",
+            flag="--encoders",
+        )
+    architecture, _ = resolve_architecture(
+        config.model_name, revision=config.model_revision, random_weights=config.random_weights
+    )
+    architecture, _ = replace_parts(architecture, config.model_parts or {})
+    if encoders is not None:
+        parts = {part: {"pretrained": encoders} for part in (*ENCODERS, "tokenizer")}
+        try:
+            architecture, _ = replace_parts(architecture, parts)
+        except ConfigError as error:  # it names a flag of train.py
+            raise ConfigError(
+                error.what, value=error.value, allowed=error.allowed, flag="--encoders"
+            ) from None
+    if config.wants_latents and not set(ENCODERS).isdisjoint(architecture.random_parts):
+        raise ConfigError(
+            "the VAE and the text encoder that made the latents are not known, and random ones "
+            "would draw noise",
+            value=encoders,
+            allowed="the diffusers folder or hub id that `sdbench precompute` had",
+            flag="--encoders",
+        )
+    return architecture
 
 
 DATA_SETTINGS = ("data_format", "remote", "local", "streams", "filters", "latents")

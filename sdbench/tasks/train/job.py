@@ -48,8 +48,6 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
             eps=config.adam_eps,
         ),
         max_gradient_norm=config.clip_norm,
-        # The run that they came from may be removed.
-        keeps_frozen=config.init_from is not None,
     )
 
 

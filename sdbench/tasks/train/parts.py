@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.plan.resolve import Plan
 from sdbench.settings.data import ONLINE
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.request import Request
@@ -53,3 +55,30 @@ def check_parts(request: Request[TrainConfig]) -> None:
                 or "nothing",
                 flag=f"--{name}",
             )
+
+
+def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
+    """A sentence about the parts that are random and stay so; None where there are none.
+
+    Args:
+        plan: Of the run.
+        given: Sub-models whose weights come from a checkpoint.
+    """
+    config: Any = plan.config
+    if config.train == "vae":  # there is no other part
+        return None
+    # A run on latents has no encoders that another run could give it.
+    ours = config.trained_parts if config.wants_latents else (*config.trained_parts, *given)
+    random_parts = [part for part in plan.architecture.random_parts if part not in ours]
+    if not random_parts:
+        return None
+    names = " and ".join(random_parts)
+    if config.wants_latents:
+        return (
+            f"Nothing says which {names} made the latents; those of {plan.architecture.name} are "
+            "random. python -m sdbench export will need --encoders."
+        )
+    return (
+        f"Frozen with random weights: {names}. A diffusers folder or a hub id (--model_name, "
+        "--model_parts) has trained ones."
+    )

@@ -24,7 +24,7 @@ from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
 from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.parts import check_parts
+from sdbench.tasks.train.parts import check_parts, note_random_parts
 from sdbench.tasks.train.resuming import compare_settings
 from sdbench.tasks.training import TrainingTask
 
@@ -81,6 +81,7 @@ class Train(TrainingTask):
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
+        self._note_random_parts()
         self._check_looks()
 
     def make_folder(self) -> Path:
@@ -114,7 +115,7 @@ class Train(TrainingTask):
         from sdbench.tasks.train.bad_loss import BadLosses
         from sdbench.tasks.train.hooks import TrainHooks
         from sdbench.tasks.train.looks import make_looks
-        from sdbench.tasks.train.weights import take_weights
+        from sdbench.tasks.train.weights import take_kept, take_weights
 
         plan, clock = self.plan, run.clock
         config: Any = plan.config
@@ -150,8 +151,11 @@ class Train(TrainingTask):
             plan, num_steps=plan.num_steps - first_step, observers=[clock, run.heartbeat, progress]
         )
         job = train_job.build(plan, phase=watch.phases.phase)
-        if self._initial is not None and resumed is None:
-            told = take_weights(job.model, self._initial)
+        if resumed is not None:
+            job = dataclasses.replace(job, kept=take_kept(job.model, resumed))
+        elif self._initial is not None:
+            kept, told = take_weights(job.model, self._initial)
+            job = dataclasses.replace(job, kept=kept)
             if is_first:
                 print(told)
         clock.ends(startup.BUILD)
@@ -195,8 +199,9 @@ class Train(TrainingTask):
         return fields
 
     def _settings(self) -> dict[str, Any]:
-        """As a checkpoint has them: without secrets."""
-        return redact_values(dataclasses.asdict(self.plan.config))
+        """As a checkpoint has them: without secrets, and a model of the hub by its commit."""
+        settings = dataclasses.asdict(self.plan.config)
+        return redact_values(settings | {"model_revision": self.plan.architecture.revision})
 
     def _refuse_another_run(self) -> None:
         """Find out, before anything is written, that the checkpoint is another run's."""
@@ -249,6 +254,17 @@ class Train(TrainingTask):
         parts = config.trained_parts if is_alone else tuple(MAKERS)
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
+
+    def _note_random_parts(self) -> None:
+        checkpoint = self._found or self._initial
+        given: set[str] = set()
+        if checkpoint is not None:
+            from sdbench.tasks.train.weights import parts_in
+
+            given = parts_in(checkpoint)
+        note = note_random_parts(self.plan, given=given)
+        if note is not None:
+            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
 
     def _tell_of_resume(self, resumed: Checkpoint) -> None:
         changes = self._compare_with(resumed)

@@ -49,6 +49,12 @@ def has_averages(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(AVERAGED_PREFIX) for name in checkpoint.tensors())
 
 
+def parts_in(checkpoint: Checkpoint) -> set[str]:
+    """The sub-models whose weights `read_weights` reads."""
+    weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
+    return {name.partition(".")[0] for name in weights}
+
+
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
     """Read the trained weights, and the frozen ones that the run kept.
 
@@ -63,12 +69,7 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
         ConfigError: There are no averages, or a file is damaged.
     """
     trained = (AVERAGED_PREFIX,) if use_ema else (TRAINED_PREFIX, COPIES_PREFIX)
-    tensors = {
-        name: torch.empty_like(like, device="cpu")
-        for name, like in checkpoint.tensors().items()
-        if name.startswith((*trained, FROZEN_PREFIX))
-    }
-    checkpoint.load_into(tensors)
+    tensors = _read(checkpoint, (*trained, FROZEN_PREFIX))
     # The fp32 copies of bf16 weights are what was trained.
     tensors |= {
         name.replace(COPIES_PREFIX, TRAINED_PREFIX, 1): copy
@@ -76,6 +77,17 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
         if name.startswith(COPIES_PREFIX)
     }
     return weights_of(tensors, use_ema=use_ema)
+
+
+def _read(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, on the CPU."""
+    tensors = {
+        name: torch.empty_like(like, device="cpu")
+        for name, like in checkpoint.tensors().items()
+        if name.startswith(prefixes)
+    }
+    checkpoint.load_into(tensors)
+    return tensors
 
 
 def check_weights(
@@ -106,7 +118,7 @@ def check_weights(
             raise _refusal(f"the checkpoint is of another model: {name} is {sizes}", checkpoint)
 
 
-def take_weights(model: nn.Module, checkpoint: Checkpoint) -> str:
+def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
     """Give a model the weights of the same names, the averaged ones where there are some.
 
     Args:
@@ -114,7 +126,8 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> str:
         checkpoint: Of another run; `check_weights` has found it to suit the model.
 
     Returns:
-        A sentence that says what was taken.
+        The weights among them that are frozen in the model, as they were before they got its type,
+        and a sentence that says what was taken.
 
     Raises:
         ConfigError: A file is damaged.
@@ -126,10 +139,35 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> str:
     with torch.no_grad():
         for name in shared:
             own[name].copy_(weights[name])
-    return (
+    kept = {name: weights[name] for name in shared if not own[name].requires_grad}
+    return kept, (
         f"Beginning with {_count_parts(shared)} of step {checkpoint.step} in {checkpoint.folder}"
         f"{', averaged' if use_ema else ''}."
     )
+
+
+def take_kept(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Give a model the frozen weights that the run has kept.
+
+    Args:
+        model: As `take_weights` takes it.
+        checkpoint: Of this run.
+
+    Returns:
+        The weights as they were saved.
+
+    Raises:
+        ConfigError: A file is damaged.
+    """
+    kept = {
+        name.removeprefix(FROZEN_PREFIX): weight
+        for name, weight in _read(checkpoint, (FROZEN_PREFIX,)).items()
+    }
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in kept.items():
+            own[name].copy_(weight)
+    return kept
 
 
 def _count_parts(names: list[str]) -> str:
