@@ -191,7 +191,7 @@ _SAVES: tuple[tuple[str, str, str, Callable[[dict[str, Any]], bool]], ...] = (
 def encode_grids(run: TrainingRun) -> list[tuple[int, str]]:
     """Steps and data URIs of grids, the newest first, the others from all over the run."""
     # A step that was trained twice has one file.
-    files = {one["step"]: run.folder / one["file"] for one in run.of("samples")}
+    files = {one["step"]: run.folder / one["file"] for one in run.of("samples") if one["file"]}
     steps = sorted((step for step, path in files.items() if path.exists()), reverse=True)
     last = len(steps) - 1
     num_shown = min(len(steps), MAX_GRIDS)

@@ -122,7 +122,7 @@ def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
         refresh_s=None if refresh_s is None or is_over else f"{refresh_s:g}",
         history=Section("History", "The newest rows of each table.", tables),
         grids=encode_grids(run),
-        num_grids=len({one["step"] for one in run.of("samples")}),
+        num_grids=len({one["step"] for one in run.of("samples") if one["file"]}),
     )
     replace_file(folder / PAGE_NAME, page)
     return run

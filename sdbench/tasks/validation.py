@@ -217,6 +217,7 @@ def averaged_weights(
             them (zero1).
         ranks: The place of this process.
     """
+    forget_gathered(job)
     weights = job.trained_weights()
     owners = _find_owners(weights, averages, ranks)
     kept: dict[str, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import json
 import multiprocessing
@@ -109,6 +110,31 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     assert "step 2 was not saved (--on_failed_save): rank 1: " in reason
     for rank in range(2):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
+
+
+@pytest.mark.parametrize("sharding", ["grad_op", pytest.param("full", marks=pytest.mark.slow)])
+def test_looks_leave_sharded_weights_as_they_were(tmp_path, sharding):
+    """Two ranks with and without looks, stopped and resumed: the same losses, all of them saved."""
+    load_engine("torch")  # here, and not once in each rank
+    importlib.import_module("sdbench.tasks.train.looks")
+    write_folder(tmp_path / "held-out")
+    looks = ("--validate_every_batches", 1, "--validation_remote", tmp_path / "held-out")
+    looks += ("--num_validation_images", 2, "--save_every_batches", 1, "--resume", "auto")
+    argv = ("--sharding", sharding, "--use_ema", "--ema_interval_batches", 1)
+    argv += ("--log_every_batches", 1)
+
+    for name, num_steps, more in (("blind", 3, ()), ("watched", 2, looks), ("watched", 3, looks)):
+        length = ("--run_name", name, "--max_duration", f"{num_steps}ba")
+        program = functools.partial(run, *argv, *more, *length)
+        with forked_ranks(program, tmp_path) as ranks:
+            codes = exit_codes(ranks, timeout_s=120)
+            assert codes == [0, 0], log_of(tmp_path, 0).read_text()
+    blind, watched = (
+        [row["loss"] for row in rows(tmp_path / "runs" / name)] for name in ("blind", "watched")
+    )
+    assert watched == blind and len(blind) == 3
+    losses = events(tmp_path / "runs" / "watched", "validation")
+    assert [event["step"] for event in losses] == [1, 2, 3]
 
 
 def test_looks_leave_the_training_as_it_was(tmp_path, monkeypatch):

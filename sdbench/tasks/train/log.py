@@ -117,7 +117,7 @@ class TrainLog:
                 names = TRACKED_FACTS[event].items()
                 figures = {name: known[fact] for fact, name in names if known.get(fact) is not None}
                 tracker.log(figures, step=step)
-            elif event == "samples":
+            elif event == "samples" and facts["file"] is not None:
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
 
     def add_bad_batch(self, **facts: Any) -> None:

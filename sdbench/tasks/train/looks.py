@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,23 @@ def _sample(
     prompts = [prompt for _, prompt in rows]
     with _best_weights(plan, job, state):
         pictures = draw_samples(job.model, prompts, **_drawing_options(plan))
-    path = folder / f"step_{state.num_steps:08d}.png"
+    path: Path | None = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
-        _keep_pictures(pictures, rows, grid=path)
-    return {"file": f"{SAMPLES_NAME}/{path.name}", "num_pictures": len(pictures)}
+        try:
+            _keep_pictures(pictures, rows, grid=path)
+        except OSError as error:  # a full disk is no reason to stop training
+            print(f"warning: pictures of step {state.num_steps} are lost: {error}", file=sys.stderr)
+            path = None
+    file = None if path is None else f"{SAMPLES_NAME}/{path.name}"
+    return {"file": file, "num_pictures": len(pictures)}
 
 
 def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
-    """Write a grid of the first pictures; where there are more, each one to a file of its own."""
+    """Write a grid of the first pictures; where there are more, each one to a file of its own.
+
+    Raises:
+        OSError: They cannot be written.
+    """
     grid.parent.mkdir(exist_ok=True)
     if len(pictures) > MAX_PICTURES_OF_GRID:
         grid.with_suffix("").mkdir(exist_ok=True)
