@@ -27,7 +27,6 @@ from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
-from tests.refusals import printed_refusal
 
 BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
@@ -253,7 +252,7 @@ def test_good_steps_between_bad_ones_count(model):
 
 def two_ranks():
     """Engine, sharding, and what is done."""
-    yield pytest.param("torch", "none", "back")
+    yield pytest.param("torch", "none", "back", marks=pytest.mark.slow)
     for engine in ENGINES:
         for sharding in ("none", "zero1", "full"):
             is_quick = (engine, sharding) in {("torch", "full"), ("composer", "none")}
@@ -282,10 +281,3 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
     assert [step for step, loss in losses("whole").items() if loss == "nan"] == [BAD_STEP]
     assert trained(3, "whole") == trained(2, "whole") != trained(4, "whole")
     assert losses("parts") == losses("whole")
-
-
-def test_a_graph_cannot_leave_an_update_out(model, capsys):
-    write_samples()
-    assert run(model, "skip", "--cuda_graph") == 2
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--on_bad_loss or --cuda_graph", "skip")

@@ -292,6 +292,7 @@ def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
             ("--max_duration", "1ba", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
         ),
         ("--ema_decay", ("--max_duration", "1ba", "--ema_decay", "1")),
+        ("--cuda_graph", ("--max_duration", "1ba", "--cuda_graph")),
         ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
         ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
         ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
