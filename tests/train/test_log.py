@@ -11,6 +11,7 @@ import train
 from sdbench.base.files import GrowingFile
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
+from sdbench.record.store import load_record
 from sdbench.tasks.train.log import TrainLog
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
@@ -76,6 +77,19 @@ def test_a_run_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
     assert errors[3] is errors[15] is None
     assert any(error is not None for error in errors.values())
     assert events[-1]["event"] == "end"
+
+
+def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp_path):
+    load_engine("torch")
+
+    def program() -> int:
+        limit_files(2**20)
+        return train.main([*TINY, "--max_duration", "1ba"])
+
+    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
+        assert exit_codes(ranks) == [1], log_of(tmp_path, 0).read_text()
+    (error,) = (event["error"] for event in history() if event["event"] == "save")
+    assert error is not None and error in load_record(RUN)["reason"]
 
 
 def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):

@@ -146,10 +146,16 @@ class TrainHooks:
         self._timer.start()
 
     def close(self) -> None:
-        """Wait for the checkpoint under way."""
+        """Wait for the checkpoint under way.
+
+        Raises:
+            RunError: It was not saved.
+        """
         if self._state is not None:
-            self._checkpoints.finish()
-            self._report_saves()
+            try:
+                self._checkpoints.finish()
+            finally:
+                self._report_saves()
 
     def _read_losses(self, state: TrainState, *, is_due: bool) -> bool:
         """Whether a loss is not finite, the same on all ranks."""
