@@ -92,7 +92,7 @@ def run_in_group(run: Callable[[int], None], folder: Path) -> None:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         run(torch.distributed.get_rank())
-        # The group is left as it is: in torch 2.7 its destructor may wait for its thread for ever.
+        # The group is left as it is: destroying it right after a gather may deadlock (torch 2.7).
         torch.distributed.barrier()
         return 0
 

@@ -53,7 +53,6 @@ def in_ranks(work, folder, value, *, num_nodes=1):
         torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         work(ranks.rank, make_checkpoints(folder / "run", ranks=ranks), value)
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
         return 0
 
     with forked_ranks(program, folder, num_nodes=num_nodes) as ranks:
