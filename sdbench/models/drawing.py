@@ -194,10 +194,7 @@ def draw_samples(
         model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
     ):
         drawn |= zip(indices, map(np.asarray, pictures), strict=True)
-    everyone: dict[int, np.ndarray] = {}
-    for of_rank in distributed.gather(drawn, ranks):
-        everyone |= of_rank
-    return [Image.fromarray(everyone[index]) for index in range(len(prompts))]
+    return [Image.fromarray(picture) for picture in distributed.gather_numbered(drawn, ranks)]
 
 
 def draw_share(

@@ -11,7 +11,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
@@ -250,6 +250,14 @@ def gather(value: T, ranks: Ranks) -> list[T]:
     values: list[T | None] = [None] * ranks.world_size
     torch.distributed.all_gather_object(values, value)
     return values  # type: ignore[return-value]
+
+
+def gather_numbered(part: Mapping[int, T], ranks: Ranks) -> list[T]:
+    """The values of all ranks in the order of their numbers, on every rank."""
+    merged: dict[int, T] = {}
+    for of_rank in gather(part, ranks):
+        merged |= of_rank
+    return [merged[number] for number in sorted(merged)]
 
 
 def broadcast(value: T, ranks: Ranks) -> T:

@@ -166,9 +166,7 @@ def _measure(
             errors |= {number: row for number, row in of_samples if number is not None}
     finally:
         model.train(was_training)
-    for of_rank in distributed.gather(errors, ranks):
-        errors |= of_rank
-    return torch.tensor([errors[number] for number in sorted(errors)], dtype=torch.float64)
+    return torch.tensor(distributed.gather_numbered(errors, ranks), dtype=torch.float64)
 
 
 def _errors(

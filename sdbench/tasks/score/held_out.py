@@ -84,9 +84,7 @@ def score_model(
     ):
         scores.add_reference(batch)
         captions |= zip(batch.numbers, batch.captions, strict=True)
-    for of_rank in distributed.gather(captions, ranks):
-        captions |= of_rank
-    prompts = [captions[number] for number in sorted(captions)]
+    prompts = distributed.gather_numbered(captions, ranks)
     for numbers, pictures in draw_share(
         model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
     ):

@@ -108,7 +108,9 @@ class Scores:
             RunError: There are fewer than two pictures, or a network gives what is not finite.
         """
         parts = (self._reference, self._features, self._similarities)
-        reference, features, similarities = (_merge(part, ranks) for part in parts)
+        reference, features, similarities = (
+            distributed.gather_numbered(part, ranks) for part in parts
+        )
         facts: dict[str, Any] = {}
         if ranks.rank == 0:  # the others have nothing to do meanwhile, and wait
             facts["num_pictures"] = max(len(features), len(similarities))
@@ -153,14 +155,6 @@ def tell(facts: dict[str, Any]) -> str:
         told.append(f"CLIP score {facts['clip_score']:.2f} +- {facts['clip_score_error']:.2f}")
     notes = [f" ({facts['fid_note']})"] if facts.get("fid_note") else []
     return "".join([", ".join(told), *notes])
-
-
-def _merge(part: dict[int, Any], ranks: Ranks) -> list[Any]:
-    """The values of all ranks in the order of their numbers."""
-    merged: dict[int, Any] = {}
-    for of_rank in distributed.gather(part, ranks):
-        merged |= of_rank
-    return [merged[number] for number in sorted(merged)]
 
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
