@@ -10,7 +10,7 @@ KUBERNETES ?= build/kubernetes
 
 # Named after what they installed, so that any change of these files installs again.
 STAMP := $(VENV)/.installed-$(shell cat requirements.txt constraints.txt | cksum | cut -d ' ' -f 1)
-DEV_STAMP := $(STAMP)-dev-$(shell cksum < requirements-dev.txt | cut -d ' ' -f 1)
+DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-ray.txt requirements-dev.txt | cksum | cut -d ' ' -f 1)
 SITE := $(abspath $(OUT))/site-packages
 WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # There while pip works. Found at the start, it means that an installation was cut off, which pip
@@ -24,7 +24,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu test test-cluster test-kubernetes lint publish results settings clean
+.PHONY: help benchmark benchmark-gpu test test-ray test-cluster test-kubernetes lint publish results settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -49,6 +49,10 @@ test: $(DEV_STAMP) ## Run the tests that need no GPU; other pytest options in AR
 
 test-cluster: $(DEV_STAMP) ## Run the tests that install Slurm and etcd and make networks: root on Debian
 	$(VENV)/bin/python -m pytest -m system $(ARGS)
+
+# In one process: a Ray cluster of two workers keeps two cores busy.
+test-ray: $(DEV_STAMP) ## Run the tests of the engine ray, which start clusters on this machine
+	$(VENV)/bin/python -m pytest -m ray $(ARGS)
 
 # The build takes about 4 minutes, once; Debian 12 and root, or the tests are skipped.
 test-kubernetes: $(DEV_STAMP) ## Give the manifests to a real API server, built in KUBERNETES=dir
@@ -89,5 +93,5 @@ $(STAMP):
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(call install,-r requirements.txt -r requirements-dev.txt)
+	$(call install,-r requirements.txt -r requirements-ray.txt -r requirements-dev.txt)
 	@touch $(STAMP) $@

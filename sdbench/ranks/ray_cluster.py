@@ -1,0 +1,73 @@
+"""`connect` joins this process to a Ray cluster, or starts one on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sdbench.base.errors import ConfigError, RunError
+
+INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
+
+
+def check_installed() -> None:
+    """Refuse to go on without the packages of requirements-ray.txt.
+
+    Raises:
+        ConfigError: Ray or Lightning is not installed.
+    """
+    missing = [name for name in ("ray", "lightning") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"The engine ray needs packages that are not installed: {', '.join(missing)}",
+            value="ray",
+            allowed=f"composer | torch, or first {INSTALL}",
+            flag="--engine",
+        )
+
+
+def connect(address: str | None) -> None:
+    """Join a Ray cluster; a process that has joined one already, as a worker has, stays in it.
+
+    Ray's own lines are not printed: which of them a person wants to see depends on the caller.
+
+    Args:
+        address: Of a running cluster, as `ray.init` takes it: ``auto``, ``host:6379``. None: what
+            RAY_ADDRESS says, and without it a cluster of this machine alone, which ends with the
+            process.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        RunError: No cluster answers.
+    """
+    check_installed()
+    # Ray Train reads it when it is imported.
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        return
+    where = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if where is None:
+        # Few processes: on two cores each worker that Ray starts ahead costs seconds of start-up.
+        options |= {"include_dashboard": False, "num_cpus": len(os.sched_getaffinity(0))}
+    try:
+        ray.init(address=where, **options)
+    except (ConnectionError, RuntimeError) as error:
+        raise RunError(
+            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
+        ) from None
+
+
+def resources_in_words(resources: Mapping[str, float]) -> str:
+    """Resources as a person reads them, without those that Ray makes up for each node."""
+    known = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith("node:") and name not in ("memory", "object_store_memory")
+    }
+    return ", ".join(f"{name} {amount:g}" for name, amount in known.items()) or "none"
