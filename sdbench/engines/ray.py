@@ -120,9 +120,9 @@ def _make_plugins(
     if scaler is not None:
         plugins.append(MixedPrecision("16-mixed", device.type, scaler))
     if ranks.world_size > 1:
-        from ray.train.lightning import RayLightningEnvironment
+        from sdbench.engines.ray_strategies import RanksEnvironment
 
-        plugins.append(RayLightningEnvironment())
+        plugins.append(RanksEnvironment(ranks))
     return plugins
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
-from sdbench.ranks.distributed import RAY_RESTARTS
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
 
 # From one visit to the desk to the next.
 PERIOD_S = 0.2

@@ -27,7 +27,8 @@ from sdbench.plan.draft import Draft
 from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.speedups import settle
 from sdbench.plan.window import resolve_steps
-from sdbench.ranks.distributed import RAY_RESTARTS, Ranks
+from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request

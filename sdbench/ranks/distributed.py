@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
 
 T = TypeVar("T")
-
-# Set in the workers of Ray Train: how often it has started the ranks again.
-RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None

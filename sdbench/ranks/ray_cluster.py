@@ -11,6 +11,9 @@ from typing import Any
 import sdbench
 from sdbench.base.errors import ConfigError, RunError
 
+# Set in the workers of Ray Train: how often it has started the ranks again.
+RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
+
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 

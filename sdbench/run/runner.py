@@ -61,7 +61,8 @@ def run(
         parse: Makes the task's request from arguments.
         argv: Command-line arguments; None takes those of the process.
         began: Called with the folder of the run, on the first rank.
-        launch: Starts the ranks of a request for the engine ray, as `ray_job.launch_ranks`.
+        launch: Starts the ranks of a request for the engine ray where no launcher has, as
+            `ray_job.launch_ranks`.
 
     Returns:
         The exit code: 0 ok, 1 the run failed, 2 bad input, 130 Ctrl-C.
@@ -70,7 +71,7 @@ def run(
     ranks = Ranks.from_environment()
     try:
         request = parse(command)
-        if launch is not None and request.config.engine == RAY:
+        if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
             rank_main = functools.partial(run, entry, parse)
             return launch(request, command=command, rank_main=rank_main)
         return _run(entry, request, command=command, ranks=ranks, began=began)
