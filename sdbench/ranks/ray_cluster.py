@@ -66,6 +66,8 @@ def connect(address: str | None) -> None:
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}},
     }
     if where is None:
+        # A process for each CPU, started ahead, would take both cores of a small machine for seconds.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Here a CPU of Ray is a place for a process, not a core: ranks, decoders and encoders share
         # the cores that there are.
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
