@@ -33,7 +33,7 @@ from sdbench.settings.request import Request
 # From one visit of the driver to the desk to the next.
 PERIOD_S = 0.2
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 class Heard(NamedTuple):
