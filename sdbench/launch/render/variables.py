@@ -85,7 +85,7 @@ VARIABLES: dict[str, Variable] = {
         r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}",
     ),
     "NUM_NODES": Variable(
-        "nodes, and so pods, of the job", "a whole number from 1 to 10000", (1, 10000)
+        "nodes, and so pods, that train", "a whole number from 1 to 10000", (1, 10000)
     ),
     "NUM_GPUS_PER_NODE": Variable(
         "GPUs, and so ranks, of a node", "a whole number from 1 to 1024", (1, 1024), "8"
@@ -94,6 +94,26 @@ VARIABLES: dict[str, Variable] = {
         "EFA devices of a node",
         "a whole number: 4 on p4de, 32 on p5 and p5e, 16 on p5en, 0 without EFA",
         (0, 1024),
+    ),
+    "NUM_ENCODERS": Variable(
+        "pods with one GPU each that encode pictures", "a whole number from 1 to 10000", (1, 10000)
+    ),
+    "TRAINER_INSTANCE_TYPE": Variable(
+        "machines that train", "the name of an instance type", DNS_NAME, "p4de.24xlarge"
+    ),
+    "ENCODER_INSTANCE_TYPE": Variable(
+        "machines that decode and encode", "the name of an instance type", DNS_NAME, "g5.2xlarge"
+    ),
+    "PROGRAM": Variable(
+        "what the job runs",
+        "benchmark.py or train.py",
+        r"(benchmark|train)\.py",
+        "benchmark.py",
+    ),
+    "REMOTE": Variable(
+        "the data set's pictures",
+        "a place that all pods reach, without spaces, quotes and variables: s3://bucket/laion",
+        r"[A-Za-z0-9_./:@%+=,-]+",
     ),
     "MASTER_PORT": Variable(
         "port on node 0 where the ranks meet", PORT, (MIN_PORT, MAX_PORT), "29500"
