@@ -27,6 +27,7 @@ VALUES = {
     "NUM_WORKERS": "2",
     "WORLD_SIZE": "24",
     "NUM_ENCODERS": "2",
+    "NUM_DECODERS": "8",
     "TRAINER_INSTANCE_TYPE": "p4de.24xlarge",
     "ENCODER_INSTANCE_TYPE": "g5.2xlarge",
     "PROGRAM": "benchmark.py",

@@ -66,6 +66,11 @@ def _rendezvous_port(values: Values) -> str:
     return values["MASTER_PORT"] if values["RDZV_BACKEND"] == "c10d" else "2379"
 
 
+def _decoders_of_seeds(values: Values) -> str:
+    # Seed 002 has 192 for 48 encoders.
+    return str(4 * int(values.get("NUM_ENCODERS", "1")))
+
+
 PORT = f"a port from {MIN_PORT} to {MAX_PORT}"
 VARIABLES: dict[str, Variable] = {
     "REGISTRY": Variable(
@@ -97,6 +102,12 @@ VARIABLES: dict[str, Variable] = {
     ),
     "NUM_ENCODERS": Variable(
         "pods with one GPU each that encode pictures", "a whole number from 1 to 10000", (1, 10000)
+    ),
+    "NUM_DECODERS": Variable(
+        "processes beside the encoders that read and decode, with a CPU each",
+        "a whole number from 1 to 100000",
+        (1, 100000),
+        _decoders_of_seeds,
     ),
     "TRAINER_INSTANCE_TYPE": Variable(
         "machines that train", "the name of an instance type", DNS_NAME, "p4de.24xlarge"
