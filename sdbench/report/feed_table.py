@@ -167,7 +167,7 @@ def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
         records: Records of kind feed or precompute; those that did not end well are left out.
     """
     ended_well = [record for record in records if record["status"] == OK]
-    groups = group(ended_well, key_of=lambda record: tuple(_configuration(record).items()))
+    groups = group(ended_well, key_of=lambda record: tuple(configuration_of(record).items()))
     rows = [_table_row(dict(settings), runs) for settings, runs in groups.items()]
     return make_table(
         rows, name="data", caption="Loading and encoding data", left=(RATE, PHASES_OF_IMAGE)
@@ -193,7 +193,12 @@ def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict
     }
 
 
-def _configuration(record: dict[str, Any]) -> dict[str, Any]:
+def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What runs that are replicates have in common: device, data and settings.
+
+    Args:
+        record: A record of kind feed or precompute.
+    """
     row = make_row(record)
     return {
         "device": row["device"],
