@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
+from sdbench.launch.ray_job import launch_ranks
 from sdbench.run.runner import run
 from sdbench.settings.config import parse_request
 from sdbench.tasks import TASKS
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parse = functools.partial(parse_request, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["benchmark"], parse, argv)
+    return run(TASKS["benchmark"], parse, argv, launch=launch_ranks)
 
 
 if __name__ == "__main__":

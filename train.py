@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
+from sdbench.launch.ray_job import launch_ranks
 from sdbench.run.runner import run
 from sdbench.settings.recipe import parse_request
 from sdbench.tasks import TASKS
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parse = functools.partial(parse_request, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["train"], parse, argv)
+    return run(TASKS["train"], parse, argv, launch=launch_ranks)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,20 @@ class StopRequest:
 
 
 _request: StopRequest | None = None
+# A signal that was taken by another process for this one.
+_asked: int | None = None
+
+
+def ask_to_stop(number: int) -> None:
+    """End the loop of this process, or one that begins later, as a first stop signal does.
+
+    For a process whose main thread is not ours, which gets no signals: a worker of Ray. A step that
+    does not end is not aborted.
+    """
+    global _asked
+    _asked = number
+    if _request is not None:
+        _request.note(number)
 
 
 @contextlib.contextmanager
@@ -97,6 +111,8 @@ def stop_signals_ask() -> Iterator[StopRequest]:
     """
     global _request
     _request = request = StopRequest()
+    if _asked is not None:
+        request.note(_asked)
     try:
         yield request
         if request.number is not None:

@@ -23,6 +23,7 @@ from sdbench.base.stop import keep_handlers
 ENGINES: dict[str, str] = {
     "composer": "sdbench.engines.composer:fit",
     "torch": "sdbench.engines.torch:fit",
+    "ray": "sdbench.engines.ray:fit",
 }
 
 

@@ -28,7 +28,9 @@ from sdbench.plan.memory_limit import check_memory
 from sdbench.plan.speedups import settle
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
@@ -95,6 +97,7 @@ def resolve(
     Raises:
         ConfigError: The request cannot be run here.
     """
+    check_ray_settings(request)
     architecture, note = resolve_architecture(
         request.config.model_name,
         revision=request.config.model_revision,
@@ -179,9 +182,10 @@ def _make_source(draft: Draft) -> SourceConfig:
 def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:
     """CPU threads of a rank, and the reason."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 if the variable is not set, which would leave most cores idle.
-    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    if given.isdecimal() and int(given) and not is_torchruns:
+    # torchrun, and Ray for a worker of one CPU, set 1 if the variable is not set, which would leave
+    # most cores idle.
+    is_launchers = given == "1" and {"TORCHELASTIC_RUN_ID", RAY_RESTARTS} & os.environ.keys()
+    if given.isdecimal() and int(given) and not is_launchers:
         return int(given), "OMP_NUM_THREADS"
     share = max(1, machine.num_cpu_cores // ranks.local_world_size)
     return share, "the rank's share of the cores"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
 
 T = TypeVar("T")
 
@@ -76,12 +77,12 @@ def refuse_tasks_without_launcher() -> None:
 
 
 def num_restarts() -> int:
-    """How often Slurm or torchrun has restarted this process.
+    """How often Slurm, torchrun or Ray has restarted this process.
 
     The torchrun of each node counts restarts that its own ranks caused, so the number of the run is
     the largest of all ranks.
     """
-    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RAY_RESTARTS)
     return sum(int(os.environ.get(name, "0")) for name in names)
 
 
@@ -102,16 +103,17 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
 
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
-    _wait_for_all(store, ranks, timeout_s=timeout_s)
     timeout = datetime.timedelta(seconds=timeout_s)
-    torch.distributed.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-    )
+    if not torch.distributed.is_initialized():  # Ray Train has connected its workers
+        store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
+        _wait_for_all(store, ranks, timeout_s=timeout_s)
+        torch.distributed.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+        )
     if device_type == "cuda":
         global _host_group
         try:
@@ -237,7 +239,7 @@ def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
         ranks: The rank of this process.
         timeout_s: When to go on if no launcher stops this process.
     """
-    if ranks.local_rank != 0:
+    if ranks.local_rank != 0 and RAY_RESTARTS not in os.environ:  # Ray waits for all
         time.sleep(timeout_s)
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import sdbench
 from sdbench.base.errors import ConfigError, RunError
+
+# Set in the workers of Ray Train: how often it has started the ranks again.
+RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
 
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
@@ -51,10 +56,17 @@ def connect(address: str | None) -> None:
     if ray.is_initialized():
         return
     where = address or os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    # Workers on this machine find this package where the driver has it.
+    paths = [str(Path(sdbench.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}},
+    }
     if where is None:
-        # Few processes: on two cores each worker that Ray starts ahead costs seconds of start-up.
-        options |= {"include_dashboard": False, "num_cpus": len(os.sched_getaffinity(0))}
+        # Here a CPU of Ray is a place for a process, not a core: ranks, decoders and encoders share
+        # the cores that there are.
+        options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
     try:
         ray.init(address=where, **options)
     except (ConnectionError, RuntimeError) as error:

@@ -8,6 +8,7 @@ A request that cannot be run leaves no record; a run that has begun always leave
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pkgutil
@@ -31,6 +32,7 @@ from sdbench.ranks.distributed import (
     let_first_rank_end,
     refuse_tasks_without_launcher,
 )
+from sdbench.settings.ray import RAY
 
 if TYPE_CHECKING:
     from sdbench.run.outcome import RunRecord
@@ -45,14 +47,22 @@ _SHARED: list[Exception] = []
 
 
 def run(
-    entry: str, parse: Callable[[Sequence[str]], Any], argv: Sequence[str] | None = None
+    entry: str,
+    parse: Callable[[Sequence[str]], Any],
+    argv: Sequence[str] | None = None,
+    *,
+    began: Callable[[Path], None] | None = None,
+    launch: Callable[..., int] | None = None,
 ) -> int:
-    """Run a task as a command line asks.
+    """Run a task as a command line asks, as one rank of it or as the driver of its ranks.
 
     Args:
         entry: A value of `TASKS`, imported when the command line is found valid.
         parse: Makes the task's request from arguments.
         argv: Command-line arguments; None takes those of the process.
+        began: Called with the folder of the run, on the first rank.
+        launch: Starts the ranks of a request for the engine ray where no launcher has, as
+            `ray_job.launch_ranks`.
 
     Returns:
         The exit code: 0 ok, 1 the run failed, 2 bad input, 130 Ctrl-C.
@@ -60,7 +70,11 @@ def run(
     command = list(sys.argv[1:] if argv is None else argv)
     ranks = Ranks.from_environment()
     try:
-        return _run(entry, parse(command), command=command, ranks=ranks)
+        request = parse(command)
+        if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
+            rank_main = functools.partial(run, entry, parse)
+            return launch(request, command=command, rank_main=rank_main)
+        return _run(entry, request, command=command, ranks=ranks, began=began)
     except (ConfigError, RunError) as error:  # before there was a run
         is_known_to_all = isinstance(error, ConfigError) or error in _SHARED
         if ranks.rank == 0 or not is_known_to_all:
@@ -79,7 +93,14 @@ def run(
         raise
 
 
-def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
+def _run(
+    entry: str,
+    request: Any,
+    *,
+    command: list[str],
+    ranks: Ranks,
+    began: Callable[[Path], None] | None,
+) -> int:
     from sdbench.measure import startup
     from sdbench.record.store import OutputLog
 
@@ -107,6 +128,8 @@ def _run(entry: str, request: Any, *, command: list[str], ranks: Ranks) -> int:
         def begin() -> Path:
             folder = task.make_folder()
             log.move_to(folder)
+            if began is not None:
+                began(folder)
             print(task.for_person(), flush=True)
             return folder
 

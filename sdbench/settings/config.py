@@ -10,6 +10,7 @@ from sdbench.settings.compiling import CompilingSpeedups
 from sdbench.settings.data import DataSettings
 from sdbench.settings.measuring import LoggingSettings, MeasuringSettings, RunSettings
 from sdbench.settings.parallel import RankSpeedups
+from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import SPEED, declarations, presets_of
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
@@ -30,6 +31,7 @@ class BenchmarkConfig(
     BatchSettings,
     ModelSettings,
     MeasuringSettings,
+    RaySettings,
     RunSettings,
 ):
     """Everything that decides a run. None means: chosen for the machine, then printed."""

@@ -125,6 +125,13 @@ def _parse_parts(value: Any) -> dict[str, dict[str, Any]]:
     return parts
 
 
+def _parse_resources(value: Any) -> dict[str, float]:
+    resources = {str(name): float(amount) for name, amount in _parse_mapping(value).items()}
+    if not resources or not all(map(_is_positive, resources.values())):
+        raise ValueError
+    return resources
+
+
 def _parse_mapping(value: Any) -> dict[Any, Any]:
     if isinstance(value, str):
         import yaml
@@ -192,6 +199,11 @@ PARTS = Kind(
     "parts with a place or with all numbers, e.g. {vae: {pretrained: FOLDER}, unet: {params: "
     "{in_channels: 4, sample_size: 64}}}",
     _parse_parts,
+    "YAML",
+)
+RESOURCES = Kind(
+    'names of Ray\'s resources and amounts above 0, e.g. {"CPU": 4, "GPU": 1}',
+    _parse_resources,
     "YAML",
 )
 SHARE = Kind("a share above 0 and below 100 %, e.g. 1% or 0.01", _parse_share)

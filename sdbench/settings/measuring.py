@@ -32,7 +32,8 @@ class RunSettings:
     engine: str = setting(
         RowOf("sdbench.engines:ENGINES"),
         "composer",
-        "who runs the training loop: MosaicML Composer, or a lean loop without a trainer",
+        "who runs the training loop: MosaicML Composer, a lean loop without a trainer (torch), or "
+        "PyTorch Lightning in ranks that Ray Train starts (ray)",
     )
     seed: int = setting(
         NOT_NEGATIVE, 17, "seed of weights, data and noise", only_measures=True, identifies=True

@@ -26,6 +26,7 @@ from sdbench.settings.kinds import (
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.open_diffusion import translate
 from sdbench.settings.parallel import RankSpeedups
+from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import setting
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
@@ -294,6 +295,7 @@ class TrainConfig(
     PartSettings,
     ModelSettings,
     LengthSettings,
+    RaySettings,
     RunSettings,
 ):
     """Everything that decides a training run. None means: chosen for the machine, then printed."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import train
-from sdbench.engines import load_engine
+from sdbench.engines import ENGINES, load_engine
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
+from sdbench.settings.setting import SAME_FP32
 from tests.data import datasets
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
@@ -55,14 +56,22 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
 
 
 FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
-# The others are marked slow: both engines read data in the same way.
+# The others are marked slow: all engines read data in the same way.
 QUICK = {("torch", 0, "synthetic"), ("torch", 0, "parquet"), ("torch", 0, "folder")}
 QUICK |= {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 2, "mds")}
+QUICK |= {("ray", 2, "parquet")}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """A launcher's place for the single rank, or --engine ray would start a Ray cluster."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def combinations():
     """Engine, workers and format of a run."""
-    for each in itertools.product(("torch", "composer"), (0, 2), FORMATS):
+    for each in itertools.product(ENGINES, (0, 2), FORMATS):
         yield pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
 
 
@@ -86,10 +95,23 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
     assert record["summary"]["first_step"] == 3
 
 
+def test_engines_take_turns_in_one_run(tmp_path):
+    argv = ("--use_synth_data", "--ema_impl", "foreach")
+    assert run(tmp_path, "whole", 6, *argv, "--engine", "torch") == 0
+    for num_steps, engine in ((2, "composer"), (4, "ray"), (5, "composer"), (6, "ray")):
+        turn = ("--engine", engine, "--resume", "auto")
+        assert run(tmp_path, "turns", num_steps, *argv, *turn) == 0
+    turns, whole = (losses(tmp_path, name) for name in ("turns", "whole"))
+    assert [float(loss) for _, loss, _ in turns] == pytest.approx(
+        [float(loss) for _, loss, _ in whole], rel=SAME_FP32
+    )
+    assert [(step, rate) for step, _, rate in turns] == [(step, rate) for step, _, rate in whole]
+
+
 def sharded():
     """Engine and sharding of a run of two ranks."""
-    for each in itertools.product(("torch", "composer"), ("none", "zero1", "full")):
-        is_quick = each in {("torch", "full"), ("composer", "none")}
+    for each in itertools.product(ENGINES, ("none", "zero1", "full")):
+        is_quick = each in {("torch", "full"), ("composer", "none"), ("ray", "full")}
         yield pytest.param(*each, marks=() if is_quick else pytest.mark.slow)
 
 

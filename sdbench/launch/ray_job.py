@@ -1,0 +1,300 @@
+"""`launch_ranks` runs the ranks of a command as workers of Ray Train.
+
+    driver (this process) -> Ray Train's controller -> workers, each of which runs `rank_main`
+
+What the ranks print, the driver prints; a stop signal to the driver ends their loop at the next
+step. Both go through an actor, the desk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.base import stop
+from sdbench.base.cause import LOST, report_cause
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from sdbench.launch.ray_worker import Rank, RankFailedError
+from sdbench.ranks import ray_cluster
+from sdbench.record import store
+from sdbench.settings.ray import check_ray_settings
+from sdbench.settings.request import Request
+
+# From one visit of the driver to the desk to the next.
+PERIOD_S = 0.2
+# Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
+PATIENCE_S = 20.0
+
+
+class Heard(NamedTuple):
+    """What the desk has for the driver.
+
+    Attributes:
+        text: What the ranks have printed since the last visit.
+        num_starts: How often the first rank has begun.
+        folder: Of the run; None before there is one.
+    """
+
+    text: str
+    num_starts: int
+    folder: Path | None
+
+
+class Desk:
+    """Where driver and ranks leave word for each other; an actor beside the driver."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._num_starts = 0
+        self._folder: Path | None = None
+        self._stop: int | None = None
+
+    def begin(self) -> int:
+        """The first rank begins.
+
+        Returns:
+            How often it has begun before.
+        """
+        self._num_starts += 1
+        return self._num_starts - 1
+
+    def begin_run(self, folder: Path) -> None:
+        """The first rank has made the folder of the run."""
+        self._folder = folder
+
+    def exchange(self, text: str) -> int | None:
+        """A rank leaves what it has printed.
+
+        Returns:
+            The signal that asks it to stop, if one does.
+        """
+        self._texts.append(text)
+        return self._stop
+
+    def collect(self) -> Heard:
+        """The driver takes what is there."""
+        text, self._texts = "".join(self._texts), []
+        return Heard(text, self._num_starts, self._folder)
+
+    def ask_to_stop(self, number: int) -> None:
+        """The driver passes a signal on."""
+        self._stop = number
+
+
+def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..., int]) -> int:
+    """Run a command's ranks, and wait for them.
+
+    Args:
+        request: Of a training run with `RaySettings`.
+        command: The arguments of the command.
+        rank_main: `rank_main(command, began=...)` runs a rank and returns its exit code. It can be
+            imported on every node.
+
+    Returns:
+        The exit code of the first rank; 1 where a rank was lost.
+
+    Raises:
+        ConfigError: Ray is not installed, or its settings contradict each other.
+        RunError: No cluster answers.
+    """
+    check_ray_settings(request)
+    ray_cluster.connect(request.config.ray_address)
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote()
+    driver = _Driver(desk, request.config, Rank(desk, rank_main, command, cwd=os.getcwd()))
+    try:
+        with _signals_counted() as signals:
+            return driver.run(signals)
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_counted() -> Iterator[list[int]]:
+    """During the block stop signals are only added to the list; of several at once, the first."""
+    signals: list[int] = []
+    last_s = 0.0
+
+    def add(number: int, frame: Any) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > stop.SAME_REQUEST_S:
+            signals.append(number)
+        last_s = time.monotonic()
+
+    with stop.keep_handlers():
+        if threading.current_thread() is threading.main_thread():
+            for number in stop.STOP_SIGNALS:
+                # nohup has SIGHUP ignored.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, add)
+        yield signals
+
+
+class _Driver:
+    """Waits for the ranks, and hears what they say."""
+
+    def __init__(self, desk: Any, config: Any, rank: Rank) -> None:
+        self._desk = desk
+        self._config = config
+        self._rank = rank
+        self._heard = Heard("", 0, None)
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def run(self, signals: list[int]) -> int:
+        """Start the ranks, and wait for their end or for a second signal."""
+        # In the main thread Ray would answer Ctrl-C itself, and kill the ranks.
+        thread = threading.Thread(target=self._fit, daemon=True)
+        thread.start()
+        began_s, next_told_s = time.monotonic(), PATIENCE_S
+        num_passed_on = 0
+        while thread.is_alive():
+            thread.join(PERIOD_S)
+            if not self._listen():
+                break
+            if len(signals) > num_passed_on:
+                num_passed_on = len(signals)
+                if num_passed_on > 1 or not self._heard.num_starts:
+                    return self._end_at_once(signals[0])
+                print("The ranks end after the step under way.", file=sys.stderr, flush=True)
+                self._desk.ask_to_stop.remote(signals[0])
+            if not self._heard.num_starts and time.monotonic() - began_s > next_told_s:
+                next_told_s *= 2
+                self._tell_of_wait()
+        thread.join(stop.PATIENCE_S)
+        self._listen()
+        return self._conclude()
+
+    def _fit(self) -> None:
+        try:
+            self._result = _make_trainer(self._config, self._rank).fit()
+        except Exception as error:
+            self._error = error
+
+    def _listen(self) -> bool:
+        """Print what the ranks have printed; False if the desk is gone, and the cluster with it."""
+        import ray
+
+        try:
+            heard = ray.get(self._desk.collect.remote(), timeout=stop.PATIENCE_S)
+        except (ray.exceptions.RayError, ConnectionError, TimeoutError) as error:
+            self._error = self._error or error
+            return False
+        if heard.num_starts > max(self._heard.num_starts, 1):
+            print(f"Ray has started the ranks again, time {heard.num_starts - 1}.", flush=True)
+        self._heard = heard
+        print(heard.text, end="", flush=True)
+        return True
+
+    def _tell_of_wait(self) -> None:
+        import ray
+
+        free = ray_cluster.resources_in_words(ray.available_resources())
+        needed = ray_cluster.resources_in_words(resources_per_worker(self._config))
+        print(
+            f"Waiting for Ray to start the ranks, each of which needs {needed}; free in the "
+            f"cluster: {free} (--num_ray_workers, --ray_worker_resources)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _end_at_once(self, number: int) -> int:
+        reason = f"{signal.Signals(number).name}: the ranks were ended within a step"
+        self._write_reason(store.INTERRUPTED, reason)
+        print(f"interrupted: {reason}", file=sys.stderr)
+        return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILED
+
+    def _conclude(self) -> int:
+        """The exit code, with a reason where the ranks could not give one."""
+        if self._error is None:
+            return self._result.return_value
+        causes = _causes(self._error)
+        if causes and all(isinstance(cause, RankFailedError) for cause in causes.values()):
+            return EXIT_FAILED
+        reason = _describe_loss(self._error, causes)
+        report_cause(LOST, reason)
+        self._write_reason(store.FAILED, reason)
+        where = f"\nrecord: {self._heard.folder}" if self._heard.folder else ""
+        print(f"failed: {reason}{where}", file=sys.stderr)
+        return EXIT_FAILED
+
+    def _write_reason(self, status: str, reason: str) -> None:
+        """Complete the record that lost ranks have left unfinished, if it can be seen from here."""
+        folder = self._heard.folder
+        if folder is None or not (folder / store.RECORD_NAME).is_file():
+            return
+        content = store.load_record(folder / store.RECORD_NAME)
+        if content["reason"] == store.UNFINISHED_REASON:
+            store.RunFolder(folder).write_record(content | {"status": status, "reason": reason})
+
+
+def resources_per_worker(config: Any) -> Mapping[str, float]:
+    """What a rank takes of a node: as the config says, or a GPU where the cluster has some."""
+    import ray
+
+    if config.ray_worker_resources is not None:
+        return config.ray_worker_resources
+    return {"CPU": 1, "GPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
+
+
+def _make_trainer(config: Any, rank: Rank) -> Any:
+    # Ray would move the ranks to a folder of its own, and relative paths mean the driver's.
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each print would come twice
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    resources = resources_per_worker(config)
+    num_workers = config.num_ray_workers or int(ray.cluster_resources().get("GPU", 1))
+    least = config.min_ray_workers
+    return TorchTrainer(
+        rank,
+        scaling_config=ScalingConfig(
+            num_workers=num_workers if least is None else (least, num_workers),
+            use_gpu="GPU" in resources,
+            resources_per_worker=dict(resources),
+        ),
+        run_config=RunConfig(
+            name=getattr(config, "run_name", None),
+            storage_path=config.ray_storage_path or tempfile.mkdtemp(prefix="sdbench-ray-"),
+            failure_config=FailureConfig(max_failures=config.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=getattr(config, "keep", None)),
+        ),
+        torch_config=TorchConfig(
+            backend="nccl" if "GPU" in resources else "gloo", timeout_s=int(config.dist_timeout)
+        ),
+    )
+
+
+def _causes(error: Exception) -> dict[int, BaseException]:
+    """What ended each rank, by rank; empty where Ray itself has failed."""
+    failures = getattr(error, "worker_failures", {})
+    # Ray wraps what the function of a worker has raised.
+    return {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures.items()}
+
+
+def _describe_loss(error: Exception, causes: Mapping[int, BaseException]) -> str:
+    lost = {rank: cause for rank, cause in causes.items() if not isinstance(cause, RankFailedError)}
+    if not lost:
+        return f"the Ray cluster has ended or no longer answers ({_first_line(error)})"
+    ranks = ", ".join(f"rank {rank}" for rank in sorted(lost))
+    return (
+        f"{ranks} was lost, and no restart is left (--max_failures): {_first_line(lost[min(lost)])}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

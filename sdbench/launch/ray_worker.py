@@ -1,0 +1,122 @@
+"""`Rank`: what a worker of Ray Train runs, which is a rank as any launcher starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sdbench.base import stop
+from sdbench.base.errors import EXIT_FAILED
+from sdbench.ranks.ray_cluster import RAY_RESTARTS
+
+# From one visit to the desk to the next.
+PERIOD_S = 0.2
+
+
+class RankFailedError(Exception):
+    """A rank has failed and has said why; Ray may start the ranks again."""
+
+
+class Rank:
+    """The function of all workers."""
+
+    def __init__(
+        self, desk: Any, rank_main: Callable[..., int], command: list[str], *, cwd: str
+    ) -> None:
+        """Remember; nothing is done yet.
+
+        Args:
+            desk: Handle of the driver's `Desk`.
+            rank_main: As `launch_ranks` takes it.
+            command: The arguments of the command.
+            cwd: The driver's working folder, which the worker's becomes on nodes that have it.
+        """
+        self._desk = desk
+        self._rank_main = rank_main
+        self._command = command
+        self._cwd = cwd
+        self.__name__ = "sdbench rank"  # Ray names its threads by it
+
+    def __call__(self) -> int:
+        """Run the rank.
+
+        Returns:
+            The exit code, unless it says that the run failed.
+
+        Raises:
+            RankFailedError: The run failed.
+        """
+        import ray
+
+        is_first = os.environ["RANK"] == "0"
+        if os.path.isdir(self._cwd):
+            os.chdir(self._cwd)
+        os.environ[RAY_RESTARTS] = str(ray.get(self._desk.begin.remote()) if is_first else 0)
+        with _talking(self._desk, is_first=is_first) as talk:
+            exit_code = self._rank_main(self._command, began=self._tell_folder)
+        if exit_code == EXIT_FAILED and not talk.is_stopped:
+            raise RankFailedError(f"exit code {exit_code}")
+        return exit_code
+
+    def _tell_folder(self, folder: Path) -> None:
+        self._desk.begin_run.remote(folder.resolve())
+
+
+class _Talk:
+    """A text stream to the desk, whose answers may ask the rank to stop."""
+
+    def __init__(self, desk: Any, *, is_first: bool) -> None:
+        self._desk = desk
+        self._is_first = is_first
+        self._texts: list[str] = []
+        self._lock = threading.Lock()
+        self.is_over = threading.Event()
+        self.is_stopped = False
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._texts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: the next visit takes all."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def go_on(self) -> None:
+        """Visit the desk until the rank ends; in a thread."""
+        while not self.is_over.wait(PERIOD_S):
+            self.visit()
+
+    def visit(self) -> None:
+        """Bring what was printed. The first rank comes every time, as all stop when one does."""
+        import ray
+
+        with self._lock:
+            text, self._texts = "".join(self._texts), []
+        if not (text or self._is_first):
+            return
+        number = ray.get(self._desk.exchange.remote(text))
+        if number is not None and not self.is_stopped:
+            self.is_stopped = True
+            stop.ask_to_stop(number)
+
+
+@contextlib.contextmanager
+def _talking(desk: Any, *, is_first: bool) -> Iterator[_Talk]:
+    """What is printed in the block goes to the desk."""
+    talk = _Talk(desk, is_first=is_first)
+    visitor = threading.Thread(target=talk.go_on, daemon=True)
+    visitor.start()
+    try:
+        with contextlib.redirect_stdout(talk), contextlib.redirect_stderr(talk):
+            yield talk
+    finally:
+        talk.is_over.set()
+        visitor.join()
+        talk.visit()
