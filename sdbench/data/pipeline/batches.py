@@ -84,6 +84,27 @@ class GoodBatch(NamedTuple):
     report: BatchReport
 
 
+def fill_up(good: GoodBatch, *, num_samples: int) -> Batch:
+    """A whole batch, in which good samples stand in for the bad ones.
+
+    Args:
+        good: What can be used of the batch.
+        num_samples: Of the whole batch.
+
+    Raises:
+        RunError: No sample can be used.
+    """
+    num_good = len(good.keys)
+    if num_good == num_samples:
+        return Batch(good.tensors, good.report)
+    if not num_good:
+        raise RunError(f"All {num_samples} samples of a batch are bad: {good.report.bad[0]}")
+    # 0 1 2 0 for a batch of 4 with a bad one.
+    positions = torch.arange(num_samples) % num_good
+    tensors = {name: tensor[positions] for name, tensor in good.tensors.items()}
+    return Batch(tensors, good.report)
+
+
 class BatchReader:
     """Makes batches of the samples of a data set; a subclass for each kind of samples.
 
@@ -135,15 +156,7 @@ class BatchReader:
             return error
 
     def _make(self, keys: Sequence[Key]) -> Batch:
-        good = self.read_good(keys)
-        if len(good.keys) == len(keys):
-            return Batch(good.tensors, good.report)
-        if not good.keys:
-            raise RunError(f"All {len(keys)} samples of a batch are bad: {good.report.bad[0]}")
-        # A good sample stands in for each bad one: 0 1 2 0 for a batch of 4 with a bad one.
-        positions = torch.arange(len(keys)) % len(good.keys)
-        tensors = {name: tensor[positions] for name, tensor in good.tensors.items()}
-        return Batch(tensors, good.report)
+        return fill_up(self.read_good(keys), num_samples=len(keys))
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Make a batch of those samples that can be used.

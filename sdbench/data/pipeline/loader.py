@@ -70,6 +70,7 @@ class LoaderStats:
         num_bad_samples: Samples among them that could not be used and had a stand-in.
         num_dropped_samples: Samples left out of the data set because a flag says so; not
             reset.
+        num_failed_blocks: Batches that could not be prepared, each replaced by the one before.
         bytes_read: Bytes of the stored samples.
         seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
     """
@@ -77,6 +78,7 @@ class LoaderStats:
     num_images_delivered: int = 0
     num_bad_samples: int = 0
     num_dropped_samples: int = 0
+    num_failed_blocks: int = 0
     bytes_read: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -217,10 +219,14 @@ class CheckedLoader(DataLoader):
         try:
             yield from self._deliver()
         except RunError:
-            self._stop_workers()
+            self.close()
             raise
         self._order.epoch_ended()
         self._num_in_epoch = 0
+
+    def _begin(self) -> Iterator[Batch | RunError]:
+        """The batches of an epoch, from the one behind `_num_in_epoch` images on."""
+        return super().__iter__()
 
     def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
         expected = len(self) * self.batch_size
@@ -229,7 +235,7 @@ class CheckedLoader(DataLoader):
         while True:
             with self._limit():
                 # Not before: starting the workers may get stuck as well.
-                batches = super().__iter__() if batches is None else batches
+                batches = self._begin() if batches is None else batches
                 batch = self._next(batches)
             if batch is None:
                 break
@@ -245,7 +251,7 @@ class CheckedLoader(DataLoader):
                 status=INVALID,
             )
 
-    def _stop_workers(self) -> None:
+    def close(self) -> None:
         """End the workers now: left to the garbage collector, torch waits 5 s for each of them."""
         if self._iterator is not None:
             self._iterator._shutdown_workers()

@@ -69,11 +69,11 @@ class EpochOrder(DistributedSampler):
     def __iter__(self) -> Iterator[Key]:
         num_done = self._num_resumed // self._config.global_batch_size
         self._num_resumed = 0
-        for index in self._batches(self.epoch)[num_done:].ravel().tolist():
+        for index in self.batches(self.epoch)[num_done:].ravel().tolist():
             yield Key(self.epoch, index)
 
-    def _batches(self, epoch: int) -> np.ndarray:
-        """The samples of this rank's batches of an epoch, (batches, batch size)."""
+    def batches(self, epoch: int) -> np.ndarray:
+        """The samples of this rank's batches of an epoch: (batches, batch size), int64."""
         batches = self._order(epoch)[: self.num_samples * self._config.world_size].reshape(
             -1, self._config.world_size, self._config.device_batch_size
         )
@@ -104,7 +104,7 @@ class EpochOrder(DistributedSampler):
 
     def batch(self, state: dict[str, int], *, num_epochs: int, number: int) -> list[int]:
         """The samples of a batch, as `loader.Order.batch` says."""
-        return self._batches(state["epoch"] + num_epochs)[number].tolist()
+        return self.batches(state["epoch"] + num_epochs)[number].tolist()
 
     def resume(self, state: dict[str, int]) -> None:
         """Begin the next epoch where `state` was taken."""

@@ -66,6 +66,16 @@ class EncodeJob(Shards):
     encoder_dtype: str
     batch_size: int
 
+    def make_encoder(self, device: str) -> Encoder:
+        """The encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
+        return Encoder(
+            self.architecture,
+            sample_type=self.sample_type,
+            encoder_dtype=self.encoder_dtype,
+            seed=self.configs[0].seed,
+            device=device,
+        )
+
     def pieces(self, number: int) -> list[range]:
         """Indices of the samples of each batch of a shard."""
         indices = self.indices(number)
@@ -219,23 +229,34 @@ class Step(BatchReport):
 class Encoder:
     """VAE and text encoder on one device."""
 
-    def __init__(self, job: EncodeJob, *, device: str) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        sample_type: SampleType,
+        encoder_dtype: str,
+        seed: int,
+        device: str,
+    ) -> None:
         """Build both encoders, with the weights that a training run with the same seed has.
 
         Args:
-            job: What is to be encoded.
+            architecture: Whose VAE and text encoder.
+            sample_type: What images become: `MOMENTS`, or `LATENTS` drawn from them.
+            encoder_dtype: Type of the weights and of the arithmetic.
+            seed: Of random weights, and of what is drawn.
             device: Device of the weights, e.g. ``cuda:0`` or ``cpu``.
         """
-        self._job = job
+        self._sample_type = sample_type
         self._device = device
-        self._seed = job.configs[0].seed
-        if job.encoder_dtype == "fp32":
+        self._seed = seed
+        if encoder_dtype == "fp32":
             # Let fp32 mean fp32: torch allows TF32 in convolutions unless told otherwise.
             torch.backends.cudnn.allow_tf32 = False
         self._vae, self._text_encoder = build_encoders(
-            job.architecture,
-            seed=self._seed,
-            encoder_dtype=job.encoder_dtype,
+            architecture,
+            seed=seed,
+            encoder_dtype=encoder_dtype,
             memory_format=MEMORY_FORMAT,
             attention=ATTENTION,
             device=device,
@@ -256,7 +277,7 @@ class Encoder:
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
         )
-        if self._job.sample_type is SampleType.MOMENTS:
+        if self._sample_type is SampleType.MOMENTS:
             latents = torch.cat([mean, logvar], dim=1)
         else:
             drawn = [

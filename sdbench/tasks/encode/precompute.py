@@ -374,13 +374,13 @@ class Precompute(Task):
 
     def _encode(self, output: Output, numbers: list[int]) -> list[Step]:
         """Do this rank's part of the missing shards."""
-        from sdbench.tasks.encode.encoder import Encoder, ShardWriter
+        from sdbench.tasks.encode.encoder import ShardWriter
 
         plan, ranks = self._plan, self._ranks
         if plan.keep_memory:
             keep_freed_memory()
         on_gpu = self._machine.device_type == "cuda"
-        encoder = Encoder(plan.job, device=f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
+        encoder = plan.job.make_encoder(f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
         writer = ShardWriter(plan.job, reader=plan.reader, encoder=encoder, output=output)
         num_missing = sum(len(plan.job.indices(number)) for number in numbers)
         writer.write(

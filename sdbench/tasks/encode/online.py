@@ -1,0 +1,393 @@
+"""`OnlineLoader`: batches that actors of Ray Data read, decode and encode while the ranks train.
+
+A rank gets the batches that the loader in its own process would give it, as latents: their order
+comes from the seed, and from the position that a run goes on from. One stream serves all ranks. The
+first rank describes it, and hands each rank its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.latent_columns import check_finite
+from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport, GoodBatch, fill_up
+from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.pipeline.order import EpochOrder, Keys
+from sdbench.data.samples import BadSampleError, SampleType
+from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
+from sdbench.models.architecture import Architecture
+from sdbench.ranks.distributed import Ranks, broadcast
+from sdbench.record.store import INVALID
+from sdbench.settings.online import OnlineSettings
+from sdbench.tasks.encode import ray_stream
+from sdbench.tasks.encode.encoder import Encoder
+from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared
+from sdbench.tasks.encode.ray_stream import CONTENT, NUMBER, Failure, Pool, Stage, make_stream
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator, Dataset
+
+# How often a thread looks whether it is still wanted.
+PERIOD_S = 0.2
+
+
+class EncodeStage(Stage):
+    """Encodes: `Prepared` images to a `Batch` of moments and text embeddings."""
+
+    def __init__(
+        self,
+        make_encoder: Callable[..., Encoder],
+        batch_size: int,
+        resources: Mapping[str, float],
+        is_error: bool,
+    ) -> None:
+        """Build the encoders.
+
+        Args:
+            make_encoder: Builds them, on the `device` that it is given.
+            batch_size: Images per call of an encoder.
+            resources: That this actor has of its node.
+            is_error: Whether a sample whose latents are not finite is an error.
+        """
+        self._encoder = make_encoder(device=ray_stream.set_up_encoder_process(resources))
+        self._batch_size = batch_size
+        self._is_error = is_error
+
+    def work(self, content: Prepared) -> Batch:
+        """Encode a batch in parts of `batch_size`, and fill it up."""
+        good = content.good
+        parts = [
+            self._encode(good, slice(start, start + self._batch_size))
+            for start in range(0, len(good.keys), self._batch_size)
+        ]
+        tensors = {
+            name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())
+        }
+        encoded = GoodBatch(tensors, good.keys, good.report)
+        return fill_up(self._leave_out_bad(encoded), num_samples=content.num_samples)
+
+    def _encode(self, good: GoodBatch, part: slice) -> dict[str, torch.Tensor]:
+        images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
+        moments = self._encoder.encode_images(
+            images, indices=[key.index for key in good.keys[part]]
+        )
+        mean, logvar = np.split(moments, [NUM_LATENT_CHANNELS], axis=1)
+        arrays = {
+            "latent_mean": mean,
+            "latent_logvar": logvar,
+            "text_embedding": self._encoder.encode_captions(input_ids),
+        }
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+        }
+
+    def _leave_out_bad(self, batch: GoodBatch) -> GoodBatch:
+        """The batch without samples that half precision has overflowed for."""
+        kept = []
+        for position, key in enumerate(batch.keys):
+            try:
+                for name, tensor in batch.tensors.items():
+                    check_finite(f"sample {key.index}, {name}", tensor[position].numpy())
+            except BadSampleError as error:
+                if self._is_error:
+                    raise RunError(
+                        f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes "
+                        "on without such samples)"
+                    ) from error
+                batch.report.bad.append(str(error))
+            else:
+                kept.append(position)
+        if len(kept) == len(batch.keys):
+            return batch
+        tensors = {name: tensor[kept] for name, tensor in batch.tensors.items()}
+        return GoodBatch(tensors, [batch.keys[position] for position in kept], batch.report)
+
+
+class OnlineLoader(CheckedLoader):
+    """A `CheckedLoader` of latents that other processes make of its images.
+
+    A batch that could not be made is replaced by the one before, up to `max_failed_blocks` times.
+    """
+
+    def __init__(
+        self,
+        *,
+        batches: BatchReader,
+        config: SourceConfig,
+        ranks: Ranks,
+        make_stream: Callable[[int], Dataset],
+        max_failed_blocks: int,
+    ) -> None:
+        """Set up; the stream begins with the first iteration, when the position is known.
+
+        Args:
+            batches: Reader of the images, for their number, blocks and names.
+            config: The source, of this rank.
+            ranks: This rank; all of them have such a loader and iterate in step.
+            make_stream: The rows of all ranks in turn from a global batch on; called on the first.
+            max_failed_blocks: Batches that may be missing.
+        """
+        order = EpochOrder(batches.blocks, config=config)
+        super().__init__(Keys(batches.num_samples), batches=batches, order=order, config=config)
+        self.sample_type = SampleType.MOMENTS
+        self._epoch_order = order
+        self._ranks = ranks
+        self._make_stream = make_stream
+        self._max_failed_blocks = max_failed_blocks
+        self._end: _End | None = None
+        self._next_batch = self._first_batch = 0
+        self._last: Batch | None = None
+
+    def close(self) -> None:
+        """End the stream, and with those of the other ranks its actors."""
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def describe_stream(self) -> str | None:
+        """What Ray Data tells of the stream, with the times of each stage; None without one."""
+        return None if self._end is None else self._end.describe()
+
+    def _begin(self) -> Iterator[Batch | RunError]:
+        first = self._num_in_epoch // self.batch_size
+        epoch_start = self._epoch_order.epoch * len(self)
+        for number in range(first, len(self)):
+            yield self._receive(epoch_start + number)
+
+    def _receive(self, global_batch: int) -> Batch:
+        """This rank's part of a global batch, counted from the first epoch's first.
+
+        Raises:
+            RunError: It could not be made; or the stream has ended, or gives another one.
+        """
+        if self._next_batch != global_batch:
+            self.close()
+        row = None if self._end is None else self._take()
+        if row is None:
+            # At the beginning, and where a run takes more batches than it was planned with.
+            self.close()
+            self._open(global_batch)
+            row = self._take()
+        expected = (global_batch - self._first_batch) * self._ranks.world_size + self._ranks.rank
+        if row is None or row.number != expected:
+            raise RunError(
+                f"Ray Data gave rank {self._ranks.rank} {row and row.number} in place of row "
+                f"{expected}",
+                status=INVALID,
+            )
+        self._next_batch = global_batch + 1
+        if isinstance(row.content, Failure):
+            return self._stand_in(row.content)
+        self._last = row.content
+        if not self.pin_memory:
+            return row.content
+        tensors = {name: tensor.pin_memory() for name, tensor in row.content.tensors.items()}
+        return row.content._replace(tensors=tensors)
+
+    def _stand_in(self, failure: Failure) -> Batch:
+        """The batch before in place of a failed one."""
+        self.stats.num_failed_blocks += 1
+        sentence = f"A batch could not be prepared: {failure.reason}"
+        if self.stats.num_failed_blocks > self._max_failed_blocks:
+            raise RunError(
+                f"{sentence} (--max_failed_blocks allows {self._max_failed_blocks} of them a rank)"
+            )
+        if self._last is None:
+            raise RunError(f"{sentence} It is the first one: no batch before can stand in for it.")
+        print(f"{sentence} The one before is trained on again.", file=sys.stderr)
+        return Batch(self._last.tensors, BatchReport(num_images=self.batch_size))
+
+    def _open(self, first_batch: int) -> None:
+        """Begin a stream with a global batch, on all ranks together.
+
+        Raises:
+            RunError: The cluster has no room for it.
+        """
+        ends: Any = None
+        if self._ranks.rank == 0:
+            try:
+                stream = self._make_stream(first_batch)
+                ends = stream.streaming_split(self._ranks.world_size, equal=True)
+            except RunError as error:
+                ends = error
+        ends = broadcast(ends, self._ranks)
+        if isinstance(ends, RunError):
+            raise ends
+        self._end = _End(ends[self._ranks.rank])
+        self._next_batch = self._first_batch = first_batch
+
+    def _take(self) -> _Row | None:
+        assert self._end is not None
+        try:
+            return self._end.take(timeout_s=self._config.data_timeout_s)
+        except TimeoutError:
+            raise RunError(self._describe_silence()) from None
+
+
+class _Row(NamedTuple):
+    number: int
+    content: Any
+
+
+class _End:
+    """A rank's end of a stream, read in a thread one row ahead."""
+
+    def __init__(self, rows: DataIterator) -> None:
+        self._rows = rows
+        # Rows, then None or an error.
+        self._taken: queue.Queue[_Row | RunError | None] = queue.Queue(maxsize=1)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def take(self, *, timeout_s: float) -> _Row | None:
+        """The next row; None behind the last.
+
+        Raises:
+            TimeoutError: None came in time.
+            RunError: Ray Data has failed.
+        """
+        try:
+            row = self._taken.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(row, RunError):
+            raise row
+        return row
+
+    def close(self) -> None:
+        """Read no more. Ray Data ends the actors when the ends of all ranks are closed."""
+        self._is_closed.set()
+
+    def describe(self) -> str:
+        """What Ray Data tells of all stages."""
+        return self._rows.stats()
+
+    def _read(self) -> None:
+        last: RunError | None = None
+        try:
+            for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
+                (number,), (content,) = block[NUMBER], block[CONTENT]
+                if not self._put(_Row(int(number), content)):
+                    return
+        except Exception as error:  # of Ray, which has many kinds
+            last = RunError(f"Ray Data failed: {ray_stream.describe_error(error)}")
+        self._put(last)
+
+    def _put(self, row: _Row | RunError | None) -> bool:
+        """Hand a row over; False when nobody wants it any more."""
+        while not self._is_closed.is_set():
+            try:
+                self._taken.put(row, timeout=PERIOD_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def build(
+    source: SourceConfig,
+    settings: OnlineSettings,
+    *,
+    architecture: Architecture,
+    encoder_dtype: str,
+    weights_seed: int,
+    ranks: Ranks,
+    num_batches: int,
+) -> OnlineLoader:
+    """Build the loader of a rank; Ray is connected.
+
+    Args:
+        source: The images, of this rank.
+        settings: The actors.
+        architecture: Whose encoders.
+        encoder_dtype: Type of their weights and arithmetic.
+        weights_seed: Of random weights.
+        ranks: This rank.
+        num_batches: Global batches that the run takes; a stream has as many.
+
+    Raises:
+        ConfigError: As `data.check`; or the data has no order that can be known ahead.
+    """
+    if source.streams is not None:
+        raise ConfigError(
+            "the shares of several streams are drawn in the training process",
+            value=source.streams,
+            allowed="one data set by --remote, or no --online_preprocessing",
+            flag="--streams or --online_preprocessing",
+        )
+    # Samples are read elsewhere, and pixels go to the encoders as they are.
+    source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
+    batches = data.open_batches(source)
+    make_encoder = functools.partial(
+        Encoder,
+        architecture,
+        sample_type=SampleType.MOMENTS,
+        encoder_dtype=encoder_dtype,
+        seed=weights_seed,
+    )
+
+    def make(first_batch: int) -> Dataset:
+        resources = ray_stream.encoder_resources(settings.encoder_resources)
+        any_rank = dataclasses.replace(source, rank=0)
+        pools = (
+            Pool(
+                stage=OrderStage,
+                arguments={
+                    "blocks": list(batches.blocks),
+                    "config": any_rank,
+                    "first_batch": first_batch,
+                },
+            ),
+            Pool(
+                stage=DecodeStage,
+                arguments={"config": any_rank, "num_samples": batches.num_samples},
+                num_actors=settings.num_decoders,
+                resources={"CPU": 1.0},
+            ),
+            Pool(
+                stage=EncodeStage,
+                arguments={
+                    "make_encoder": make_encoder,
+                    "batch_size": settings.online_encoder_batch_size,
+                    "resources": resources,
+                    "is_error": source.on_bad_sample == "error",
+                },
+                num_actors=settings.num_encoders,
+                resources=resources,
+                accelerator_type=settings.encoder_accelerator_type,
+            ),
+        )
+        num_actors = settings.num_decoders + settings.num_encoders
+        return make_stream(
+            pools,
+            num_rows=num_batches * ranks.world_size,
+            row_bytes=_image_batch_bytes(source),
+            num_ahead=source.prefetch_factor * num_actors,
+        )
+
+    return OnlineLoader(
+        batches=batches,
+        config=source,
+        ranks=ranks,
+        make_stream=make,
+        max_failed_blocks=settings.max_failed_blocks,
+    )
+
+
+def _image_batch_bytes(source: SourceConfig) -> int:
+    """Size of a rank's batch of decoded images with token ids."""
+    tensors = SampleType.IMAGES.batch_tensors(source).values()
+    sample_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)
+    return source.device_batch_size * sample_bytes

@@ -1,0 +1,101 @@
+"""The stages of Ray Data before the encoders: the order of the samples, and their reading.
+
+Apart from the encoders', so that the processes of these stages do without the models' packages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from sdbench import data
+from sdbench.base.errors import RunError
+from sdbench.data.pipeline.batches import BatchReader, GoodBatch
+from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.source import SourceConfig
+from sdbench.tasks.encode.ray_stream import Stage
+
+
+class RankKeys(NamedTuple):
+    """Which samples a rank's batch has.
+
+    Attributes:
+        rank: The rank.
+        keys: Of the samples.
+    """
+
+    rank: int
+    keys: list[Key]
+
+
+class Prepared(NamedTuple):
+    """A rank's batch on its way.
+
+    Attributes:
+        good: The samples that can be used.
+        num_samples: Of the whole batch.
+    """
+
+    good: GoodBatch
+    num_samples: int
+
+
+class OrderStage(Stage):
+    """Knows the order of the samples: row to `RankKeys`. One actor, as an order may be large."""
+
+    def __init__(self, blocks: list[int], config: SourceConfig, first_batch: int) -> None:
+        """Set up.
+
+        Args:
+            blocks: Of the data, as `Samples` has them.
+            config: The source, of any rank.
+            first_batch: Global batch of the first rows, counted from the first epoch's first.
+        """
+        # As one rank that has the whole global batch, in which the ranks' parts lie side by side.
+        whole = {"rank": 0, "world_size": 1, "device_batch_size": config.global_batch_size}
+        self._order = EpochOrder(blocks, config=dataclasses.replace(config, **whole))
+        self._batches = functools.lru_cache(maxsize=1)(self._order.batches)
+        self._config = config
+        self._first_batch = first_batch
+
+    def work(self, content: int) -> RankKeys:
+        """The keys of a row: ranks take turns."""
+        num_ranks, size = self._config.world_size, self._config.device_batch_size
+        batch, rank = divmod(self._first_batch * num_ranks + content, num_ranks)
+        epoch, number = divmod(batch, self._order.num_samples // self._config.global_batch_size)
+        indices = self._batches(epoch)[number, rank * size : (rank + 1) * size]
+        return RankKeys(rank, [Key(epoch, index) for index in indices.tolist()])
+
+
+class DecodeStage(Stage):
+    """Reads, decodes and tokenizes: `RankKeys` to `Prepared` images with token ids."""
+
+    def __init__(self, config: SourceConfig, num_samples: int) -> None:
+        """Open the source.
+
+        Args:
+            config: The source, of any rank.
+            num_samples: That the ranks have counted in it.
+
+        Raises:
+            RunError: It looks different from here.
+        """
+        self._config = config
+        self._reader_of_rank = functools.cache(self._open)
+        num_here = self._reader_of_rank(0).num_samples
+        if num_here != num_samples:
+            raise RunError(
+                f"a decoder finds {num_here} samples where the first rank has found {num_samples}: "
+                "all nodes of the cluster need the same data at the same place"
+            )
+
+    def _open(self, rank: int) -> BatchReader:
+        return data.open_batches(dataclasses.replace(self._config, rank=rank))
+
+    def work(self, content: RankKeys) -> Prepared:
+        """Read a batch."""
+        # Synthetic samples differ by rank, and stored ones do not.
+        is_synthetic = self._config.data_format == "synthetic"
+        reader = self._reader_of_rank(content.rank if is_synthetic else 0)
+        return Prepared(reader.read_good(content.keys), len(content.keys))
