@@ -24,7 +24,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     config, encoder_batch = draft.config, draft.config.encoder_batch_size
     device_batch = config.batch_size // draft.ranks.world_size
-    is_ahead = encoder_batch != "microbatch" and not config.wants_latents
+    is_ahead = encoder_batch != "microbatch" and config.step_has_encoders
     return estimate_peak_memory(
         draft.architecture,
         image_size=config.image_size,
@@ -36,7 +36,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         use_ema=config.use_ema,
         num_ranks=draft.ranks.world_size,
         device_type=draft.machine.device_type,
-        encoders=not config.wants_latents,
+        encoders=config.step_has_encoders,
         trained=config.trained_parts,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,

@@ -30,6 +30,7 @@ from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.online import check_online_settings
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
 
@@ -98,6 +99,7 @@ def resolve(
         ConfigError: The request cannot be run here.
     """
     check_ray_settings(request)
+    check_online_settings(request)
     architecture, note = resolve_architecture(
         request.config.model_name,
         revision=request.config.model_revision,
@@ -122,6 +124,11 @@ def resolve(
     _check_results_dir(draft.config.results_dir)
     if source.wants_latents:
         notes.append("Latents are precomputed: compare with other precomputed runs only.")
+    elif not draft.config.step_has_encoders:
+        notes.append(
+            "Latents are made by other processes while the ranks train: compare with other runs of "
+            "--online_preprocessing only."
+        )
     return Plan(
         config=draft.config,
         chosen=draft.chosen,

@@ -15,6 +15,9 @@ from sdbench.settings.config import SETTINGS
 
 Item = TypeVar("Item")
 
+# Encoders that run in other processes while a step is trained.
+BESIDE = "beside"
+
 # Settings of how and how long to measure, and of where to write.
 HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
 # Settings that have a column of their own in a row, or that such a column implies.
@@ -26,6 +29,7 @@ IN_COLUMNS = frozenset(
         "engine",
         "precision",
         "latents",
+        "online_preprocessing",
         "use_ema",
         "batch_size",
         "device_train_microbatch_size",
@@ -34,6 +38,15 @@ IN_COLUMNS = frozenset(
         "use_synth_data",
     }
 )
+
+
+def place_of_encoders(config: Mapping[str, Any]) -> str:
+    """Where a run has its images from: ``online``, ``precomputed``, or ``beside`` of the training.
+
+    Args:
+        config: Of its record.
+    """
+    return BESIDE if config["online_preprocessing"] else config["latents"]
 
 
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:

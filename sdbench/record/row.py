@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
-from sdbench.record.configuration import describe_other_settings
+from sdbench.record.configuration import describe_other_settings, place_of_encoders
 
 COLUMNS = (
     "source",
@@ -106,7 +106,8 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "energy_j_per_image": _energy_per_image(record),
         "git_commit": record["git"]["commit"],
     }
-    for name in ("image_size", "latents", "num_workers", "precision", "engine", "preset"):
+    row["latents"] = place_of_encoders(config)
+    for name in ("image_size", "num_workers", "precision", "engine", "preset"):
         row[name] = config[name]
     row["data_format"] = config["data_format"]
     for name in ("status", "started_utc", "reason"):

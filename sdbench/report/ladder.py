@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sdbench.record.configuration import as_key, group, settings_of
+from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
 from sdbench.report.ladder_rungs import describe_flags, find_rung
 from sdbench.report.runs import describe_devices, describe_work
 from sdbench.settings.config import PRESETS, SETTINGS
@@ -93,7 +93,7 @@ class Ladder:
         run, config = self.base.runs[0], self.base.config
         parts = [
             describe_devices(run),
-            describe_work(image_size=config["image_size"], latents=config["latents"]),
+            describe_work(image_size=config["image_size"], latents=place_of_encoders(config)),
             run["workload"]["architecture"],
             f"engine {config['engine']}",
             f"global batch {config['batch_size']}",
@@ -157,7 +157,7 @@ def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
     has = {
         RANKS: num_ranks > 1,
         EMA: config["use_ema"],
-        ENCODERS: config["latents"] == ONLINE,
+        ENCODERS: place_of_encoders(config) == ONLINE,
         COMPILED: config["compile"] != "none",
         None: True,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sdbench.record.configuration import place_of_encoders
 from sdbench.report.ladder import (
     EMA_SETTINGS,
     RANK_SETTINGS,
@@ -143,7 +144,7 @@ def _rank_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
 def _work(one: Configuration) -> dict[str, Any]:
     return {
         "device": describe_devices(one.runs[0]),
-        "encoders": one.config["latents"],
+        "encoders": place_of_encoders(one.config),
         "px": one.config["image_size"],
         "recipe": describe_recipe(one.runs[0]),
     }

@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
+from sdbench.record.configuration import place_of_encoders
 from sdbench.report.markers import BEGIN, fill_blocks
 from sdbench.report.runs import group_runs, notes_cell, rates_cell, summary_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown
@@ -135,7 +136,9 @@ def _models_table(groups: Groups) -> Table:
             "weights": workload["weights"],
             "model FLOP per image, 10^9": _grouped_cell(round(workload["flops_per_image"] / 1e9)),
             "resolution, px": config["image_size"],
-            "encoders": "in the step" if config["latents"] == ONLINE else config["latents"],
+            "encoders": "in the step"
+            if place_of_encoders(config) == ONLINE
+            else place_of_encoders(config),
         }
         if row not in rows:
             rows.append(row)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdbench.record.configuration import place_of_encoders
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import group_runs
@@ -107,7 +108,7 @@ def describe_run(record: dict[str, Any]) -> str:
         f"{record['ranks']['world_size']} x {record['machine']['device_name']}",
         record["workload"]["architecture"],
         f"{config['image_size']} px",
-        config["latents"],
+        place_of_encoders(config),
         config["preset"],
         f"micro-batch {config['device_train_microbatch_size']}",
         "EMA" if config["use_ema"] else "no EMA",

@@ -15,6 +15,7 @@ from sdbench.report.terminal import FLAG_MEANINGS, format_rates
 LATENTS_IN_WORDS = {
     "online": "the encoders run in the step (online)",
     "precomputed": "latents and text embeddings made beforehand (precomputed)",
+    "beside": "the encoders run in other processes while the ranks train (beside)",
     "moments": "VAE moments made beforehand, text encoder in the step (moments)",
 }
 

@@ -47,8 +47,8 @@ class CompilingSpeedups:
             ),
             Rule(
                 ("encoders",),
-                lambda s: not s.config.wants_latents,
-                "precomputed latents need no encoders",
+                lambda s: s.config.step_has_encoders,
+                "a step on latents has no encoders",
                 "none | unet",
             ),
         ),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
-from sdbench.settings.data import DataSettings
 from sdbench.settings.measuring import LoggingSettings, MeasuringSettings, RunSettings
+from sdbench.settings.online import OnlineSettings
 from sdbench.settings.parallel import RankSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
@@ -27,7 +27,7 @@ class BenchmarkConfig(
     CompilingSpeedups,
     ArithmeticSpeedups,
     UpdateSettings,
-    DataSettings,
+    OnlineSettings,
     BatchSettings,
     ModelSettings,
     MeasuringSettings,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from sdbench.base.errors import ConfigError
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, RESOURCES, SWITCH, TEXT
-from sdbench.settings.setting import setting
+from sdbench.settings.ray import RAY, refuse_without_effect
+from sdbench.settings.request import Request
+from sdbench.settings.setting import declarations, setting
+
+ANY = "any"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +25,9 @@ class ActorSettings:
         POSITIVE,
         1,
         "actors that read, decode and tokenize, with a CPU each",
-        only_measures=True,
+        before=1,
     )
-    num_encoders: int = setting(
-        POSITIVE, 1, "actors that encode images and captions", only_measures=True
-    )
+    num_encoders: int = setting(POSITIVE, 1, "actors that encode images and captions", before=1)
     encoder_resources: Mapping[str, float] | None = setting(
         RESOURCES,
         None,
@@ -32,11 +35,8 @@ class ActorSettings:
         "CPU)",
         only_measures=True,
     )
-    encoder_accelerator_type: str | None = setting(
-        TEXT,
-        None,
-        "kind of GPU of the encoders as Ray names it, e.g. A10G",
-        only_measures=True,
+    encoder_accelerator_type: str = setting(
+        TEXT, ANY, "kind of GPU of the encoders as Ray names it, e.g. A10G", before=ANY
     )
 
 
@@ -58,15 +58,46 @@ class OnlineSettings(ActorSettings, DataSettings):
         POSITIVE,
         32,
         "images per call of an encoder; at most a rank's batch",
+        before=32,
     )
     max_failed_blocks: int = setting(
         NOT_NEGATIVE,
         0,
         "batches that each rank may miss because reading or encoding them failed; it trains on "
         "the one before again",
+        before=0,
     )
 
     @property
     def step_has_encoders(self) -> bool:
         """Whether a step encodes images and captions itself."""
         return self.latents == ONLINE and not self.online_preprocessing
+
+
+def check_online_settings(request: Request) -> None:
+    """Check what --online_preprocessing needs, and that no other setting is idle without it.
+
+    Raises:
+        ConfigError: Something is missing, or a setting has no effect.
+    """
+    config = request.config
+    flag = "--online_preprocessing"
+    if not config.online_preprocessing:
+        names = declarations(OnlineSettings).keys() - declarations(DataSettings).keys()
+        refuse_without_effect(request, sorted(names), needed=flag)
+        return
+    for name, needed in (("engine", RAY), ("latents", ONLINE)):
+        if getattr(config, name) != needed:
+            raise ConfigError(
+                f"{flag} needs --{name} {needed}",
+                value=getattr(config, name),
+                allowed=f"{needed}, or no {flag}",
+                flag=f"--{name} or {flag}",
+            )
+    if config.streams is not None:
+        raise ConfigError(
+            "the shares of several streams are drawn within the training process",
+            value=config.streams,
+            allowed=f"one data set by --remote, or no {flag}",
+            flag=f"--streams or {flag}",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sdbench.base.errors import ConfigError
 from sdbench.settings.kinds import POSITIVE, RESOURCES, TEXT, whole_number
@@ -59,6 +59,29 @@ class RaySettings:
     )
 
 
+def refuse_without_effect(request: Request, names: Iterable[str], *, needed: str) -> None:
+    """Refuse settings that the user gave another value than the default, to no effect.
+
+    Args:
+        request: The user's.
+        names: Of the settings.
+        needed: The flag, with its value, beside which they have one.
+
+    Raises:
+        ConfigError: There is such a setting.
+    """
+    settings = declarations(type(request.config))
+    for declared in map(settings.__getitem__, names):
+        value = getattr(request.config, declared.name)
+        if request.is_users(declared.name) and value != declared.default:
+            raise ConfigError(
+                f"{declared.flag} has no effect",
+                value=value,
+                allowed=f"only with {needed}",
+                flag=f"{declared.flag} or {needed.split()[0]}",
+            )
+
+
 def check_ray_settings(request: Request) -> None:
     """Refuse settings of Ray's ranks for another engine, and fewer ranks than the least.
 
@@ -66,15 +89,8 @@ def check_ray_settings(request: Request) -> None:
         ConfigError: One of them has no effect, or they contradict each other.
     """
     config = request.config
-    for name, declared in declarations(RaySettings).items():
-        value = getattr(config, name)
-        if config.engine != RAY and request.is_users(name) and value != declared.default:
-            raise ConfigError(
-                f"{declared.flag} has no effect",
-                value=value,
-                allowed="only with --engine ray",
-                flag=f"{declared.flag} or --engine",
-            )
+    if config.engine != RAY:
+        refuse_without_effect(request, declarations(RaySettings), needed="--engine ray")
     least, most = config.min_ray_workers, config.num_ray_workers
     if least is not None and (most is None or least > most):
         raise ConfigError(

@@ -8,7 +8,6 @@ from typing import Any
 
 from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
-from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
     DURATION,
@@ -24,6 +23,7 @@ from sdbench.settings.kinds import (
     whole_number,
 )
 from sdbench.settings.measuring import LoggingSettings, RunSettings
+from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
 from sdbench.settings.parallel import RankSpeedups
 from sdbench.settings.ray import RaySettings
@@ -290,7 +290,7 @@ class TrainConfig(
     ObjectiveSettings,
     RateSettings,
     UpdateSettings,
-    DataSettings,
+    OnlineSettings,
     BatchSettings,
     PartSettings,
     ModelSettings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
 from sdbench.tasks.tuning import tune_model
+
+if TYPE_CHECKING:
+    from sdbench.data.pipeline.loader import CheckedLoader
 
 # mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
 EMA_HALF_LIFE_BATCHES = 1000
@@ -45,14 +48,15 @@ def build(
         The job for an engine.
     """
     config = plan.config
+    weights_seed = config.seed if config.weights_seed is None else config.weights_seed
     model = build_stable_diffusion(
         plan.architecture,
-        seed=config.seed if config.weights_seed is None else config.weights_seed,
+        seed=weights_seed,
         precision=config.precision,
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
         attention=config.attention,
-        encoders=not plan.source.wants_latents,
+        encoders=config.step_has_encoders,
         trained=rate_factors,
         device=plan.machine.device_type,
         phase=phase,
@@ -61,7 +65,7 @@ def build(
     tune_model(model, config)
     flops = count_flops(plan.architecture, image_size=config.image_size)
     flops_per_image = flops.unet_forward_backward
-    if not plan.source.wants_latents:
+    if config.step_has_encoders:
         # A backward pass takes twice the operations of the forward pass.
         num_passes = 3 if "text_encoder" in rate_factors else 1
         flops_per_image += flops.vae_encode + num_passes * flops.text_encode
@@ -72,7 +76,7 @@ def build(
             for name, factor in rate_factors.items()
         },
         loss=_loss,
-        loader=data.build(plan.source),
+        loader=_build_loader(plan, weights_seed=weights_seed),
         make_optimizer=functools.partial(make_optimizer, config=config),
         schedule=constant,
         ema=_ema_spec(config) if config.use_ema else None,
@@ -88,12 +92,31 @@ def build(
     )
 
 
+def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
+    config = plan.config
+    if not config.online_preprocessing:
+        return data.build(plan.source)
+    from sdbench.ranks import ray_cluster
+    from sdbench.tasks.encode import online
+
+    ray_cluster.connect(config.ray_address)
+    return online.build(
+        plan.source,
+        config,
+        architecture=plan.architecture,
+        encoder_dtype=config.encoder_dtype,
+        weights_seed=weights_seed,
+        ranks=plan.ranks,
+        num_batches=plan.max_num_steps,
+    )
+
+
 def _ema_spec(config: Any) -> EmaSpec:
     return EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
 
 
 def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
-    if config.encoder_batch_size == "microbatch" or config.wants_latents:
+    if config.encoder_batch_size == "microbatch" or not config.step_has_encoders:
         return None
     return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 

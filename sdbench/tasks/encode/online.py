@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from sdbench import data
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import RunError
 from sdbench.data.latent_columns import check_finite
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport, GoodBatch, fill_up
 from sdbench.data.pipeline.loader import CheckedLoader
@@ -30,7 +30,7 @@ from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
-from sdbench.settings.online import OnlineSettings
+from sdbench.settings.online import ANY, OnlineSettings
 from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.encode.encoder import Encoder
 from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared
@@ -318,15 +318,8 @@ def build(
         num_batches: Global batches that the run takes; a stream has as many.
 
     Raises:
-        ConfigError: As `data.check`; or the data has no order that can be known ahead.
+        ConfigError: As `data.check`.
     """
-    if source.streams is not None:
-        raise ConfigError(
-            "the shares of several streams are drawn in the training process",
-            value=source.streams,
-            allowed="one data set by --remote, or no --online_preprocessing",
-            flag="--streams or --online_preprocessing",
-        )
     # Samples are read elsewhere, and pixels go to the encoders as they are.
     source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
     batches = data.open_batches(source)
@@ -366,7 +359,9 @@ def build(
                 },
                 num_actors=settings.num_encoders,
                 resources=resources,
-                accelerator_type=settings.encoder_accelerator_type,
+                accelerator_type=None
+                if settings.encoder_accelerator_type == ANY
+                else settings.encoder_accelerator_type,
             ),
         )
         num_actors = settings.num_decoders + settings.num_encoders

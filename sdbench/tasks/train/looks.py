@@ -30,6 +30,7 @@ from sdbench.models.drawing import (
     make_grid,
 )
 from sdbench.plan.resolve import Plan
+from sdbench.settings.data import PRECOMPUTED
 from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
     averaged_weights,
@@ -46,7 +47,7 @@ Look = Callable[[TrainState], dict[str, Any]]
 
 
 def held_out_source(plan: Plan) -> SourceConfig:
-    """The held-out samples of --validation_remote, as those of the training data are read.
+    """The held-out samples of --validation_remote: images, or latents for a step on latents.
 
     Raises:
         ConfigError: They cannot be used, or are those that are trained on.
@@ -64,7 +65,12 @@ def held_out_source(plan: Plan) -> SourceConfig:
         data_format="auto", use_synth_data=False, remote=place, local=None
     )
     source = dataclasses.replace(
-        plan.source, remote=place, local=None, streams=None, data_format=data_format
+        plan.source,
+        remote=place,
+        local=None,
+        streams=None,
+        data_format=data_format,
+        latents=PRECOMPUTED if config.online_preprocessing else config.latents,
     )
     try:
         data.check(dataclasses.replace(source, device_batch_size=1))

@@ -14,6 +14,7 @@ from sdbench.settings.request import Request
 # What a user may ask for where the VAE is trained; the rest is about the U-Net.
 SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "latents": (ONLINE,),
+    "online_preprocessing": (False,),
     "train_text_encoder": (False,),
     "sample_every_batches": (None,),
     "score_every_batches": (None,),
@@ -36,12 +37,12 @@ def check_parts(request: Request[TrainConfig]) -> None:
         ConfigError: One of them has no meaning there.
     """
     config = request.config
-    if config.train_text_encoder and config.latents != ONLINE:
+    if config.train_text_encoder and not config.step_has_encoders:
         raise ConfigError(
             "captions that are encoded already cannot train a text encoder",
             value=config.latents,
-            allowed=f"{ONLINE}, or no --train_text_encoder",
-            flag="--latents or --train_text_encoder",
+            allowed=f"{ONLINE} without --online_preprocessing, or no --train_text_encoder",
+            flag="--latents, --online_preprocessing or --train_text_encoder",
         )
     if config.train != "vae":
         return
@@ -68,7 +69,7 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
     if config.train == "vae":  # there is no other part
         return None
     # A run on latents has no encoders that another run could give it.
-    ours = config.trained_parts if config.wants_latents else (*config.trained_parts, *given)
+    ours = (*config.trained_parts, *given) if config.step_has_encoders else config.trained_parts
     random_parts = [part for part in plan.architecture.random_parts if part not in ours]
     if not random_parts:
         return None

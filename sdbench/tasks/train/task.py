@@ -22,6 +22,7 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
+from sdbench.settings.data import ONLINE
 from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import check_parts, note_random_parts
@@ -246,11 +247,20 @@ class Train(TrainingTask):
         if config.init_from is None or self._found is not None:
             return None
         from sdbench.models.components import MAKERS
-        from sdbench.tasks.train.weights import check_weights, open_checkpoint
+        from sdbench.tasks.train.weights import check_weights, open_checkpoint, parts_in
 
         checkpoint = open_checkpoint(Path(config.init_from), flag="--init_from")
+        trained_encoders = parts_in(checkpoint) - set(config.trained_parts)
+        if config.online_preprocessing and trained_encoders:
+            raise ConfigError(
+                "encoders that run beside the training have the weights of the model alone, and "
+                f"the checkpoint has its own {' and '.join(sorted(trained_encoders))}",
+                value=config.init_from,
+                allowed="its export as --model_name, or no --online_preprocessing",
+                flag="--init_from or --online_preprocessing",
+            )
         # Neither a VAE that is trained nor a U-Net that reads latents has another part beside it.
-        is_alone = config.train == "vae" or config.wants_latents
+        is_alone = config.train == "vae" or not config.step_has_encoders
         parts = config.trained_parts if is_alone else tuple(MAKERS)
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
@@ -340,12 +350,13 @@ def _check(config: Any) -> None:
                 flag=f"--{needed}",
             )
     for interval in ("sample_every_batches", "score_every_batches"):
-        if getattr(config, interval) is not None and config.latents != "online":
+        if getattr(config, interval) is not None and not config.step_has_encoders:
             raise ConfigError(
                 "a model that is trained on latents has no encoders to draw with",
                 value=config.latents,
-                allowed=f"online, or no --{interval}: the exported model draws",
-                flag=f"--latents or --{interval}",
+                allowed=f"{ONLINE} without --online_preprocessing, or no --{interval}: the "
+                "exported model draws",
+                flag=f"--latents, --online_preprocessing or --{interval}",
             )
     if config.use_ema and config.ema_impl == "composer":
         raise ConfigError(
