@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
@@ -51,20 +53,26 @@ class Heard(NamedTuple):
 class Desk:
     """Where driver and ranks leave word for each other; an actor beside the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, began_s: float) -> None:
+        """Wait for the ranks.
+
+        Args:
+            began_s: When the command was given, on the clock of this node.
+        """
+        self._began_s = began_s
         self._texts: list[str] = []
         self._num_starts = 0
         self._folder: Path | None = None
         self._stop: int | None = None
 
-    def begin(self) -> int:
+    def begin(self) -> tuple[int, float]:
         """The first rank begins.
 
         Returns:
-            How often it has begun before.
+            How often it has begun before, and the seconds since the command was given.
         """
         self._num_starts += 1
-        return self._num_starts - 1
+        return self._num_starts - 1, time.time() - self._began_s
 
     def begin_run(self, folder: Path) -> None:
         """The first rank has made the folder of the run."""
@@ -111,7 +119,9 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote()
+    began_s = psutil.Process().create_time()
+    actor = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here)
+    desk = actor.remote(began_s=began_s)
     driver = _Driver(desk, request.config, Rank(desk, rank_main, command, cwd=os.getcwd()))
     try:
         with _signals_counted() as signals:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
-from sdbench.ranks.ray_cluster import RAY_RESTARTS
+from sdbench.ranks.ray_cluster import RAY_LAUNCH_S, RAY_RESTARTS
 
 # From one visit to the desk to the next.
 PERIOD_S = 0.2
@@ -55,7 +55,8 @@ class Rank:
         is_first = os.environ["RANK"] == "0"
         if os.path.isdir(self._cwd):
             os.chdir(self._cwd)
-        os.environ[RAY_RESTARTS] = str(ray.get(self._desk.begin.remote()) if is_first else 0)
+        num_before, launch_s = ray.get(self._desk.begin.remote()) if is_first else (0, 0.0)
+        os.environ |= {RAY_RESTARTS: str(num_before), RAY_LAUNCH_S: str(launch_s)}
         with _talking(self._desk, is_first=is_first) as talk:
             exit_code = self._rank_main(self._command, began=self._tell_folder)
         if exit_code == EXIT_FAILED and not talk.is_stopped:

@@ -5,6 +5,7 @@ All time since the process began is in one of the phases, so they add up to the 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.measure.timer import WARMUP as WARMUP_STEP
+from sdbench.ranks.ray_cluster import RAY_LAUNCH_S
 
 # From the start of the launcher, if there is one, to the start of this process.
 LAUNCHER = "launcher"
@@ -92,6 +94,8 @@ def seconds_before_now() -> dict[str, float]:
     """Seconds of the phases `LAUNCHER` and `INTERPRETER`, which end now."""
     import psutil
 
+    if RAY_LAUNCH_S in os.environ:  # Ray may have started this process long before
+        return {LAUNCHER: float(os.environ[RAY_LAUNCH_S]), INTERPRETER: 0.0}
     process = psutil.Process()
     interpreter_s = _age_s(process)
     parent = process.parent()

@@ -11,8 +11,10 @@ from typing import Any
 import sdbench
 from sdbench.base.errors import ConfigError, RunError
 
-# Set in the workers of Ray Train: how often it has started the ranks again.
+# Set in the workers of Ray Train: how often it has started the ranks again, and the seconds from
+# the command to the worker's first line.
 RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
+RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 

@@ -47,8 +47,8 @@ class RaySettings:
     ray_storage_path: str | None = setting(
         TEXT,
         None,
-        "folder or URL (s3://, gs://, abfss://) that checkpoints are copied to and fetched from, "
-        "for nodes without a shared file system",
+        "folder or URL (s3://, gs://, abfss://) where train.py keeps copies of its checkpoints; it "
+        "fetches the newest of --run_name where there is no later one",
         only_measures=True,
     )
     max_failures: int = setting(

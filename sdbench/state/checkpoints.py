@@ -162,6 +162,10 @@ class Checkpoints:
         ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
 
+    def path_of(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return _path_of(self.folder, step)
+
     @property
     def is_reading(self) -> bool:
         """Whether a save still reads the tensors, which must not change yet."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sdbench.run.progress import StepProgress
     from sdbench.settings.recipe import TrainConfig
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
+    from sdbench.state.ray_storage import RayStorage
 
 
 class TrainHooks:
@@ -40,6 +41,7 @@ class TrainHooks:
         *,
         watch: StepWatch,
         checkpoints: Checkpoints,
+        storage: RayStorage | None,
         resumed: Checkpoint | None,
         log: TrainLog | None,
         progress: StepProgress,
@@ -56,6 +58,7 @@ class TrainHooks:
             watch: Over the steps; its `PeriodTimer` stands still while anything but training is
                 done.
             checkpoints: Of the run's folder.
+            storage: Gets copies of them; None: they stay where they are.
             resumed: The checkpoint to begin with, or None.
             log: Of the run's folder, on the first rank; None on the others.
             progress: Shows a line of figures for each period.
@@ -73,6 +76,7 @@ class TrainHooks:
         self._watch = watch
         self._timer: Any = watch.timer
         self._checkpoints = checkpoints
+        self._storage = storage
         self._resumed = resumed
         self._log = log
         self._progress = progress
@@ -218,6 +222,8 @@ class TrainHooks:
         for save in self._checkpoints.poll():
             if save.error is None:
                 self.num_saved += 1
+                if self._storage is not None:
+                    self._storage.keep(self._checkpoints.path_of(save.step))
             elif self._log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
             self._add_seconds("save", save.stall_s)

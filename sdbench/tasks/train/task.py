@@ -32,7 +32,8 @@ from sdbench.tasks.training import TrainingTask
 if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
     from sdbench.measure.watch import Observer, StepWatch
-    from sdbench.state.checkpoints import Checkpoint
+    from sdbench.state.checkpoints import Checkpoint, Checkpoints
+    from sdbench.state.ray_storage import RayStorage
 
 
 # Looks at the model, by what each of them needs.
@@ -124,6 +125,7 @@ class Train(TrainingTask):
         checkpoints = Checkpoints(
             run.folder, ranks=ranks, keep=config.keep, keep_every=config.keep_every_batches
         )
+        storage = self._open_storage(checkpoints)
         resumed = checkpoints.newest() if config.resume == "auto" else None
         first_step = 0 if resumed is None else resumed.step
         if resumed is not None:
@@ -178,6 +180,7 @@ class Train(TrainingTask):
             job,
             watch=watch,
             checkpoints=checkpoints,
+            storage=storage,
             resumed=resumed,
             log=log,
             progress=progress,
@@ -198,6 +201,18 @@ class Train(TrainingTask):
         fields["summary"] |= self._totals(run.folder)
         wandb_log.finish(fields["summary"])
         return fields
+
+    def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
+        """Open where Ray keeps copies of checkpoints, if anywhere, and fetch the newest."""
+        config: Any = self.plan.config
+        if config.ray_storage_path is None:
+            return None
+        from sdbench.state.ray_storage import RayStorage
+
+        storage = RayStorage(checkpoints.folder, ranks=self.plan.ranks)
+        if config.resume == "auto":
+            storage.fetch()
+        return storage
 
     def _settings(self) -> dict[str, Any]:
         """As a checkpoint has them: without secrets, and a model of the hub by its commit."""
@@ -340,6 +355,13 @@ def _check(config: Any) -> None:
             value=None,
             allowed="batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
             flag="--max_duration",
+        )
+    if config.max_failures and config.resume != "auto":
+        raise ConfigError(
+            "ranks that Ray starts again have to go on with the run, not begin another",
+            value=config.resume,
+            allowed="auto, with a --run_name; or --max_failures 0",
+            flag="--resume or --max_failures",
         )
     for interval, needed in LOOKS.items():
         if getattr(config, interval) is not None and getattr(config, needed) is None:

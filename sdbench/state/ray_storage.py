@@ -1,0 +1,63 @@
+"""`RayStorage` copies checkpoints through Ray Train to any file system of Arrow, and back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from sdbench.ranks.distributed import Ranks, gather
+
+
+class RayStorage:
+    """The copies of a run's checkpoints in the storage of its Ray Train run, under the same names.
+
+    The first rank copies: the folder of the run is seen by all ranks.
+    """
+
+    def __init__(self, folder: Path, *, ranks: Ranks) -> None:
+        """Copy nothing yet.
+
+        Args:
+            folder: Of the checkpoints, see `Checkpoints`.
+            ranks: The place of this process, a worker of Ray Train.
+        """
+        self._folder = folder
+        self._ranks = ranks
+
+    def fetch(self) -> None:
+        """Copy the newest checkpoint here, unless it or a later one is here. All ranks call it."""
+        stored = ray.train.get_checkpoint()
+        if stored is not None and self._ranks.rank == 0:
+            name = os.path.basename(stored.path)
+            # The names have the step in digits of one length: their order is that of the steps.
+            here = max((path.name for path in self._folder.glob("step_*")), default="")
+            if here < name:
+                print(f"Fetching {name} from {stored.path}", flush=True)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                hidden = self._folder / f".{name}.fetching"
+                shutil.rmtree(hidden, ignore_errors=True)
+                stored.to_directory(hidden)
+                hidden.rename(self._folder / name)
+        gather(None, self._ranks)  # nobody looks for checkpoints before it is there
+
+    def keep(self, checkpoint: Path) -> None:
+        """Begin to copy a whole checkpoint. All ranks call it behind the same step.
+
+        Args:
+            checkpoint: Its folder.
+
+        Raises:
+            RuntimeError: The copy before has failed.
+        """
+        is_first = self._ranks.rank == 0
+        ray.train.report(
+            {},
+            checkpoint=Checkpoint.from_directory(checkpoint) if is_first else None,
+            checkpoint_dir_name=checkpoint.name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+        )
