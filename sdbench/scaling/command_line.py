@@ -229,7 +229,10 @@ class MachinesFlags:
         takes_several=True,
     )
     encoder_rates: tuple[str, ...] = setting(
-        TEXT, REQUIRED, "images/s of one encoder: records of precompute, or so", takes_several=True
+        TEXT,
+        REQUIRED,
+        "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
+        takes_several=True,
     )
     decoder_rates: tuple[str, ...] = setting(
         TEXT,

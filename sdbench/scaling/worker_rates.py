@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.record.configuration import as_key, group, settings_of
+from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
 from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
 from sdbench.report import feed_table
 from sdbench.report.figures import MEASURED
@@ -31,34 +32,70 @@ class Worker:
 
     Attributes:
         flag: The flag that takes its rates.
-        kind: Kind of the records that measure it.
-        measured_by: Those records in words.
-        config: Values that the record's settings must have.
+        measured_by: What measures them, in words.
+        find: The rate that a record has of one such worker, with its interval as records have it;
+            None if it has none.
     """
 
     flag: str
-    kind: str
     measured_by: str
-    config: tuple[tuple[str, Any], ...]
+    find: Callable[[Mapping[str, Any]], tuple[float, Mapping[str, Any] | None] | None]
+
+
+def _of_trainer(place: str, record: Mapping[str, Any]) -> Any:
+    if kind_of(record) != BENCHMARK or place_of_encoders(record["config"]) != place:
+        return None
+    return _of_each(record["summary"], "device")
+
+
+def _of_encoder(record: Mapping[str, Any]) -> Any:
+    if kind_of(record) == PRECOMPUTE:
+        return _of_each(record["summary"], "device")
+    return _of_stage(record, "encoder")
+
+
+def _of_decoder(record: Mapping[str, Any]) -> Any:
+    if kind_of(record) != FEED or record["config"]["latents"] != ONLINE:
+        return None
+    # With an emulated step the rate is that of the trainer, and there is none of a core.
+    return _of_stage(record, "decoder") or _of_each(record["summary"], "core")
+
+
+def _of_each(summary: Mapping[str, Any], each: str) -> Any:
+    """The rate of all workers over their number."""
+    rate, rate_of_each = summary["images_per_second"], summary[f"images_per_second_per_{each}"]
+    if rate_of_each is None:
+        return None
+    interval = summary.get("images_per_second_interval") or {}
+    ends = {end: interval[end] for end in ("low", "high") if interval.get(end) is not None}
+    return rate_of_each, {end: value * rate_of_each / rate for end, value in ends.items()}
+
+
+def _of_stage(record: Mapping[str, Any], worker: str) -> Any:
+    """The rate of an actor, by the record of data.py --engine ray."""
+    stages = record["summary"].get("ray") if kind_of(record) == FEED else None
+    name = f"images_per_second_per_{worker}"
+    return (stages[name], stages[f"{name}_interval"]) if stages and stages[name] else None
 
 
 TRAINER = Worker(
     "--trainer_rates",
-    BENCHMARK,
     "benchmark.py --latents precomputed",
-    (("latents", PRECOMPUTED),),
+    functools.partial(_of_trainer, PRECOMPUTED),
 )
 ENCODING_TRAINER = Worker(
-    "--in_step_rates", BENCHMARK, "benchmark.py --latents online", (("latents", ONLINE),)
+    "--in_step_rates",
+    "benchmark.py with encoders in the step",
+    functools.partial(_of_trainer, ONLINE),
 )
-ENCODER = Worker("--encoder_rates", PRECOMPUTE, "python -m sdbench precompute", ())
+ENCODER = Worker(
+    "--encoder_rates", "python -m sdbench precompute, or data.py --engine ray", _of_encoder
+)
 DECODER = Worker(
     "--decoder_rates",
-    FEED,
-    "data.py on pictures, without --emulate_step_seconds",
-    (("latents", ONLINE), ("emulate_step_seconds", None)),
+    "data.py on pictures, with --engine ray or without --emulate_step_seconds",
+    _of_decoder,
 )
-
 # In the order of the fields of `WorkerRates`.
 WORKERS = (TRAINER, ENCODER, DECODER, ENCODING_TRAINER)
 
@@ -135,29 +172,31 @@ def _parse(text: str, worker: Worker) -> Row | None:
 
 def _read(path: Path, worker: Worker) -> Row:
     record = read_record(path, flag=worker.flag)
-    config, summary = record["config"], record["summary"] or {}
-    found = {name: config.get(name) for name, _ in worker.config}
-    size, rate = config["image_size"], summary.get("images_per_second")
-    is_right = kind_of(record) == worker.kind and found == dict(worker.config)
-    if not (is_right and record["status"] == OK and rate and isinstance(size, int)):
+    kind, size = kind_of(record), record["config"]["image_size"]
+    found = worker.find(record) if record["status"] == OK else None
+    # A record of several resolutions has their names in a text.
+    if found is None or not isinstance(size, int):
         raise ConfigError(
             "a record has no rate of such a worker at one resolution",
-            value=f"{path}: {kind_of(record)}, {record['status']}, {size} px, {found}",
+            value=f"{path}: {kind}, {record['status']}, {size} px",
             allowed=f"records of {worker.measured_by} that ended well, or SIZE=RATE",
             flag=worker.flag,
         )
-    is_training = worker.kind == BENCHMARK
+    rate, interval = found
+    low, high = ((interval or {}).get(end) for end in ("low", "high"))
+    is_training = kind == BENCHMARK
     configuration = settings_of(record) if is_training else feed_table.configuration_of(record)
-    each = "core" if worker.kind == FEED else "device"
-    rate_of_each = summary[f"images_per_second_per_{each}"]
-    interval = summary.get("images_per_second_interval") or {}
-    ends = [interval.get(end) for end in ("low", "high")]
-    low, high = (math.nan if end is None else end * rate_of_each / rate for end in ends)
-    return _make_row(str(path), size, rate_of_each, low, high, configuration=as_key(configuration))
+    return _make_row(str(path), size, rate, low, high, configuration=as_key(configuration))
 
 
 def _make_row(
-    source: str, size: int, rate: float, low: float, high: float, *, configuration: Any = None
+    source: str,
+    size: int,
+    rate: float,
+    low: float | None,
+    high: float | None,
+    *,
+    configuration: Any = None,
 ) -> Row:
     return {
         "source": source,

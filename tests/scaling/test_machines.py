@@ -284,12 +284,37 @@ def test_rates_of_records_are_those_of_one_worker(plan, tmp_path, repository, tr
     assert ends == pytest.approx([5 * low, 5 * high], rel=1e-6)
 
 
+def test_a_record_of_ray_data_has_both_rates(plan, tmp_path, repository):
+    record = published(repository, "feed-mds-512px")
+    record["config"].update(image_size=64, engine="ray", emulate_step_seconds=0.5)
+    interval = record["summary"]["images_per_second_interval"]
+    record["summary"]["ray"] = {
+        "num_trainers": 2,
+        "num_decoders": 4,
+        "num_encoders": 2,
+        "images_per_second_per_decoder": 3.0,
+        "images_per_second_per_decoder_interval": {**interval, "low": 2.0, "high": 4.0},
+        "images_per_second_per_encoder": 7.0,
+        "images_per_second_per_encoder_interval": {**interval, "low": 6.0, "high": None},
+        "num_decoders_for_target": 1,
+        "num_encoders_for_target": 1,
+        "target_images_per_second": 1.0,
+        "num_failed_blocks": 0,
+    }
+    path = write(tmp_path, record, "ray")
+    ways = plan(encoder_rates=path, decoder_rates=path, num_encoders=10, num_decoders=30)
+    encode, _ = ways[ONCE]
+    # 10 encoders do 70, 60 at least; 30 decoders 90, 60 to 120.
+    assert amounts(encode, "images_per_second") == (70, 60, None)
+
+
 def test_records_of_other_work_are_refused(command, tmp_path, repository, trainer_records):
     online = write(tmp_path, make_record(config__image_size=64), "online")
     failed = copy.deepcopy(make_record(config__image_size=64, config__latents="precomputed"))
     failed.update(status="failed", reason="a test", summary=None)
     emulated = published(repository, "feed-mds-512px")
     emulated["config"].update(image_size=64, emulate_step_seconds=0.5)
+    emulated["summary"]["images_per_second_per_core"] = None
     other = make_record(
         config__image_size=64, config__latents="precomputed", config__batch_size=4096
     )
