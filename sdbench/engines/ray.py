@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 
+from sdbench.base.stop import keep_handlers
 from sdbench.engines.breakdown import LastGradient
 from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
 from sdbench.engines.device_batches import Batch, Batches, make_batches
@@ -57,9 +58,11 @@ def fit(
         hooks.begins(state)
     num_steps = job.num_steps - state.num_steps
     microbatches = MicroBatches(batches, job, config=config, num_steps=num_steps)
+    handlers = contextlib.ExitStack()
     model = Diffusion(
         job,
         optimizer,
+        handlers=handlers,
         config=config,
         state=state,
         scaler=scaler,
@@ -84,8 +87,13 @@ def fit(
         )
         # As the other engines do, so that each rank draws its own noise.
         torch.manual_seed(config.seed + ranks.rank)
-        with watch.loop():
-            trainer.fit(model, microbatches)
+        with watch.loop(), handlers:
+            # Lightning sets handlers of its own, by which a signal would break a step off.
+            handlers.enter_context(keep_handlers())
+            try:
+                trainer.fit(model, microbatches)
+            except SystemExit as end:  # Lightning's answer to Ctrl-C
+                raise KeyboardInterrupt from end
     return measurements_of(
         watch,
         num_images=job.loader.num_images_delivered,
@@ -190,6 +198,7 @@ class Diffusion(lightning.LightningModule):
         job: TrainJob,
         optimizer: torch.optim.Optimizer,
         *,
+        handlers: contextlib.ExitStack,
         config: Any,
         state: TrainState,
         scaler: torch.amp.GradScaler | None,
@@ -202,6 +211,7 @@ class Diffusion(lightning.LightningModule):
         self.model = job.model
         self._job = job
         self._optimizer = optimizer
+        self._handlers = handlers
         self._config = config
         self._state = state
         self._scaler = scaler
@@ -225,6 +235,7 @@ class Diffusion(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         """The loop is about to begin, and nothing draws random numbers any more."""
+        self._handlers.close()
         self._state.restore_random_state()
         self._watch.loop_begins()
 

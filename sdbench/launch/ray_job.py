@@ -33,7 +33,7 @@ from sdbench.settings.request import Request
 # From one visit of the driver to the desk to the next.
 PERIOD_S = 0.2
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 class Heard(NamedTuple):
@@ -122,12 +122,14 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     began_s = psutil.Process().create_time()
     actor = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here)
     desk = actor.remote(began_s=began_s)
-    driver = _Driver(desk, request.config, Rank(desk, rank_main, command, cwd=os.getcwd()))
-    try:
-        with _signals_counted() as signals:
-            return driver.run(signals)
-    finally:
-        ray.shutdown()
+    rank = Rank(desk, rank_main, command, cwd=os.getcwd())
+    with tempfile.TemporaryDirectory(prefix="sdbench-ray-", ignore_cleanup_errors=True) as scratch:
+        trainer = _make_trainer(request.config, rank, scratch=scratch)
+        try:
+            with _signals_counted() as signals:
+                return _Driver(desk, request.config, trainer).run(signals)
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -154,10 +156,10 @@ def _signals_counted() -> Iterator[list[int]]:
 class _Driver:
     """Waits for the ranks, and hears what they say."""
 
-    def __init__(self, desk: Any, config: Any, rank: Rank) -> None:
+    def __init__(self, desk: Any, config: Any, trainer: Any) -> None:
         self._desk = desk
         self._config = config
-        self._rank = rank
+        self._trainer = trainer
         self._heard = Heard("", 0, None)
         self._result: Any = None
         self._error: Exception | None = None
@@ -188,7 +190,7 @@ class _Driver:
 
     def _fit(self) -> None:
         try:
-            self._result = _make_trainer(self._config, self._rank).fit()
+            self._result = self._trainer.fit()
         except Exception as error:
             self._error = error
 
@@ -258,7 +260,7 @@ def resources_per_worker(config: Any) -> Mapping[str, float]:
     return {"CPU": 1, "GPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
 
 
-def _make_trainer(config: Any, rank: Rank) -> Any:
+def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
     # Ray would move the ranks to a folder of its own, and relative paths mean the driver's.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each print would come twice
@@ -269,6 +271,13 @@ def _make_trainer(config: Any, rank: Rank) -> Any:
     resources = resources_per_worker(config)
     num_workers = config.num_ray_workers or int(ray.cluster_resources().get("GPU", 1))
     least = config.min_ray_workers
+    cluster = ray_cluster.resources_in_words(ray.cluster_resources())
+    share = ray_cluster.resources_in_words(resources)
+    print(
+        f"Ray cluster with {cluster}; starting ranks: {num_workers}, each with {share}",
+        file=sys.stderr,
+        flush=True,
+    )
     return TorchTrainer(
         rank,
         scaling_config=ScalingConfig(
@@ -278,7 +287,7 @@ def _make_trainer(config: Any, rank: Rank) -> Any:
         ),
         run_config=RunConfig(
             name=getattr(config, "run_name", None),
-            storage_path=config.ray_storage_path or tempfile.mkdtemp(prefix="sdbench-ray-"),
+            storage_path=config.ray_storage_path or scratch,
             failure_config=FailureConfig(max_failures=config.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=getattr(config, "keep", None)),
         ),

@@ -66,6 +66,8 @@ def connect(address: str | None) -> None:
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}},
     }
     if where is None:
+        # Started ahead, a process for each CPU would keep two cores busy for seconds.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Here a CPU of Ray is a place for a process, not a core: ranks, decoders and encoders share
         # the cores that there are.
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
@@ -78,10 +80,11 @@ def connect(address: str | None) -> None:
 
 
 def resources_in_words(resources: Mapping[str, float]) -> str:
-    """Resources as a person reads them, without those that Ray makes up for each node."""
+    """Resources as a person reads them, without those that Ray makes up itself."""
     known = {
         name: amount
         for name, amount in sorted(resources.items())
-        if not name.startswith("node:") and name not in ("memory", "object_store_memory")
+        if not name.startswith(("node:", "bundle_group_"))
+        and name not in ("memory", "object_store_memory")
     }
     return ", ".join(f"{name} {amount:g}" for name, amount in known.items()) or "none"

@@ -21,6 +21,8 @@ PACKAGES = (
     "pillow",
     "diffusers",
     "transformers",
+    "ray",
+    "lightning",
     "numpy",
     "nvidia-nccl-cu12",
     "nvidia-cudnn-cu12",

@@ -71,7 +71,8 @@ def launched(monkeypatch):
 
 def combinations():
     """Engine, workers and format of a run."""
-    for each in itertools.product(ENGINES, (0, 2), FORMATS):
+    rays = (("ray", 0, "synthetic"), ("ray", 2, "parquet"))
+    for each in (*itertools.product(("torch", "composer"), (0, 2), FORMATS), *rays):
         yield pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
 
 

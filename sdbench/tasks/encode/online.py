@@ -34,13 +34,13 @@ from sdbench.settings.online import ANY, OnlineSettings
 from sdbench.tasks.encode import ray_stream
 from sdbench.tasks.encode.encoder import Encoder
 from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared
-from sdbench.tasks.encode.ray_stream import CONTENT, NUMBER, Failure, Pool, Stage, make_stream
+from sdbench.tasks.encode.ray_stream import Failure, Pool, Stage, make_stream, unpack
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-# How often a thread looks whether it is still wanted.
-PERIOD_S = 0.2
+# How often a thread looks whether it is still wanted, and how long its end may take.
+PERIOD_S, PATIENCE_S = 0.2, 5.0
 
 
 class EncodeStage(Stage):
@@ -249,7 +249,8 @@ class _End:
         # Rows, then None or an error.
         self._taken: queue.Queue[_Row | RunError | None] = queue.Queue(maxsize=1)
         self._is_closed = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
 
     def take(self, *, timeout_s: float) -> _Row | None:
         """The next row; None behind the last.
@@ -269,6 +270,7 @@ class _End:
     def close(self) -> None:
         """Read no more. Ray Data ends the actors when the ends of all ranks are closed."""
         self._is_closed.set()
+        self._thread.join(PATIENCE_S)
 
     def describe(self) -> str:
         """What Ray Data tells of all stages."""
@@ -278,8 +280,7 @@ class _End:
         last: RunError | None = None
         try:
             for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
-                (number,), (content,) = block[NUMBER], block[CONTENT]
-                if not self._put(_Row(int(number), content)):
+                if not self._put(_Row(*unpack(block))):
                     return
         except Exception as error:  # of Ray, which has many kinds
             last = RunError(f"Ray Data failed: {ray_stream.describe_error(error)}")

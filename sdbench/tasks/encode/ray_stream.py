@@ -9,6 +9,7 @@ keep their order whichever actor is faster. A batch that cannot be made stays in
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,16 +58,24 @@ class Stage:
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Work on a block of one row."""
-        (number,) = rows[NUMBER]
-        content = rows[CONTENT][0] if CONTENT in rows else int(number)
+        _, content = unpack(rows)
         if not isinstance(content, Failure):
             try:
                 content = self.work(content)
             except Exception as error:  # whatever it is, the batch is lost and the stream goes on
                 content = Failure(describe_error(error))
-        packed = np.empty(1, dtype=object)
-        packed[0] = content
-        return {NUMBER: rows[NUMBER], CONTENT: packed}
+        # As bytes, which Arrow takes as they are; of a tuple it would make a list.
+        pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+        return {NUMBER: rows[NUMBER], CONTENT: np.array([pickled], dtype=object)}
+
+
+def unpack(rows: Mapping[str, np.ndarray]) -> tuple[int, Any]:
+    """The number and the content of a block's one row; without a content it is the number."""
+    (number,) = map(int, rows[NUMBER])
+    if CONTENT not in rows:
+        return number, number
+    (pickled,) = rows[CONTENT]
+    return number, pickle.loads(pickled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
