@@ -4,6 +4,7 @@
     python data.py --remote my-mds-folder --num_workers 8
     python data.py --remote my-mds-folder --emulate_step_seconds 0.5
     python data.py --remote my-mds-folder --target_images_per_second 800
+    python data.py --engine ray --remote my-parquet-folder --num_decoders 4 --num_encoders 1
 
 Also the place to import the data set classes from:
 ``from data import StreamingLAIONDataset, SyntheticImageCaptionDataset``.
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from sdbench.base.output import protected_output
+from sdbench.launch.ray_job import launch_ranks
 from sdbench.run.runner import run
 from sdbench.settings.request import parse
 from sdbench.tasks import TASKS
@@ -38,6 +40,9 @@ examples:
       would a trainer with such steps wait for its data?
   python data.py --remote data/pairs --target_images_per_second 800
       is it enough for 8 GPUs of 100 images/s, and how many workers does it take?
+  python data.py --engine ray --remote data/laion-parquet --image_size 256 --batch_size 4096 \\
+      --num_ray_workers 32 --num_decoders 192 --num_encoders 48 --emulate_step_seconds 0.9227
+      do these decoders and encoders of a Ray cluster feed 32 GPUs with such steps?
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
 """
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parse_feed = functools.partial(parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG)
-    return run(TASKS["feed"], parse_feed, argv)
+    return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)
 
 
 if __name__ == "__main__":

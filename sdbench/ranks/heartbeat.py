@@ -95,7 +95,11 @@ class Heartbeat:
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
         """A step has ended: the next beat says so."""
-        self._num_steps = index + 1
+        self.steps_taken(index + 1)
+
+    def steps_taken(self, num_steps: int) -> None:
+        """So many steps have ended, of a task without an engine."""
+        self._num_steps = num_steps
         self._step_began_s = time.monotonic()
 
     def has_step_timed_out(self) -> bool:

@@ -10,10 +10,12 @@ from sdbench.record.configuration import group
 from sdbench.record.store import FEED, OK, kind_of
 from sdbench.report.runs import rates_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
-from sdbench.report.terminal import align, format_number, format_rate
+from sdbench.report.terminal import NOT_KNOWN, align, format_number, format_rate
 from sdbench.settings.data import PRECOMPUTED
 
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
+# Kinds of actors of Ray Data.
+STAGES = ("decoder", "encoder")
 NOT_APPLICABLE = "-"
 COLUMNS = (
     "source",
@@ -57,6 +59,7 @@ def format_feed(record: dict[str, Any]) -> str:
         Lines of name and value. The last answers --target_images_per_second, if it was given.
     """
     config, summary = record["config"], record["summary"]
+    stages = summary.get("ray")
     kilobytes_per_image = 1000 * summary["megabytes_per_second"] / summary["images_per_second"]
     split_ms = summary["ms_per_image"]
     if config["emulate_step_seconds"]:
@@ -64,7 +67,10 @@ def format_feed(record: dict[str, Any]) -> str:
         rows.append(("it waits for data", _describe_wait(record)))
     else:
         rows = [("images/s", format_rate(summary))]
-        rows.append(("images/s per process", _describe_processes(record)))
+        if not stages:
+            rows.append(("images/s per process", _describe_processes(record)))
+    if stages:
+        rows += [(f"images/s of each {one}", _describe_stage(stages, one)) for one in STAGES]
     rows += [
         (
             "read from storage",
@@ -82,7 +88,12 @@ def format_feed(record: dict[str, Any]) -> str:
             f"{summary['num_dropped_samples']} of the data set are left out",
         ),
     ]
-    if config["target_images_per_second"] is not None:
+    if stages:
+        if stages["target_images_per_second"] is not None:
+            rows.append((f"{stages['target_images_per_second']:.4g} images/s?", _needed(stages)))
+        if stages["num_failed_blocks"]:
+            rows.append(("failed batches", str(stages["num_failed_blocks"])))
+    elif config["target_images_per_second"] is not None:
         rows.append((f"{config['target_images_per_second']:g} images/s?", _answer(record)))
     return align(rows)
 
@@ -120,6 +131,24 @@ def _answer(record: dict[str, Any]) -> str:
         f"has a CPU core of its own; this machine has "
         f"{num_cores if num_needed <= num_cores else f'only {num_cores}'}"
     )
+
+
+def _describe_stage(stages: dict[str, Any], worker: str) -> str:
+    """Images/s of one actor while it works, with the number of them."""
+    name = f"images_per_second_per_{worker}"
+    figures = {"images_per_second": stages[name]}
+    figures["images_per_second_interval"] = stages[f"{name}_interval"]
+    rate = NOT_KNOWN if stages[name] is None else f"{format_rate(figures)} while it is busy"
+    return f"{rate}, {_count(stages[f'num_{worker}s'], worker)}"
+
+
+def _needed(stages: dict[str, Any]) -> str:
+    """How many actors the target takes."""
+    numbers = {one: stages[f"num_{one}s_for_target"] for one in STAGES}
+    if None in numbers.values():
+        return "not known: too little was prepared in the window"
+    needed = " and ".join(_count(number, one) for one, number in numbers.items())
+    return f"it takes {needed}, if each has a core or a GPU of its own"
 
 
 def _count(number: int, noun: str) -> str:
@@ -167,7 +196,7 @@ def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
         records: Records of kind feed or precompute; those that did not end well are left out.
     """
     ended_well = [record for record in records if record["status"] == OK]
-    groups = group(ended_well, key_of=lambda record: tuple(_configuration(record).items()))
+    groups = group(ended_well, key_of=lambda record: tuple(configuration_of(record).items()))
     rows = [_table_row(dict(settings), runs) for settings, runs in groups.items()]
     return make_table(
         rows, name="data", caption="Loading and encoding data", left=(RATE, PHASES_OF_IMAGE)
@@ -193,12 +222,17 @@ def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict
     }
 
 
-def _configuration(record: dict[str, Any]) -> dict[str, Any]:
+def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What runs that are replicates have in common: device, data and settings.
+
+    Args:
+        record: A record of kind feed or precompute.
+    """
     row = make_row(record)
     return {
         "device": row["device"],
         "cores": row["num_cpu_cores"],
-        "job": row["job"],
+        "job": _name_job(record),
         "data": row["data"],
         "format": row["data_format"],
         # The samples that are read: encoding a data set reads images.
@@ -208,6 +242,15 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
         "workers": row["num_workers"],
         "step, s": row["emulate_step_seconds"],
     }
+
+
+def _name_job(record: dict[str, Any]) -> str:
+    """The kind of the record, with the actors where there were some."""
+    stages = (record["summary"] or {}).get("ray")
+    if not stages:
+        return kind_of(record)
+    actors = ", ".join(_count(stages[f"num_{one}s"], one) for one in ("trainer", *STAGES))
+    return f"{kind_of(record)}, {actors}"
 
 
 def _median(rows: Sequence[dict[str, Any]], column: str) -> Cell:

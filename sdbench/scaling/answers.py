@@ -39,7 +39,7 @@ def describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
 def format_law(law: StepLaw) -> str:
     """Tables of the constants with their intervals, and of the error at each figure."""
     constants = [
-        {"constant": term, "seconds": value, "95 % interval": _range(low, high)}
+        {"constant": term, "seconds": value, "95 % interval": format_range(low, high)}
         for term in law.terms
         for value, low, high in [law.constant(term)]
     ]
@@ -81,7 +81,9 @@ def format_predictions(predictions: Sequence[Prediction], *, asked_images: int |
                 **_setup(one.setup),
                 "step, s": one.step_time_s,
                 "images/s": make_cell(one.images_per_second, num_digits=5),
-                "95 % interval": _range(one.images_per_second_low, one.images_per_second_high),
+                "95 % interval": format_range(
+                    one.images_per_second_low, one.images_per_second_high
+                ),
                 "rate per GPU": one.images_per_second / one.setup.num_gpus,
                 "speed-up": Cell(f"{speed_up:.2f}x", speed_up),
                 "efficiency": Cell(f"{efficiency:.0%}", efficiency),
@@ -245,7 +247,7 @@ def _describe_estimate(one: Estimate, predictions: Sequence[Prediction] = ()) ->
     days, low, high = one.days_to_train
     text += f": {format_number(days)} days"
     if not math.isnan(low):
-        text += f" ({_range(low, high)})"
+        text += f" ({format_range(low, high)})"
     if math.isnan(one.cost_usd[0]):
         return f"{text}, {one.gpu_hours[0]:,.0f} GPU-hours"
     return f"{text}, {one.cost_usd[0]:,.0f} USD"
@@ -282,10 +284,11 @@ def _whole(amount: Amount) -> Cell:
 
 
 def _interval(amount: Amount) -> str:
-    return "" if math.isnan(amount[1]) else _range(*amount[1:])
+    return "" if math.isnan(amount[1]) else format_range(*amount[1:])
 
 
-def _range(low: float, high: float | None) -> str:
+def format_range(low: float, high: float | None) -> str:
+    """An interval in words; an end that is not known is unbounded."""
     is_bounded = high is not None and not math.isnan(high)
     return f"{format_number(low)} to {format_number(high) if is_bounded else 'unbounded'}"
 

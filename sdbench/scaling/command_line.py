@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 
 from sdbench.report.compare import CompareFlags
 from sdbench.settings import request
-from sdbench.settings.kinds import DATE, PATH, POSITIVE, POSITIVE_NUMBER, TEXT
+from sdbench.settings.kinds import (
+    DATE,
+    NOT_NEGATIVE_NUMBER,
+    PATH,
+    POSITIVE,
+    POSITIVE_NUMBER,
+    TEXT,
+    number,
+)
 from sdbench.settings.setting import REQUIRED, setting, shared
 
+# More than 1 is not scaling: the rates were measured badly.
+EFFICIENCY = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 DEFAULT_GPU_COUNTS = "8,16,...,1024"
 OUT_HELP = "write the rows, of the kind modelled, as CSV"
 
@@ -24,6 +34,7 @@ examples:
   python -m sdbench scaling plan results/quoted/aws_p5_scaling.csv --recipe mosaicml-all-512 \\
       --max_days 10
   python -m sdbench scaling plan --help
+  python -m sdbench scaling machines --help
 """
 
 FIT_DESCRIPTION = """\
@@ -94,6 +105,31 @@ examples:
       --recipe mosaicml-all-512 --max_cost 120000
   python -m sdbench scaling plan results/quoted/aws_p5_scaling.csv --recipe mosaicml-all-512 \\
       --by 2027-01-31 --start 2027-01-01 --price 4.50
+"""
+
+MACHINES_DESCRIPTION = """\
+How many machines of which kind a training takes, for how long and at which price, if its pictures
+are encoded by GPUs beside the trainers (online preprocessing), in the step of the trainers, or once
+before the training. Works from images/s of one trainer, one encoder and one decoder (a CPU worker
+that reads, decodes and tokenizes): records of this suite, or numbers. Encoders and decoders are as
+many as keep the trainers from waiting, with a margin, or as many as you have: then the slowest
+decides. Intervals of the rates are carried to every figure. What it does not know it leaves out:
+storage of latents, disturbed runs, and what a network slows down.
+"""
+
+MACHINES_EPILOG = """\
+examples:
+  python -m sdbench scaling machines --recipe seed002 --num_trainers 32 --scaling_efficiency 1 \\
+      --trainer_rates 256=138.7 512=44.3 --encoder_rates 256=100 512=32 \\
+      --decoder_rates 256=25 512=18 --trainer_machine p4de.24xlarge-reserved \\
+      --encoder_machine g5.2xlarge-on-demand
+      The rates are made up: give those of your machines.
+  python -m sdbench scaling machines --recipe seed002 --num_trainers 32 --scaling_efficiency 0.95 \\
+      --trainer_rates 256=138.7:135:142 512=44.3:43:46 --in_step_rates 256=70:68:72 512=24:23:25 \\
+      --encoder_rates 256=100:95:105 512=32:31:33 --decoder_rates 256=25:24:26 512=18:17:19 \\
+      --trainer_machine p4de.24xlarge-reserved --encoder_machine g5.2xlarge-on-demand \\
+      --num_encoders 48 --num_dataset_images 800000000
+      With records: --encoder_rates runs/*_precompute-* --decoder_rates runs/*_feed-* ...
 """
 
 
@@ -172,6 +208,67 @@ class PlanFlags(RecipeFlags, FitFlags):
     max_cost: float | None = setting(POSITIVE_NUMBER, None, "most that it may cost, in USD")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachinesFlags:
+    """Flags of machines."""
+
+    recipe: str = shared(RecipeFlags, "recipe")
+    recipes: Path | None = shared(RecipeFlags, "recipes")
+    num_trainers: int = setting(POSITIVE, REQUIRED, "GPUs that train")
+    scaling_efficiency: float = setting(
+        EFFICIENCY,
+        REQUIRED,
+        "assumed: images/s of one of these trainers over those in --trainer_rates; 1 if these were "
+        "measured on as many",
+    )
+    trainer_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one trainer that is given latents: records of benchmark.py, or SIZE=RATE, or "
+        "SIZE=RATE:LOW:HIGH",
+        takes_several=True,
+    )
+    encoder_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one encoder: records of precompute or of data.py --engine ray, or so",
+        takes_several=True,
+    )
+    decoder_rates: tuple[str, ...] = setting(
+        TEXT,
+        REQUIRED,
+        "images/s of one CPU worker with a core of its own: records of data.py, or so",
+        takes_several=True,
+    )
+    in_step_rates: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "images/s of one trainer that encodes in its step: records of benchmark.py, or so "
+        "(default: this way is left out)",
+        takes_several=True,
+    )
+    num_encoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
+    num_decoders: int | None = setting(POSITIVE, None, "(default: as many as the trainers take)")
+    margin: float = setting(
+        NOT_NEGATIVE_NUMBER, 0.1, "share by which encoders and decoders may do more than is taken"
+    )
+    trainer_machine: str = setting(TEXT, REQUIRED, "a row under machines in --prices")
+    encoder_machine: str = setting(TEXT, REQUIRED, "likewise")
+    decoder_machine: str | None = setting(
+        TEXT, None, "likewise (default: the CPU cores of the encoders' machines)"
+    )
+    num_dataset_images: int | None = setting(
+        POSITIVE,
+        None,
+        "pictures that are encoded if that is done once (default: those of each stage, none twice)",
+    )
+    text_embedding_dim: int = setting(
+        POSITIVE, 1024, "width of the text embeddings, for the size of latents"
+    )
+    prices: Path | None = shared(RecipeFlags, "prices")
+    out: Path | None = setting(PATH, None, OUT_HELP)
+
+
 class Command(NamedTuple):
     """One of the commands.
 
@@ -209,6 +306,12 @@ COMMANDS = {
         "the number of GPUs and the micro-batch for a deadline or a sum",
         PLAN_DESCRIPTION,
         PLAN_EPILOG,
+    ),
+    "machines": Command(
+        MachinesFlags,
+        "trainers, encoders and CPU workers: how many machines, for how long, at which price",
+        MACHINES_DESCRIPTION,
+        MACHINES_EPILOG,
     ),
 }
 

@@ -72,6 +72,25 @@ class Tariff:
 
 
 @dataclasses.dataclass(frozen=True)
+class Machine:
+    """A kind of machine.
+
+    Attributes:
+        name: Its name in the file of prices.
+        num_devices: Trainers or encoders that it holds: its GPUs, or 1 if it computes on the CPU.
+        num_cpu_cores: Cores, which hold a decoder each.
+        usd_per_hour: Price of the whole machine.
+        source: Where the price comes from, with a date.
+    """
+
+    name: str
+    num_devices: int
+    num_cpu_cores: int
+    usd_per_hour: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """Time, cost and energy of a training.
 
@@ -184,7 +203,7 @@ def load_price(
     """
     if chosen is not None and _is_number(chosen):
         return Tariff(_positive(float(chosen), path=path), "given with --price")
-    rows = _load_tariffs(path, "prices", per="GPU-hour", unit="USD")
+    rows = _load_tariffs(path, "prices", per="GPU-hour", unit="USD", needed=("name",))
     if chosen is not None:
         names = [row["name"] for row in rows]
         name = find_name(chosen, names, what="there is no such price", flag="--price")
@@ -200,11 +219,41 @@ def load_power(gpu: str | None, *, path: Path = PRICES_FILE) -> Tariff | None:
     return _first([row for row in rows if _is_for(gpu, row)])
 
 
+def load_machine(name: str, *, flag: str, path: Path = PRICES_FILE) -> Machine:
+    """Read a kind of machine.
+
+    Args:
+        name: Its name, or the beginning of exactly one name.
+        flag: The flag that names it, for errors.
+        path: YAML file of prices.
+
+    Raises:
+        ConfigError: If the file cannot be read, or has no machine of that name.
+    """
+    needed = ("name", "num_devices", "num_cpu_cores")
+    rows = _load_tariffs(path, "machines", per="machine-hour", unit="USD", needed=needed)
+    by_name = {row["name"]: row for row in rows}
+    row = by_name[find_name(name, list(by_name), what="there is no such machine", flag=flag)]
+    counts = [row["num_devices"], row["num_cpu_cores"]]
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise ConfigError(
+            f"the devices or cores of {row['name']} are no whole numbers above 0",
+            value=counts,
+            allowed="num_devices: its GPUs, or 1 if it computes on the CPU; num_cpu_cores",
+            flag="--prices",
+        )
+    return Machine(row["name"], *counts, float(row["value"]), _source_of(row))
+
+
 def _first(rows: Sequence[dict[str, Any]]) -> Tariff | None:
     if not rows:
         return None
     others = tuple(row["name"] for row in rows[1:] if "name" in row)
-    return Tariff(float(rows[0]["value"]), f"{rows[0]['source']}; {rows[0]['date']}", others)
+    return Tariff(float(rows[0]["value"]), _source_of(rows[0]), others)
+
+
+def _source_of(row: Mapping[str, Any]) -> str:
+    return f"{row['source']}; {row['date']}"
 
 
 def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
@@ -212,19 +261,19 @@ def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
     return gpu is not None and (gpu in row["gpus"] or gpu.split(" (")[0] in row["gpus"])
 
 
-def _load_tariffs(path: Path, key: str, *, per: str, unit: str) -> list[dict[str, Any]]:
+def _load_tariffs(
+    path: Path, key: str, *, per: str, unit: str, needed: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     allowed = f"a YAML file like {PRICES_FILE.name}"
     rows = read_mapping(path, allowed=allowed, flag="--prices").get(key) or []
-    needed = {"gpus", "value", "unit", "per", "source", "date"}
-    if key == "prices":
-        needed.add("name")
+    columns = {"gpus", "value", "unit", "per", "source", "date", *needed}
     for row in rows if isinstance(rows, list) else [rows]:
-        is_whole = isinstance(row, dict) and needed <= row.keys() and isinstance(row["gpus"], list)
+        is_whole = isinstance(row, dict) and columns <= row.keys() and isinstance(row["gpus"], list)
         if not is_whole or (row["unit"], row["per"]) != (unit, per):
             raise ConfigError(
                 f"a row under {key} is not whole",
                 value=row,
-                allowed=f"{', '.join(sorted(needed))}; unit {unit}, per {per}",
+                allowed=f"{', '.join(sorted(columns))}; unit {unit}, per {per}",
                 flag="--prices",
             )
         _positive(row["value"], path=path)

@@ -207,7 +207,7 @@ def find_rates(
     rates: Rates = {}
     for num_gpus, of_gpus in by_gpus.items():
         by_size = group(of_gpus, key_of=lambda row: row.get(IMAGE_SIZE))
-        rates[num_gpus] = {size: _rate_of(runs) for size, runs in by_size.items() if size in sizes}
+        rates[num_gpus] = {size: rate_of(runs) for size, runs in by_size.items() if size in sizes}
     complete = {count: found for count, found in rates.items() if found.keys() >= set(sizes)}
     left_out = [
         f"left out: {num_gpus} GPUs, without a figure at "
@@ -218,7 +218,7 @@ def find_rates(
     return (complete, left_out) if complete else (rates, [])
 
 
-def _rate_of(rows: Sequence[Row]) -> Amount:
+def rate_of(rows: Sequence[Row]) -> Amount:
     """Images/s of one configuration, with a between-runs interval of three or more runs."""
     check_one_kind(rows, ("kind", "micro_batch", "global_batch"))
     figures = [float(row["images_per_second"]) for row in rows]

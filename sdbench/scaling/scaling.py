@@ -1,4 +1,4 @@
-"""The commands `python -m sdbench scaling fit | predict | cost | plan`."""
+"""The commands `python -m sdbench scaling fit | predict | cost | plan | machines`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.record.row import format_csv
 from sdbench.report.figures import as_text, write_out
-from sdbench.scaling import answers
+from sdbench.scaling import answers, machine_answers
 from sdbench.scaling.candidates import Limits, choose_best, make_candidates
 from sdbench.scaling.command_line import (
     DEFAULT_GPU_COUNTS,
     CostFlags,
     FitFlags,
+    MachinesFlags,
     PlanFlags,
     PredictFlags,
     RecipeFlags,
@@ -28,10 +29,12 @@ from sdbench.scaling.cost import (
     Recipe,
     Tariff,
     estimate,
+    load_machine,
     load_power,
     load_price,
     load_recipe,
 )
+from sdbench.scaling.machines import Fleet, latents_in_terabytes, plan_feeding, plan_jobs
 from sdbench.scaling.points import (
     IMAGE_SIZE,
     KIND_OF_WORK,
@@ -46,6 +49,7 @@ from sdbench.scaling.points import (
     read_rows,
     split_batch,
 )
+from sdbench.scaling.worker_rates import read_worker_rates
 from sdbench.statistics.law import Setup, StepLaw, fit_law
 
 
@@ -62,7 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: If the figures do not suffice, or the flags contradict each other.
     """
     command, arguments = parse(argv)
-    commands = {"fit": run_fit, "predict": run_predict, "cost": run_cost, "plan": run_plan}
+    commands = {
+        "fit": run_fit,
+        "predict": run_predict,
+        "cost": run_cost,
+        "plan": run_plan,
+        "machines": run_machines,
+    }
     return commands[command](arguments)
 
 
@@ -165,6 +175,46 @@ def run_plan(arguments: PlanFlags) -> int:
     print(answers.format_lines(lines))
     print(f"\n{answers.format_candidates(candidates, best=best)}")
     print(f"\n{answers.advise(candidates, best, limits)}")
+    return 0
+
+
+def run_machines(arguments: MachinesFlags) -> int:
+    """Print the machines that a training takes, by where its pictures are encoded."""
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
+    rates = read_worker_rates(arguments, {stage.image_size for stage in recipe.stages})
+    prices = arguments.prices or PRICES_FILE
+    trainer, encoder = (
+        load_machine(getattr(arguments, name), flag=f"--{name}", path=prices)
+        for name in ("trainer_machine", "encoder_machine")
+    )
+    decoder = arguments.decoder_machine and load_machine(
+        arguments.decoder_machine, flag="--decoder_machine", path=prices
+    )
+    fleet = Fleet(
+        num_trainers=arguments.num_trainers,
+        scaling_efficiency=arguments.scaling_efficiency,
+        margin=arguments.margin,
+        trainer_machine=trainer,
+        encoder_machine=encoder,
+        decoder_machine=decoder,
+        num_encoders=arguments.num_encoders,
+        num_decoders=arguments.num_decoders,
+    )
+    feedings = [plan_feeding(stage, rates, fleet) for stage in recipe.stages]
+    ways = plan_jobs(recipe, rates, fleet, num_dataset_images=arguments.num_dataset_images)
+    terabytes = latents_in_terabytes(
+        recipe,
+        text_embedding_dim=arguments.text_embedding_dim,
+        num_dataset_images=arguments.num_dataset_images,
+    )
+    lines = [*answers.describe_recipe(recipe), *machine_answers.describe_fleet(fleet)]
+    print(answers.format_lines([*lines, *machine_answers.describe_rates(rates)]))
+    print(f"\n{machine_answers.format_feedings(feedings)}")
+    print(f"\n{machine_answers.format_jobs(ways)}")
+    print(f"\n{machine_answers.format_ways(ways)}")
+    print(f"\n{answers.format_lines(machine_answers.advise(ways, terabytes=terabytes))}")
+    if arguments.out is not None:
+        _write(arguments.out, machine_answers.job_rows(ways, recipe=recipe.name))
     return 0
 
 

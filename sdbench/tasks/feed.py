@@ -16,10 +16,14 @@ from sdbench.measure.hardware import Machine
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
+from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.data import DataSettings
-from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER
+from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
 from sdbench.settings.measuring import RunSettings
-from sdbench.settings.setting import setting, shared
+from sdbench.settings.online import ActorSettings, OnlineSettings
+from sdbench.settings.ray import RAY, RaySettings, check_ray_settings, refuse_without_effect
+from sdbench.settings.request import Request
+from sdbench.settings.setting import declarations, setting, shared
 from sdbench.settings.training import ModelSettings
 
 # The seeds' number of workers, where there are as many cores.
@@ -30,14 +34,44 @@ MIN_BATCHES_PER_STORED_BATCH = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeedSettings(DataSettings):
+class RayFeedSettings(ActorSettings, RaySettings):
+    """What data.py --engine ray measures: Ray Data, and the encoders in it."""
+
+    GROUP = ActorSettings.GROUP
+
+    online_encoder_batch_size: int = shared(OnlineSettings, "online_encoder_batch_size")
+    max_failed_blocks: int = shared(OnlineSettings, "max_failed_blocks")
+    model_name: str = shared(ModelSettings, "model_name", help="model whose encoders encode")
+    model_revision: str | None = shared(ModelSettings, "model_revision")
+    random_weights: bool = shared(ModelSettings, "random_weights")
+    encoder_dtype: str | None = shared(
+        ArithmeticSpeedups,
+        "encoder_dtype",
+        presets={},
+        help="weights of the encoders (default: bf16 or fp16 where this machine is fast in it)",
+    )
+    dist_timeout: float = shared(RunSettings, "dist_timeout")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedSettings(RayFeedSettings, DataSettings):
     """Settings of data.py. None means: chosen for the machine, then printed."""
 
+    GROUP = DataSettings.GROUP
+
+    engine: str | None = setting(
+        one_of(RAY),
+        None,
+        "who prepares batches: Ray Data, which also encodes them, for emulated trainers in ranks "
+        "that Ray Train starts (default: this process and --num_workers)",
+    )
     num_workers: int | None = setting(
         NOT_NEGATIVE, None, "loader processes (default: 8, or the number of cores if smaller)"
     )
     image_size: int = shared(ModelSettings, "image_size", default=512)
-    batch_size: int = setting(POSITIVE, 32, "images per batch")
+    batch_size: int = setting(
+        POSITIVE, 32, "images per batch; with --engine ray of all trainers together"
+    )
     text_embedding_dim: int = setting(
         POSITIVE, 1024, "width of the text embeddings beside latents (SD 2: 1024, SD 1: 768)"
     )
@@ -71,17 +105,32 @@ class Feed(Task):
 
     kind = FEED
     program = "data.py"
-    is_distributed = False
     _settings: FeedSettings
     _source: SourceConfig
     _machine: Machine
+    _ranks: Ranks
     _num_samples: int | None
+
+    @property
+    def is_distributed(self) -> bool:
+        """With Ray, each emulated trainer is a rank."""
+        return self.request.config.engine == RAY
+
+    @property
+    def timeout_s(self) -> float:
+        """The flag --dist_timeout."""
+        return self.request.config.dist_timeout
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Choose what was left open, and look at the source."""
-        self._machine = machine
-        self._settings = _resolve(self.request.config, machine)
-        self._source = _make_source(self._settings, machine)
+        self._machine, self._ranks = machine, ranks
+        self._settings = _resolve(self.request, machine, ranks)
+        if self._settings.engine == RAY:
+            from sdbench.tasks import ray_feed
+
+            self._source = ray_feed.make_source(self._settings, machine=machine, ranks=ranks)
+        else:
+            self._source = _make_source(self._settings, machine)
         self._num_samples = data.check(self._source)
 
     def make_folder(self) -> Path:
@@ -94,6 +143,10 @@ class Feed(Task):
 
     def for_person(self) -> str:
         """The source and the window."""
+        if self._settings.engine == RAY:
+            from sdbench.tasks import ray_feed
+
+            return ray_feed.describe(self._settings, self._source)
         return _describe(self._settings, self._source, num_samples=self._num_samples)
 
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
@@ -105,6 +158,11 @@ class Feed(Task):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Measure."""
+        if self._settings.engine == RAY:
+            from sdbench.tasks import ray_feed
+
+            measured = ray_feed.measure(self._settings, self._source, ranks=self._ranks, run=run)
+            return {"summary": measured}
         return {"summary": _measure(self._settings, self._source, self._machine)}
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
@@ -114,12 +172,17 @@ class Feed(Task):
         return format_feed(content)
 
 
-def _resolve(settings: FeedSettings, machine: Machine) -> FeedSettings:
+def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
     """Choose what was left open, print it, and check that the values go together.
 
     Raises:
-        ConfigError: Two values contradict each other.
+        ConfigError: Two values contradict each other, or one has no effect.
     """
+    settings = request.config
+    check_ray_settings(request)
+    if settings.engine != RAY:
+        names = declarations(RayFeedSettings).keys() - declarations(RaySettings).keys()
+        refuse_without_effect(request, sorted(names), needed="--engine ray")
     if settings.emulate_step_seconds and settings.target_images_per_second:
         raise ConfigError(
             "With an emulated step the rate is that of the trainer, not what the source could do",
@@ -136,24 +199,31 @@ def _resolve(settings: FeedSettings, machine: Machine) -> FeedSettings:
     )
     if data_format == "synthetic" and not settings.use_synth_data:
         print("No --remote, --local or --streams: measuring synthetic data.")
-    num_workers = settings.num_workers
-    if num_workers is None:
-        num_workers = min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)
-    num_stored = num_workers * settings.prefetch_factor
-    chosen = {
-        "num_workers": num_workers,
+    if settings.engine == RAY:
+        from sdbench.tasks import ray_feed
+
+        ray_feed.check(request, ranks)
+        fast_dtype = "bf16" if machine.has_fast_bf16 else "fp32"
+        chosen: dict[str, Any] = {"encoder_dtype": fast_dtype}
+        num_stored = ray_feed.count_stored_batches(settings, num_trainers=ranks.world_size)
+    else:
+        chosen = {"num_workers": min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)}
+        num_workers = (
+            chosen["num_workers"] if settings.num_workers is None else settings.num_workers
+        )
+        num_stored = num_workers * settings.prefetch_factor
+    chosen |= {
         "num_batches": max(DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH * num_stored),
         "num_warmup_batches": num_stored + 1,
     }
     chosen = {name: value for name, value in chosen.items() if getattr(settings, name) is None}
-    if chosen:
+    if chosen and ranks.rank == 0:
         values = ", ".join(f"{name}={value}" for name, value in chosen.items())
         print(f"Chosen, each by a flag of its name: {values}")
     settings = dataclasses.replace(settings, **chosen, data_format=data_format)
     if settings.num_warmup_batches < num_stored:
         raise ConfigError(
-            f"{num_workers} workers prepare {settings.prefetch_factor} batches each in advance, "
-            "which would pass for measured work",
+            f"{num_stored} batches are prepared in advance, which would pass for measured work",
             value=settings.num_warmup_batches,
             allowed=f"at least {num_stored}",
             flag="--num_warmup_batches, --num_workers or --prefetch_factor",

@@ -15,6 +15,7 @@ TEXTS = (
     flags.PREDICT_EPILOG,
     flags.COST_EPILOG,
     flags.PLAN_EPILOG,
+    flags.MACHINES_EPILOG,
 )
 EXAMPLES = [
     line.strip()
@@ -25,8 +26,14 @@ EXAMPLES = [
 
 
 def test_every_command_has_examples():
-    assert len(EXAMPLES) >= 14
-    assert {shlex.split(example)[4] for example in EXAMPLES} == {"fit", "predict", "cost", "plan"}
+    assert len(EXAMPLES) >= 16
+    assert {shlex.split(example)[4] for example in EXAMPLES} == {
+        "fit",
+        "predict",
+        "cost",
+        "plan",
+        "machines",
+    }
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -34,10 +41,10 @@ def test_an_example_runs(capsys, tmp_path, monkeypatch, repository, example):
     (tmp_path / "results").symlink_to(repository / "results")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(example)[3:]) == 0
-    assert "GPUs" in capsys.readouterr().out
+    assert "GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "fit", "predict", "cost", "plan"])
+@pytest.mark.parametrize("command", ["", "fit", "predict", "cost", "plan", "machines"])
 def test_help_is_answered(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main(["scaling", *command.split(), "--help"])

@@ -90,6 +90,15 @@ class LoaderStats:
         for name, seconds in report.seconds.items():
             self.seconds[name] += seconds
 
+    def merge(self, other: LoaderStats) -> None:
+        """Add what the loader of another rank has counted."""
+        self.num_images_delivered += other.num_images_delivered
+        self.num_bad_samples += other.num_bad_samples
+        self.num_failed_blocks += other.num_failed_blocks
+        self.bytes_read += other.bytes_read
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+
     def reset(self) -> None:
         """Count from 0 again."""
         self.__init__(num_dropped_samples=self.num_dropped_samples)

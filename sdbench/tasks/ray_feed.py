@@ -1,0 +1,332 @@
+"""How fast Ray Data feeds emulated trainers: what data.py --engine ray does in each of its ranks.
+
+The ranks take the batches that --online_preprocessing would give them, all of a step together as
+the gradients' averaging would have it, and sleep in place of training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.progress import Progress
+from sdbench.data.source import SourceConfig
+from sdbench.measure.feed import Feed, measure_feed, summarize_feed
+from sdbench.measure.hardware import Machine
+from sdbench.measure.summary import interval_for_record
+from sdbench.models.architecture import Architecture, resolve_architecture
+from sdbench.ranks import distributed, ray_cluster
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.data import ONLINE
+from sdbench.settings.request import Request
+from sdbench.statistics.intervals import Interval, within_run_interval
+from sdbench.tasks.encode.online import EncodeStage
+from sdbench.tasks.encode.ray_stages import DecodeStage
+
+if TYPE_CHECKING:
+    from sdbench.run.task import Run
+    from sdbench.tasks.encode.online import OnlineLoader
+    from sdbench.tasks.feed import FeedSettings
+
+# What Ray Data tells of its stages, in the folder of the run.
+STREAM_NAME = "ray_data.txt"
+# Batches that wait at the end of a trainer: one in its hand, one behind that.
+NUM_AT_TRAINER = 2
+# Parts of the window that an interval is over.
+MAX_PARTS = 20
+
+
+def check(request: Request, ranks: Ranks) -> None:
+    """Check what the measurement needs.
+
+    Raises:
+        ConfigError: Something is missing, contradicts another setting, or has no effect.
+    """
+    settings = request.config
+    for name in ("num_workers", "text_embedding_dim"):
+        if request.is_users(name):
+            raise ConfigError(
+                f"--{name} has no effect",
+                value=getattr(settings, name),
+                allowed="only without --engine ray, whose --num_decoders load pictures",
+                flag=f"--{name} or --engine",
+            )
+    if ray_cluster.RAY_RESTARTS not in os.environ:
+        raise ConfigError(
+            "The trainers of data.py --engine ray are started by Ray Train alone",
+            value=f"{ranks.world_size} ranks of another launcher",
+            allowed="the same command without a launcher, and --num_ray_workers",
+            flag="RANK (in the environment)",
+        )
+    for name, wanted in (("latents", ONLINE), ("streams", None)):
+        if getattr(settings, name) != wanted:
+            raise ConfigError(
+                "Ray Data encodes the pictures of one data set",
+                value=getattr(settings, name),
+                allowed=f"{wanted}, or no --engine ray",
+                flag=f"--{name} or --engine",
+            )
+    if settings.batch_size % ranks.world_size:
+        raise ConfigError(
+            "The images of a batch cannot be shared out among the trainers",
+            value=settings.batch_size,
+            allowed=f"a multiple of {ranks.world_size}",
+            flag="--batch_size or --num_ray_workers",
+        )
+    if settings.max_seconds is not None and ranks.world_size > 1:
+        raise ConfigError(
+            "Several trainers end after the same batch, not after a time",
+            value=settings.max_seconds,
+            allowed="--num_batches, or one trainer",
+            flag="--max_seconds or --num_ray_workers",
+        )
+
+
+def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
+    """Batches that may be ready, or under way, before they are asked for."""
+    from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT
+
+    num_actors = settings.num_decoders + settings.num_encoders
+    num_rows = (settings.prefetch_factor + NUM_IN_FLIGHT) * num_actors
+    return math.ceil(num_rows / num_trainers) + NUM_AT_TRAINER
+
+
+def make_source(settings: FeedSettings, *, machine: Machine, ranks: Ranks) -> SourceConfig:
+    """The pictures, as this rank has them.
+
+    Raises:
+        ConfigError: There is no such model, or it has no images of this size.
+    """
+    architecture = _architecture(settings)
+    architecture.check_image_size(settings.image_size)
+    return SourceConfig.from_settings(
+        settings,
+        num_workers=0,
+        device_batch_size=settings.batch_size // ranks.world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        pin_memory=machine.device_type == "cuda",
+        tokenizer_folder=architecture.tokenizer_folder,
+        pad_token_id=architecture.tokenizer["pad_token_id"],
+        text_embedding_dim=architecture.text_encoder["hidden_size"],
+    )
+
+
+def describe(settings: FeedSettings, source: SourceConfig) -> str:
+    """What is about to be measured."""
+    place = settings.remote or settings.local
+    return (
+        f"Ray Data reads {settings.data_format} images{f' from {place!r}' if place else ''} and "
+        f"encodes them by {settings.model_name} at {settings.image_size} px: num_decoders "
+        f"{settings.num_decoders}, num_encoders {settings.num_encoders}; {source.world_size} "
+        f"emulated trainers of {source.device_batch_size} images a step; "
+        f"{settings.num_warmup_batches} warm-up and {settings.num_batches} measured steps"
+    )
+
+
+def measure(
+    settings: FeedSettings, source: SourceConfig, *, ranks: Ranks, run: Run
+) -> dict[str, Any]:
+    """Take batches as a trainer would.
+
+    Args:
+        settings: With nothing left open.
+        source: The pictures, of this rank.
+        ranks: This rank.
+        run: Its folder gets what Ray Data tells of its stages.
+
+    Returns:
+        The summary of all ranks.
+    """
+    from sdbench.tasks.encode import online
+
+    num_warmup, num_batches = settings.num_warmup_batches, settings.num_batches
+    num_stored = count_stored_batches(settings, num_trainers=ranks.world_size)
+    ray_cluster.connect(settings.ray_address)
+    loader = online.build(
+        source,
+        settings,
+        architecture=_architecture(settings),
+        encoder_dtype=settings.encoder_dtype,
+        weights_seed=settings.seed,
+        ranks=ranks,
+        # The stages have work until the last measured batch.
+        num_batches=num_warmup + num_batches + num_stored,
+    )
+    in_step = _InStep(loader, ranks, looks_at=_spread(num_warmup, num_batches))
+    num_images = (num_warmup + num_batches) * settings.batch_size
+    run.heartbeat.loop_begins()
+    with Progress(num_images, unit="image", enabled=ranks.rank == 0) as progress:
+
+        def observe() -> None:
+            progress.advance(settings.batch_size)
+            run.heartbeat.steps_taken(in_step.num_batches)
+
+        feed = measure_feed(
+            in_step,
+            num_warmup_batches=num_warmup,
+            num_batches=num_batches,
+            max_seconds=settings.max_seconds or math.inf,
+            step_s=settings.emulate_step_seconds or 0.0,
+            observe=observe,
+        )
+    looks = in_step.looks()
+    if ranks.rank == 0:
+        (run.folder / STREAM_NAME).write_text(loader.describe_stream() or "", encoding="utf-8")
+    loader.close()
+    return _summarize(settings, distributed.gather(feed, ranks), looks=looks)
+
+
+def _spread(num_warmup: int, num_batches: int) -> set[int]:
+    """Numbers of batches, from 1, behind which the stages are looked at: the window in parts."""
+    num_parts = min(MAX_PARTS, num_batches)
+    return {num_warmup + num_batches * part // num_parts for part in range(num_parts + 1)}
+
+
+class StageTime(NamedTuple):
+    """What the actors of a stage have done since the stream began.
+
+    Attributes:
+        num_rows: Batches of a trainer that they have made.
+        busy_s: Time of all actors that these have taken, with what it takes to receive a row and
+            to hand it on.
+    """
+
+    num_rows: int
+    busy_s: float
+
+
+def read_stages(text: str) -> dict[str, StageTime]:
+    """The stages, by the name of their class, in what Ray Data tells of a stream.
+
+    It prints the rows that a stage has made, and how many a single actor makes in a second.
+    """
+    stages = {}
+    for part in text.split("\nOperator ")[1:]:
+        name = re.match(r"\d+ MapBatches\((\w+)\):", part)
+        rows = re.search(r"Total output num rows: (\d+) rows", part)
+        rate = re.search(r"Estimated single task throughput: ([0-9.e+-]+) rows/s", part)
+        if name and rows and rate and float(rate[1]) > 0:
+            stages[name[1]] = StageTime(int(rows[1]), int(rows[1]) / float(rate[1]))
+    return stages
+
+
+class _InStep:
+    """A loader whose batches arrive when those of all ranks have.
+
+    Attributes:
+        num_batches: Batches that have arrived.
+    """
+
+    def __init__(self, loader: OnlineLoader, ranks: Ranks, *, looks_at: Collection[int]) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._looks_at = looks_at if ranks.rank == 0 else ()
+        self.num_batches = 0
+        self._looks: list[dict[str, StageTime]] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def stats(self) -> Any:
+        return self._loader.stats
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            distributed.maximum_on_hosts(0, self._ranks)  # waits for all
+            self.num_batches += 1
+            if self.num_batches in self._looks_at:
+                # Beside the steps: the answer takes time, which nobody should wait for.
+                self._threads.append(threading.Thread(target=self._look, daemon=True))
+                self._threads[-1].start()
+            yield batch
+
+    def looks(self) -> list[dict[str, StageTime]]:
+        """The stages at some of the batches, in order; on the first rank."""
+        for thread in self._threads:
+            thread.join()
+        return sorted(self._looks, key=lambda stages: sum(one.num_rows for one in stages.values()))
+
+    def _look(self) -> None:
+        self._looks.append(read_stages(self._loader.describe_stream() or ""))
+
+
+def _summarize(
+    settings: FeedSettings, feeds: Sequence[Feed], *, looks: Sequence[dict[str, StageTime]]
+) -> dict[str, Any]:
+    """The record's `summary` of what the ranks have measured."""
+    stats = feeds[0].stats
+    for other in feeds[1:]:
+        stats.merge(other.stats)
+    merged = Feed(
+        # The slowest rank's, as they step together.
+        step_times_s=tuple(map(max, zip(*(feed.step_times_s for feed in feeds), strict=True))),
+        waits_s=tuple(map(max, zip(*(feed.waits_s for feed in feeds), strict=True))),
+        stats=stats,
+    )
+    step_s = settings.emulate_step_seconds or 0.0
+    num_decoders = settings.num_decoders
+    summary = summarize_feed(
+        merged, num_workers=num_decoders, num_cpu_cores=num_decoders, step_s=step_s
+    )
+    target = settings.batch_size / step_s if step_s else settings.target_images_per_second
+    stages: dict[str, Any] = {}
+    for worker, stage in (("decoder", DecodeStage), ("encoder", EncodeStage)):
+        rate, interval = _rate_of_one(
+            [look[stage.__name__] for look in looks if stage.__name__ in look],
+            images_per_row=settings.batch_size // len(feeds),
+        )
+        stages |= {
+            f"num_{worker}s": getattr(settings, f"num_{worker}s"),
+            f"images_per_second_per_{worker}": rate,
+            f"images_per_second_per_{worker}_interval": interval_for_record(interval),
+            f"num_{worker}s_for_target": math.ceil(target / rate) if target and rate else None,
+        }
+    return summary | {
+        # Whose cores the decoders share is not known here.
+        "images_per_second_per_core": None,
+        "ray": {
+            "num_trainers": len(feeds),
+            **stages,
+            "target_images_per_second": target,
+            "num_failed_blocks": stats.num_failed_blocks,
+        },
+    }
+
+
+def _rate_of_one(
+    times: Sequence[StageTime], *, images_per_row: int
+) -> tuple[float | None, Interval | None]:
+    """Images/s of one busy actor in the window, with an interval over its parts.
+
+    Args:
+        times: From the beginning of the window to its end.
+        images_per_row: Images of a row.
+
+    Returns:
+        None for what is not known: too little was made in the window.
+    """
+    if len(times) < 2 or times[-1].num_rows == times[0].num_rows:
+        return None, None
+    parts = [
+        (later.busy_s - earlier.busy_s) / (later.num_rows - earlier.num_rows)
+        for earlier, later in itertools.pairwise(times)
+        if later.num_rows > earlier.num_rows
+    ]
+    num_rows = times[-1].num_rows - times[0].num_rows
+    rate = images_per_row * num_rows / (times[-1].busy_s - times[0].busy_s)
+    return rate, within_run_interval(parts, images_per_step=images_per_row)
+
+
+def _architecture(settings: FeedSettings) -> Architecture:
+    architecture, _ = resolve_architecture(
+        settings.model_name,
+        revision=settings.model_revision,
+        random_weights=settings.random_weights,
+    )
+    return architecture

@@ -1,0 +1,63 @@
+"""The report on engines has medians, ratios to the first side, and the records that it rests on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from scipy import stats
+
+from sdbench.launch.child import Outcome
+from tests.reference.compare_engines import format_report, launcher_of, order_of
+
+STEPS_S = {"torch": (1.0, 1.1, 1.2), "ray": (1.02, 1.13, 1.22)}
+
+
+def make_outcome(folder: Path, step_time_s: float) -> Outcome:
+    """A run of 10 steps of 8 images in a command of 100 s."""
+    summary = {
+        "images_per_second": 8 / step_time_s,
+        "step_time_p50_s": step_time_s,
+        "data_wait_percent": 0.0,
+        "startup": {"total_s": 30.0},
+        "window_s": 10 * step_time_s,
+    }
+    record = {"summary": summary, "config": {"num_threads": 2}}
+    return Outcome("ok", None, 0, 100.0, None, folder / f"run-{step_time_s}", record)
+
+
+def test_the_report_has_medians_and_ratios_with_intervals(tmp_path):
+    runs = {
+        name: [make_outcome(tmp_path, step_s) for step_s in steps_s]
+        for name, steps_s in STEPS_S.items()
+    }
+    text = format_report(runs, flags=["--model_name", "small"], folder=tmp_path)
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    (torch,) = (row for row in cells if row[0] == "torch")
+    ray, ratios = (row for row in cells if row[0] == "ray")
+    assert torch[1:4] == ["3", "7.273 (6.667 to 8)", "1.1 (1 to 1.2)"]
+    assert ray[3] == "1.13 (1.02 to 1.22)"
+    assert torch[6] == "89 (88 to 90)"
+    # Welch's interval on the logarithms.
+    logs = [[math.log(value) for value in STEPS_S[name]] for name in ("ray", "torch")]
+    interval = stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
+    ratio = math.exp(sum(logs[0]) / 3 - sum(logs[1]) / 3)
+    low, high = math.exp(interval.low), math.exp(interval.high)
+    assert ratios[2] == f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+    assert "- ray, 2 threads: run-1.13" in text
+
+
+def test_each_side_is_first_in_its_turn():
+    names = ["a", "b", "c"]
+    assert [order_of(names, repeat)[0] for repeat in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(order_of(names, 1)) == names
+
+
+def test_ranks_are_started_by_what_belongs_to_the_engine():
+    assert launcher_of(["--engine", "ray"], 2)[-2:] == ["--num_ray_workers", "2"]
+    assert "torch.distributed.run" in launcher_of(["--engine", "torch"], 2)
+    assert "torch.distributed.run" not in launcher_of(["--engine", "torch"], 1)

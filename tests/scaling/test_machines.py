@@ -1,0 +1,365 @@
+"""The machines of a training, by hand, from records, and against the seeds' table."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+
+import pytest
+
+from sdbench.cli import main
+from sdbench.report.figures import read_figures
+from tests.refusals import refusal_of
+from tests.report.results_folder import make_record
+
+# 10 trainers of 20 images/s at half of that: 100. With a margin of a fifth, 120 are to be fed.
+RECIPE = """\
+hundred:
+  about: a test
+  source: here
+  global_batch: 64
+  stages: [{image_size: 64, num_images: 3600000}]
+"""
+PRICES = """\
+machines:
+  - {name: trainer, gpus: [X100], num_devices: 4, num_cpu_cores: 16, value: 10, unit: USD,
+     per: machine-hour, source: a, date: 2026-11-22}
+  - {name: encoder, gpus: [X10], num_devices: 2, num_cpu_cores: 3, value: 2, unit: USD,
+     per: machine-hour, source: b, date: 2026-11-22}
+  - {name: cpu, gpus: [], num_devices: 1, num_cpu_cores: 8, value: 0.5, unit: USD,
+     per: machine-hour, source: c, date: 2026-11-22}
+"""
+BESIDE, IN_STEP, ONCE = (
+    "encoders beside the trainers",
+    "encoders in the step",
+    "latents made once, before",
+)
+GIVEN = {
+    "recipe": "hundred",
+    "num_trainers": 10,
+    "scaling_efficiency": 0.5,
+    "margin": 0.2,
+    "trainer_rates": "64=20:18:25",
+    "encoder_rates": "64=7:6:8",
+    "decoder_rates": "64=3",
+    "in_step_rates": "64=8",
+    "trainer_machine": "trainer",
+    "encoder_machine": "encoder",
+}
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Makes the arguments of a plan with changes; None leaves a flag out."""
+    (tmp_path / "recipes.yaml").write_text(RECIPE)
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    files = {"recipes": tmp_path / "recipes.yaml", "prices": tmp_path / "prices.yaml"}
+
+    def make(**changes) -> list[str]:
+        values = {**GIVEN, **files, **changes}
+        return [
+            str(part)
+            for name, value in values.items()
+            if value is not None
+            for part in (f"--{name}", *(value if isinstance(value, list) else [value]))
+        ]
+
+    return make
+
+
+@pytest.fixture
+def plan(command, tmp_path):
+    """Plans, and gives the rows by way, each way with its jobs in order."""
+
+    def run(**changes) -> dict[str, list[dict]]:
+        out = tmp_path / "machines.csv"
+        assert main(["scaling", "machines", *command(**changes), "--out", str(out)]) == 0
+        ways: dict[str, list[dict]] = {}
+        for row in read_figures(out):
+            ways.setdefault(row["way"], []).append(row)
+        return ways
+
+    return run
+
+
+def amounts(row: dict, name: str) -> tuple:
+    return tuple(row[f"{name}{end}"] for end in ("", "_low", "_high"))
+
+
+def test_encoders_and_decoders_are_as_many_as_feed_the_trainers(plan, capsys):
+    ways = plan()
+    (row,) = ways[BESIDE]
+    # 120 / 7 = 17.1, 120 / 3 = 40; of its 3 cores, 40 decoders take 14 machines of encoders.
+    assert (row["num_trainers"], row["num_encoders"], row["num_decoders"]) == (10, 18, 40)
+    assert row["machines"] == "3 x trainer, 14 x encoder"
+    assert row["slowest"] == "trainers"
+    # 5 x 18 to 5 x 25 images/s.
+    assert amounts(row, "images_per_second") == pytest.approx((100, 90, 125))
+    assert amounts(row, "hours") == pytest.approx((10, 8, 100 / 9))
+    assert amounts(row, "cost_usd") == pytest.approx((580, 464, 58 * 100 / 9))
+    # At worst 150 images/s for encoders of 6, at best 108 for those of 8.
+    table = capsys.readouterr().out
+    assert " 18  14 to 25 " in table
+    assert " 40  n/a " in table
+
+
+def test_the_other_ways_to_encode(plan):
+    ways = plan()
+    (row,) = ways[IN_STEP]
+    assert (row["num_encoders"], row["machines"], row["slowest"]) == (0, "3 x trainer", "trainers")
+    assert amounts(row, "hours") == (25, None, None)
+    assert row["cost_usd"] == pytest.approx(750)
+    encode, train = ways[ONCE]
+    # 18 encoders do 126 images/s, 40 decoders 120.
+    assert (encode["num_trainers"], encode["slowest"]) == (0, "decoders")
+    assert encode["hours"] == pytest.approx(3_600_000 / 120 / 3600)
+    assert encode["cost_usd"] == pytest.approx(28 * encode["hours"])
+    assert (train["num_encoders"], train["num_decoders"]) == (0, 0)
+    assert amounts(train, "hours") == pytest.approx((10, 8, 100 / 9))
+    assert train["cost_usd"] == pytest.approx(300)
+    assert list(plan(in_step_rates=None)) == [BESIDE, ONCE]
+
+
+def test_a_data_set_that_is_seen_often_is_encoded_once(plan, capsys):
+    encode, train = plan(num_dataset_images=360_000)[ONCE]
+    assert encode["hours"] == pytest.approx(360_000 / 120 / 3600)
+    assert train["hours"] == pytest.approx(10)
+    # 2 x 4 x 8 x 8 moments and 77 x 1024 of the caption, 2 bytes each: 56.96 GB.
+    assert "take 57.1 GB of storage" in capsys.readouterr().out
+
+
+def test_decoders_on_machines_of_their_own(plan):
+    (row,) = plan(decoder_machine="cpu")[BESIDE]
+    assert row["machines"] == "3 x trainer, 9 x encoder, 5 x cpu"
+    assert row["cost_usd"] == pytest.approx(10 * (30 + 18 + 2.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "slowest", "rate"),
+    [
+        ({"num_encoders": 10}, "encoders", (70, 60, 80)),
+        # 13 encoders do 91, 78 to 104, and the trainers 90 at least.
+        ({"num_encoders": 13}, "encoders or trainers", (91, 78, 104)),
+        ({"num_encoders": 40}, "trainers", (100, 90, 125)),
+        # The decoders' rate is given without an interval.
+        ({"num_decoders": 5}, "decoders", (15, None, None)),
+    ],
+)
+def test_with_the_workers_that_one_has_the_slowest_decides(plan, changes, slowest, rate):
+    (row,) = plan(**changes)[BESIDE]
+    assert row["slowest"] == slowest
+    assert amounts(row, "images_per_second") == rate
+    assert row["hours"] == pytest.approx(1000 / rate[0])
+
+
+def test_trainers_that_encode_decode_on_their_own_cores(plan):
+    # 48 cores of 3 machines at half an image/s are slower than 10 trainers of 4.
+    (row,) = plan(decoder_rates="64=0.5")[IN_STEP]
+    assert (row["slowest"], row["images_per_second"]) == ("decoders", 24)
+
+
+# The table of seed 002, as it is quoted.
+
+
+@pytest.fixture
+def quoted(repository):
+    rows = read_figures(repository / "results" / "quoted" / "other_seed_figures.csv")
+    return {(row["what"], row["unit"]): row["value"] for row in rows}
+
+
+def figure(quoted, words: str, unit: str) -> float:
+    (value,) = (value for (what, one), value in quoted.items() if words in what and one == unit)
+    return value
+
+
+def plan_of_the_seed(plan, quoted, *, trainer_machine: str, share: float = 1.0):
+    """Its trainers at the rate of its ingest benchmark, fed by a share of the rate of one of 48.
+
+    The rate at 512 px is told nowhere: it is what the hours leave for that stage.
+    """
+    trained = 4096 / figure(quoted, "emulated training step", "s")
+    hours = figure(quoted, "2.867e9 images", "A100-hours") / 32
+    trained_at_512 = 1.7408e9 / (hours * 3600 - 1.1264e9 / trained)
+    assert trained_at_512 == pytest.approx(1418, abs=1)
+    rates = {256: trained, 512: trained_at_512}
+    num_encoders, num_decoders = (
+        figure(quoted, words, unit)
+        for words, unit in (("encoders of", "GPUs"), ("transformation workers", "CPUs"))
+    )
+    return plan(
+        recipe="seed002",
+        recipes=None,
+        prices=None,
+        in_step_rates=None,
+        num_trainers=32,
+        scaling_efficiency=1,
+        margin=0,
+        trainer_rates=[f"{size}={rate / 32!r}" for size, rate in rates.items()],
+        encoder_rates=[f"{size}={share * rate / num_encoders!r}" for size, rate in rates.items()],
+        decoder_rates=[f"{size}={share * rate / num_decoders!r}" for size, rate in rates.items()],
+        trainer_machine=trainer_machine,
+        encoder_machine="g5.2xlarge",
+    )
+
+
+def test_the_seeds_table_comes_back(plan, quoted):
+    for machine, price in (("reserved", "1-year"), ("on-demand", "on demand")):
+        ways = plan_of_the_seed(plan, quoted, trainer_machine=f"p4de.24xlarge-{machine}")
+        # Its dollars are those of the A100 alone.
+        _, at_256, _, at_512 = ways[ONCE]
+        assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
+        cost_usd = at_256["cost_usd"] + at_512["cost_usd"]
+        assert cost_usd == pytest.approx(figure(quoted, price, "USD"), rel=1e-4)
+
+
+def test_the_seeds_encoders_are_found_and_none_too_few(plan, quoted):
+    row = plan_of_the_seed(plan, quoted, trainer_machine="p4de.24xlarge-r")[BESIDE][0]
+    assert (row["num_encoders"], row["num_decoders"]) == (48, 192)
+    # 192 decoders have a core each on the 8 of 48 machines.
+    assert row["machines"] == "4 x p4de.24xlarge-reserved, 48 x g5.2xlarge-on-demand"
+    slow = plan_of_the_seed(plan, quoted, trainer_machine="p4de.24xlarge-r", share=0.999)
+    assert (slow[BESIDE][0]["num_encoders"], slow[BESIDE][0]["num_decoders"]) == (49, 193)
+
+
+# Rates from records.
+
+
+def write(tmp_path, record: dict, name: str) -> str:
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(record))
+    return str(path)
+
+
+@pytest.fixture
+def trainer_records(tmp_path):
+    """Three runs on latents with 2 ranks, of 36, 40 and 41 images/s, 64 px."""
+    return [
+        write(
+            tmp_path,
+            make_record(
+                config__image_size=64,
+                config__latents="precomputed",
+                ranks__world_size=2,
+                summary__images_per_second=rate,
+                summary__images_per_second_per_device=rate / 2,
+            ),
+            f"trainer-{rate}",
+        )
+        for rate in (36.0, 40.0, 41.0)
+    ]
+
+
+def published(repository, job: str) -> dict:
+    path = sorted(repository.glob(f"results/runs/*_{job}/record.json"))[0]
+    return json.loads(path.read_text())
+
+
+def test_rates_of_records_are_those_of_one_worker(plan, tmp_path, repository, trainer_records):
+    encoder = published(repository, "precompute-mds-512px")
+    encoder["config"]["image_size"] = 64
+    summary = encoder["summary"]
+    summary.update(images_per_second=28.0, images_per_second_per_device=7.0)
+    summary["images_per_second_interval"].update(low=24.0, high=32.0)
+    decoder = published(repository, "feed-mds-512px")
+    decoder["config"]["image_size"] = 64
+    decoder["summary"].update(images_per_second=6.0, images_per_second_per_core=3.0)
+    decoder["summary"]["images_per_second_interval"].update(low=4.0, high=8.0)
+    ways = plan(
+        trainer_rates=trainer_records,
+        encoder_rates=write(tmp_path, encoder, "encoder"),
+        decoder_rates=write(tmp_path, decoder, "decoder"),
+        num_encoders=2,
+        num_decoders=3,
+    )
+    encode, train = ways[ONCE]
+    # Two encoders do 14, 12 to 16; three decoders 9, 6 to 12. The low end is that of the slowest.
+    assert amounts(encode, "images_per_second") == pytest.approx((9, 6, 12))
+    # A t interval of three runs on the logarithms: 4.3027 standard errors.
+    logs = [math.log(rate) for rate in (18.0, 20.0, 20.5)]
+    half = 4.302653 * statistics.stdev(logs) / math.sqrt(3)
+    low, high = (math.exp(statistics.fmean(logs) + sign * half) for sign in (-1, 1))
+    _, *ends = amounts(train, "images_per_second")
+    assert ends == pytest.approx([5 * low, 5 * high], rel=1e-6)
+
+
+def test_a_record_of_ray_data_has_both_rates(plan, tmp_path, repository):
+    record = published(repository, "feed-mds-512px")
+    record["config"].update(image_size=64, engine="ray", emulate_step_seconds=0.5)
+    interval = record["summary"]["images_per_second_interval"]
+    record["summary"]["ray"] = {
+        "num_trainers": 2,
+        "num_decoders": 4,
+        "num_encoders": 2,
+        "images_per_second_per_decoder": 3.0,
+        "images_per_second_per_decoder_interval": {**interval, "low": 2.0, "high": 4.0},
+        "images_per_second_per_encoder": 7.0,
+        "images_per_second_per_encoder_interval": {**interval, "low": 6.0, "high": None},
+        "num_decoders_for_target": 1,
+        "num_encoders_for_target": 1,
+        "target_images_per_second": 1.0,
+        "num_failed_blocks": 0,
+    }
+    path = write(tmp_path, record, "ray")
+    ways = plan(encoder_rates=path, decoder_rates=path, num_encoders=10, num_decoders=30)
+    encode, _ = ways[ONCE]
+    # 10 encoders do 70, 60 at least; 30 decoders 90, 60 to 120.
+    assert amounts(encode, "images_per_second") == (70, 60, None)
+
+
+def test_records_of_other_work_are_refused(command, tmp_path, repository, trainer_records):
+    online = write(tmp_path, make_record(config__image_size=64), "online")
+    failed = copy.deepcopy(make_record(config__image_size=64, config__latents="precomputed"))
+    failed.update(status="failed", reason="a test", summary=None)
+    emulated = published(repository, "feed-mds-512px")
+    emulated["config"].update(image_size=64, emulate_step_seconds=0.5)
+    emulated["summary"]["images_per_second_per_core"] = None
+    other = make_record(
+        config__image_size=64, config__latents="precomputed", config__batch_size=4096
+    )
+    for changes, flag in (
+        ({"trainer_rates": online}, "--trainer_rates"),
+        ({"trainer_rates": write(tmp_path, failed, "failed")}, "--trainer_rates"),
+        ({"in_step_rates": trainer_records[0]}, "--in_step_rates"),
+        ({"encoder_rates": online}, "--encoder_rates"),
+        ({"decoder_rates": write(tmp_path, emulated, "emulated")}, "--decoder_rates"),
+        # Two configurations have no mean.
+        ({"trainer_rates": [trainer_records[0], write(tmp_path, other, "b")]}, "--trainer_rates"),
+        ({"trainer_rates": ["64=3", "64=4"]}, "--trainer_rates"),
+    ):
+        assert refusal_of("scaling", "machines", *command(**changes)).flag == flag
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"trainer_rates": "64=0"}, "--trainer_rates"),
+        ({"trainer_rates": "64=3:4:5"}, "--trainer_rates"),
+        ({"decoder_rates": "64=nan"}, "--decoder_rates"),
+        ({"encoder_rates": "128=3"}, "--encoder_rates"),
+        ({"encoder_rates": "nowhere"}, "--encoder_rates"),
+        ({"scaling_efficiency": 1.1}, "--scaling_efficiency"),
+        ({"trainer_machine": "p5"}, "--trainer_machine"),
+        ({"decoder_machine": "p5"}, "--decoder_machine"),
+        ({"margin": -0.1}, "--margin"),
+    ],
+)
+def test_what_cannot_be_planned_with_is_refused(command, changes, flag):
+    assert refusal_of("scaling", "machines", *command(**changes)).flag == flag
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_devices: 4", "num_devices: 0"),
+        ("num_cpu_cores: 16", "num_cpu_cores: 1.5"),
+        ("per: machine-hour", "per: GPU-hour"),
+        ("value: 10", "value: -10"),
+    ],
+)
+def test_a_machine_that_is_not_whole_is_refused(command, tmp_path, old, new):
+    prices = tmp_path / "other.yaml"
+    prices.write_text(PRICES.replace(old, new, 1))
+    error = refusal_of("scaling", "machines", *command(prices=prices))
+    assert error.flag.startswith("--prices")
