@@ -31,7 +31,7 @@ ARG MOSAICML_VERSION=0.32.1
 ARG PYTORCH_INDEX_URL=
 ARG TORCH_VERSION=
 ARG TORCHVISION_VERSION=
-COPY requirements.txt constraints.txt single-node/install-suite.sh /tmp/install/
+COPY requirements.txt requirements-ray.txt constraints.txt single-node/install-suite.sh /tmp/install/
 RUN /tmp/install/install-suite.sh /tmp/install /opt/venv && rm -r /tmp/install
 # An NGC image points the loader at its own torch.
 ENV PATH=/opt/venv/bin:/opt/amazon/efa/bin:$PATH \

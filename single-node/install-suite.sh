@@ -38,11 +38,11 @@ if [[ -n ${PYTORCH_INDEX_URL:-} ]]; then
   mapfile -t torch < <(grep -E '^torch(vision)?==' "$wanted")
   "${pip[@]}" --index-url "$PYTORCH_INDEX_URL" "${torch[@]}"
 fi
-"${pip[@]}" -r "$wanted" -c "$constraints"
+"${pip[@]}" -r "$wanted" -r "$files/requirements-ray.txt" -c "$constraints"
 if [[ -n ${TORCH_VERSION:-} ]]; then
   # pip warns that Composer asks for another torch, and installs this one. Tried: 2.11.0, on a CPU.
   "${pip[@]}" ${PYTORCH_INDEX_URL:+--extra-index-url "$PYTORCH_INDEX_URL"} \
     "torch==$TORCH_VERSION" "torchvision==$TORCHVISION_VERSION"
 fi
 rm "$wanted" "$constraints"
-"$folder/bin/python" -c 'import composer, streaming, torch; print("torch", torch.__version__)'
+"$folder/bin/python" -c 'import composer, lightning, ray, streaming, torch; print("torch", torch.__version__)'

@@ -1,8 +1,11 @@
-"""Schemas of Kubeflow's job kinds, from the models of its own Python packages.
+"""Schemas of job kinds, from the models of Kubeflow's own Python packages, and of KubeRay.
 
 The schemas are structural ones, as a CustomResourceDefinition takes them: a PyTorchJob from
 kubeflow-training, a TrainJob and its runtime from kubeflow-trainer-api, which also has the parts of
 Kubernetes that they hold. The models tell names and types; they know no enumerations.
+
+No package of PyPI, npm or Debian has KubeRay's definitions. So the fields of a RayJob stand here as
+"KubeRay CRD API reference" of Ray's documentation lists them for KubeRay 1.7.0.
 """
 
 from __future__ import annotations
@@ -31,6 +34,82 @@ PLAIN: dict[Any, dict[str, Any]] = {
 }
 WORDS = {"str": str, "bool": bool, "int": int, "datetime": datetime.datetime}
 
+TEXTS = dict[str, str]
+# Names stand for types of this table or of Kubernetes, [name] for a list of them, Any for what no
+# manifest here has.
+RAY_TYPES: dict[str, dict[str, Any]] = {
+    "RayJob": {"apiVersion": str, "kind": str, "metadata": Any, "spec": "RayJobSpec"},
+    "RayJobSpec": {
+        "activeDeadlineSeconds": int,
+        "backoffLimit": int,
+        "clusterSelector": TEXTS,
+        "deletionStrategy": Any,
+        "entrypoint": str,
+        "entrypointNumCpus": float,
+        "entrypointNumGpus": float,
+        "entrypointResources": str,
+        "jobId": str,
+        "managedBy": str,
+        "metadata": TEXTS,
+        "preRunningDeadlineSeconds": int,
+        "rayClusterSpec": "RayClusterSpec",
+        "runtimeEnvYAML": str,
+        "shutdownAfterJobFinishes": bool,
+        "submissionMode": str,
+        "submitterConfig": Any,
+        "submitterPodTemplate": "V1PodTemplateSpec",
+        "suspend": bool,
+        "ttlSecondsAfterFinished": int,
+    },
+    "RayClusterSpec": {
+        "authOptions": Any,
+        "autoscalerOptions": Any,
+        "enableInTreeAutoscaling": bool,
+        "gcsFaultToleranceOptions": Any,
+        "headGroupSpec": "HeadGroupSpec",
+        "headServiceAnnotations": TEXTS,
+        "historyServerOptions": Any,
+        "managedBy": str,
+        "networkPolicy": Any,
+        "rayVersion": str,
+        "suspend": bool,
+        "tlsOptions": Any,
+        "upgradeStrategy": Any,
+        "workerGroupSpecs": ["WorkerGroupSpec"],
+    },
+    "HeadGroupSpec": {
+        "enableIngress": bool,
+        "headService": Any,
+        "ingressOptions": Any,
+        "labels": TEXTS,
+        "rayStartParams": TEXTS,
+        "resources": TEXTS,
+        "serviceType": str,
+        "template": "V1PodTemplateSpec",
+    },
+    "WorkerGroupSpec": {
+        "groupName": str,
+        "idleTimeoutSeconds": int,
+        "labels": TEXTS,
+        "maxReplicas": int,
+        "minReplicas": int,
+        "numOfHosts": int,
+        "priority": int,
+        "rayStartParams": TEXTS,
+        "replicas": int,
+        "resources": TEXTS,
+        "scaleStrategy": Any,
+        "suspend": bool,
+        "template": "V1PodTemplateSpec",
+    },
+}
+# Those that KubeRay's Go types do not leave out when they are empty.
+REQUIRED_OF_RAY = {
+    "RayClusterSpec": ["headGroupSpec"],
+    "HeadGroupSpec": ["template"],
+    "WorkerGroupSpec": ["groupName", "maxReplicas", "minReplicas", "template"],
+}
+
 
 class Kind(typing.NamedTuple):
     """A kind of job, as a server is told of it."""
@@ -47,6 +126,7 @@ KINDS = {
     "ClusterTrainingRuntime": Kind(
         "trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes", "Cluster"
     ),
+    "RayJob": Kind("ray.io", "v1", "rayjobs", "Namespaced"),
 }
 
 
@@ -54,6 +134,8 @@ def make_schema(kind: str) -> dict[str, Any]:
     """The structural schema of a kind."""
     if kind == "PyTorchJob":
         return _from_words("KubeflowOrgV1PyTorchJob")
+    if kind == "RayJob":
+        return _from_ray("RayJob")
     from kubeflow_trainer_api import models
 
     return _from_annotation(getattr(models, f"TrainerV1alpha1{kind}"))
@@ -151,6 +233,18 @@ def _from_words(words: str) -> dict[str, Any]:
     if words == "V1PodTemplateSpec":
         return _from_annotation(kubernetes.IoK8sApiCoreV1PodTemplateSpec)
     return ANYTHING
+
+
+def _from_ray(part: Any) -> dict[str, Any]:
+    """The schema of a type in the table of KubeRay's."""
+    if isinstance(part, str) and part in RAY_TYPES:
+        properties = {name: _from_ray(one) for name, one in RAY_TYPES[part].items()}
+        required = REQUIRED_OF_RAY.get(part)
+        schema = {"type": "object", "properties": properties}
+        return schema | ({"required": required} if required else {})
+    if isinstance(part, list):
+        return {"type": "array", "items": _from_ray(part[0])}
+    return _from_words(part) if isinstance(part, str) else _from_annotation(part)
 
 
 def _without_unknown_fields(schema: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import printed_refusal
 from tests.report.results_folder import make_record, make_results
 
 
@@ -19,7 +20,8 @@ from tests.report.results_folder import make_record, make_results
 def site(tmp_path_factory, repository) -> Path:
     """What pip installs from a copy of the sources, in a folder of its own."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+    files = ("pyproject.toml", "requirements.txt", "requirements-ray.txt", "README.md", "LICENSE")
+    for name in files:
         shutil.copy(repository / name, source)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(repository / "sdbench", source / "sdbench", ignore=ignore)
@@ -57,8 +59,52 @@ def test_every_file_of_the_package_is_installed(site, repository):
 
 def test_the_package_asks_for_what_requirements_txt_pins(site, repository):
     (metadata,) = site.glob("sdbench-*.dist-info")
-    pins = re.findall(r"^[^#\n]+", (repository / "requirements.txt").read_text(), re.MULTILINE)
-    assert Distribution.at(metadata).requires == pins
+
+    def pins(name: str) -> list[str]:
+        return re.findall(r"^[^#\n]+", (repository / name).read_text(), re.MULTILINE)
+
+    of_extra = [f'{pin}; extra == "ray"' for pin in pins("requirements-ray.txt")]
+    assert Distribution.at(metadata).requires == pins("requirements.txt") + of_extra
+    assert Distribution.at(metadata).metadata.get_all("Provides-Extra") == ["ray"]
+
+
+# As on a machine without requirements-ray.txt: its packages are found in no folder.
+WITHOUT_RAY = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutRay(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        is_hidden = name.split(".")[0] in ("ray", "lightning")
+        return None if is_hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutRay
+"""
+
+
+@pytest.mark.parametrize("program", ["benchmark.py", "train.py"])
+def test_without_the_extra_the_engine_ray_says_how_to_install_it(program, tmp_path, repository):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
+    argv = ("--model_name", "tiny", "--use_synth_data", "--engine")
+    length = ("--max_duration", "1ba") if program == "train.py" else ()
+
+    def start(engine: str, *more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, repository / program, *argv, engine, *length, *more],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    refusal = start("ray")
+    assert refusal.returncode == 2, refusal.stderr
+    assert "pip install -r requirements-ray.txt -c constraints.txt" in refusal.stderr
+    assert printed_refusal(refusal.stderr).flag == "--engine"
+    assert not (tmp_path / "runs").exists()
+    # The others do without.
+    assert start("torch", "--print_config").returncode == 0
 
 
 def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from sdbench.base.errors import ConfigError, RunError
 RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
 RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 
+# Ray itself would try for many minutes to reach an address where nobody is.
+ANSWER_WITHIN_S = 20.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
@@ -72,11 +76,24 @@ def connect(address: str | None) -> None:
         # the cores that there are.
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
     try:
+        if where is not None:
+            _knock(where)
         ray.init(address=where, **options)
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise RunError(
             f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
         ) from None
+
+
+def _knock(address: str) -> None:
+    """See whether anyone listens at an address, if it names a host and a port.
+
+    Raises:
+        OSError: Nobody does.
+    """
+    if found := re.fullmatch(r"(?P<host>[^/]+):(?P<port>\d+)", address):
+        place = (found["host"].strip("[]"), int(found["port"]))
+        socket.create_connection(place, timeout=ANSWER_WITHIN_S).close()
 
 
 def resources_in_words(resources: Mapping[str, float]) -> str:

@@ -87,6 +87,7 @@ class Benchmark(TrainingTask):
         clock.ends(startup.BUILD)
         with contextlib.closing(progress):
             measurements = fit(job, config, watch)
+        self._end_loading(job.loader, run.folder)
         wandb_log.close()
 
         merged = merge_measurements(distributed.gather(measurements, ranks))
@@ -123,6 +124,7 @@ class Benchmark(TrainingTask):
                 "num_images": merged.num_images,
                 "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
                 "num_dropped_samples": job.loader.stats.num_dropped_samples,
+                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
             },
             "ranks": {} if network is None else {"network": network},
         }

@@ -16,7 +16,7 @@ from sdbench.launch.render.variables import VARIABLES
 FOLDER = Path(__file__).resolve().parents[2] / "multi-node"
 MANIFESTS = tuple(KINDS)
 
-# Three nodes with eight GPUs, as the variables of a template.
+# Three nodes with eight GPUs, and two encoders, as the variables of a template.
 VALUES = {
     "REGISTRY": "registry.example.com/team/",
     "DOCKER_IMAGE_NAME": "mosaicml-stable-diffusion",
@@ -26,6 +26,12 @@ VALUES = {
     "NUM_EFA_PER_NODE": "32",
     "NUM_WORKERS": "2",
     "WORLD_SIZE": "24",
+    "NUM_ENCODERS": "2",
+    "NUM_DECODERS": "8",
+    "TRAINER_INSTANCE_TYPE": "p4de.24xlarge",
+    "ENCODER_INSTANCE_TYPE": "g5.2xlarge",
+    "PROGRAM": "benchmark.py",
+    "REMOTE": "s3://bucket/laion",
     "MASTER_PORT": "29500",
     "RDZV_BACKEND": "etcd",
     "RDZV_HOST": "etcd",

@@ -1,7 +1,8 @@
 """The manifests are what a cluster takes, and their pods run what they should.
 
 Schemas are those of Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, made from
-the models of its packages. tests/kubernetes/ asks a server.
+the models of its packages. That of a RayJob is written down in job_schemas. tests/kubernetes/ asks
+a server.
 """
 
 from __future__ import annotations
@@ -100,19 +101,19 @@ def test_both_packages_know_the_fields_that_matter():
     assert trainer["properties"]["numProcPerNode"] == {"type": "integer"}
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", (*JOBS, "rayjob"))
 def test_a_pod_has_no_more_rights_than_it_needs(kind):
-    spec = only_pod_spec(kind)
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 1000
-    assert spec["automountServiceAccountToken"] is False
-    (container,) = spec["containers"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert not any("hostPath" in volume for volume in spec["volumes"])
-    assert "hostNetwork" not in spec
+    for spec in [spec for document in documents(kind) for spec in pod_specs(document)]:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 1000
+        assert spec["automountServiceAccountToken"] is False
+        (container,) = spec["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        assert "hostNetwork" not in spec
 
 
 @pytest.mark.parametrize("kind", JOBS)
@@ -176,6 +177,58 @@ def test_pods_that_have_ended_stay_and_a_fixed_job_is_not_started_again():
     assert elastic["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert node["template"]["spec"]["backoffLimit"] == 0
+
+
+def ray_cluster():
+    """The Ray cluster of a RayJob, and the description of a pod of each of its groups."""
+    (job,) = documents("rayjob")
+    cluster = job["spec"]["rayClusterSpec"]
+    head, trainers, encoders = pod_specs(cluster)
+    return cluster, {"head": head, "trainers": trainers, "encoders": encoders}
+
+
+def test_ray_itself_reads_what_each_group_offers():
+    # Ray's autoscaler is the one reader of these fields outside of the operator.
+    from ray.autoscaler._private.kuberay import autoscaling_config
+
+    cluster, _ = ray_cluster()
+    groups = autoscaling_config._generate_available_node_types_from_ray_cr_spec(cluster)
+    assert {name: group["resources"] for name, group in groups.items()} == {
+        "headgroup": {"CPU": 0, "memory": 8 * 2**30},
+        "trainers": {"CPU": 8, "GPU": 8, "trainer": 8},
+        "encoders": {"CPU": 7, "GPU": 1, "encoder": 1, "memory": 24 * 2**30},
+    }
+    # The head counts as none.
+    assert [(group["min_workers"], group["max_workers"]) for group in groups.values()] == [
+        (0, 0),
+        (3, 3),
+        (2, 2),
+    ]
+
+
+def test_trainers_and_encoders_are_other_machines_with_one_environment():
+    cluster, specs = ray_cluster()
+    selectors = {name: spec.get("nodeSelector") for name, spec in specs.items()}
+    assert selectors == {
+        "head": None,
+        "trainers": {"node.kubernetes.io/instance-type": "p4de.24xlarge"},
+        "encoders": {"node.kubernetes.io/instance-type": "g5.2xlarge"},
+    }
+    containers = {name: spec["containers"][0] for name, spec in specs.items()}
+    for key in ("image", "env", "workingDir"):
+        assert containers["head"][key] == containers["trainers"][key] == containers["encoders"][key]
+    devices = {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}
+    assert containers["trainers"]["resources"] == {"requests": devices, "limits": devices}
+    # The program runs on the head, and rank 0 writes on a trainer.
+    claims = {
+        name: [volume for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
+        for name, spec in specs.items()
+    }
+    assert claims["head"] == claims["trainers"]
+    assert claims["head"][0]["persistentVolumeClaim"]["claimName"] == "stable-diffusion-results"
+    assert claims["encoders"] == []
+    pins = (FOLDER.parent / "requirements-ray.txt").read_text()
+    assert re.search(r"^ray\[.*\]==(.*)$", pins, re.MULTILINE)[1] == cluster["rayVersion"]
 
 
 def test_the_etcd_speaks_version_2_where_elastic_jobs_look_for_it():

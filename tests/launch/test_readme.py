@@ -21,6 +21,7 @@ DOCUMENTS = (
     "README.md",
     "single-node/README.md",
     "multi-node/README.md",
+    "multi-node/ray.md",
     "CONTRIBUTING.md",
     "results/README.md",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 
 import pytest
@@ -12,9 +13,11 @@ from sdbench.base.errors import ConfigError
 from sdbench.cli import main
 from sdbench.launch.render import render as render_module
 from sdbench.launch.render.render import find_names
+from sdbench.settings.config import parse_request
 from tests.debian import find_program
 from tests.launch.rendering import (
     FAULTS,
+    FOLDER,
     MANIFESTS,
     VALUES,
     documents,
@@ -159,9 +162,41 @@ def test_arguments_of_the_benchmark_reach_the_pods_as_they_are():
     assert trainjob["spec"]["trainer"]["args"] == [*arguments, "--results_dir=/results"]
 
 
+def test_arguments_of_a_rayjob_come_through_its_shells_as_they_are():
+    arguments = [
+        "--filters",
+        '{punsafe: "<=0.1"}',
+        "--class_prompts",
+        "a 'b' $HOME.json",
+        "lr=1e-4",
+    ]
+    (job,) = documents("rayjob", "--", *arguments)
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:2] == ["python", "/workspace/stable-diffusion/benchmark.py"]
+    assert words[-len(arguments) - 1 :] == ["--results_dir=/results", *arguments]
+    config = parse_request(words[2:], description="", epilog="").config
+    assert (config.engine, config.num_ray_workers, config.num_encoders) == ("ray", 24, 2)
+    assert config.ray_worker_resources == {"CPU": 1, "GPU": 1, "trainer": 1}
+    assert config.encoder_resources == {"CPU": 1, "GPU": 1, "encoder": 1}
+    assert (config.remote, config.filters) == ("s3://bucket/laion", {"punsafe": "<=0.1"})
+
+
+def test_a_rayjob_runs_the_recipes_of_training():
+    recipe = FOLDER.parent / "configs" / "anyscale_sd2_256.yaml"
+    arguments = ["--config", str(recipe), "--latents", "online", "--model_name", "sd2-base"]
+    (job,) = documents("rayjob", "--", *arguments, PROGRAM="train.py")
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:2] == ["python", "/workspace/stable-diffusion/train.py"]
+    assert words[-len(arguments) :] == arguments
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "value"),
     [
+        ("rayjob", ["--batchsize", "4"], "--batchsize"),
+        ("rayjob", ["--max_duration", "4 things"], "4 things"),
+        ("rayjob", ["--results_dir=/x"], "--results_dir"),
+        ("rayjob", ["--remote", "a\nb"], "a\nb"),
         ("eks", ["--batchsize", "4"], "--batchsize"),
         ("eks", ["--batch_size", "x"], "x"),
         ("trainjob", ["--remote", "$(HOME)/x"], "$(HOME)/x"),

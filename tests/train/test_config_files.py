@@ -358,6 +358,10 @@ TINY = {
     "batch_size": 2,
     "device_train_microbatch_size": 1,
     "sharding": "none",
+    # No cluster is started for a plan; tests/ray/ trains with the engine.
+    "engine": "torch",
+    "num_ray_workers": "null",
+    "max_failures": "0",
     "init_from": "null",
     "class_prompts": "classes.json",
     "sample_prompts": "prompts.txt",

@@ -260,6 +260,10 @@ class CheckedLoader(DataLoader):
                 status=INVALID,
             )
 
+    def describe_processes(self) -> str | None:
+        """What the processes that load tell of their work; None where nobody asks them."""
+        return None
+
     def close(self) -> None:
         """End the workers now: left to the garbage collector, torch waits 5 s for each of them."""
         if self._iterator is not None:

@@ -52,7 +52,7 @@ def _find_in(place: Place, value: Any) -> Iterator[tuple[str, str]]:
     """The faults of one part, each with what is allowed there."""
     key = place[-1]
     # Braces may be meant in arguments, as in the name of many tars; the kubelet fills in $(NAME).
-    unfilled = r"\$[{(]" if {"args", "command"} & set(place[-2:]) else r"[{}$]"
+    unfilled = r"\$[{(]" if {"args", "command", "entrypoint"} & set(place[-2:]) else r"[{}$]"
     if value is None or value == "":
         yield "nothing stands there, as after a variable that was not set", "a value"
     elif isinstance(value, str) and re.search(unfilled, value):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError
 from sdbench.launch.render.faults import COUNT_KEYS, find_faults, walk
 from sdbench.launch.render.variables import COMPUTED, JOB_NAME, VARIABLES, find_values, flag_of
-from sdbench.settings.config import parse_request
+from sdbench.settings import config, recipe
 from sdbench.settings.kinds import PATH, SWITCH, TEXT
 from sdbench.settings.request import Request, choose_command, parse
 from sdbench.settings.setting import setting
@@ -23,12 +23,20 @@ FOLDER = Path(__file__).resolve().parents[3] / "multi-node"
 # Where the pods mount the volume that collect-results.sh reads.
 RESULTS_DIR = "/results"
 ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
+# Those of a RayJob stand in a line of a shell, behind this one.
+ENTRYPOINT_ARGUMENTS = re.compile(
+    rf"^( *)--results_dir={RESULTS_DIR}\n(?:\1\S.*\n)*", flags=re.MULTILINE
+)
+PARSERS = {"benchmark.py": config.parse_request, "train.py": recipe.parse_request}
 
 EPILOG = """\
 examples:
   python -m sdbench render eks --registry registry.example.com/ --tag 0.32.1 --num_nodes 64 \\
       --num_efa_per_node 32 --out job.yaml -- --use_synth_data --use_ema \\
       --device_train_microbatch_size 4
+  python -m sdbench render rayjob --registry registry.example.com/ --tag 0.32.1 --num_nodes 4 \\
+      --num_efa_per_node 4 --num_encoders 48 --remote s3://bucket/laion --program train.py \\
+      --out job.yaml -- --config configs/anyscale_sd2_256.yaml --latents online --model_name FOLDER
   python -m sdbench render eks-elastic --help
 """
 
@@ -76,6 +84,11 @@ KINDS: dict[str, Kind] = {
             "batch.kubernetes.io/job-completion-index=0"
         ),
     ),
+    "rayjob": Kind(
+        "7.stable-diffusion-rayjob.yaml-template",
+        "RayJob of KubeRay: a Ray cluster of pods that train and pods that encode",
+        _job_commands("job/{job}"),
+    ),
     "etcd": Kind(
         "4.etcd.yaml",
         "the etcd where the pods of an elastic job can meet",
@@ -88,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fill in a template and write it, or say what it would run.
 
     Args:
-        argv: The kind and its flags, and behind ``--`` arguments of benchmark.py.
+        argv: The kind and its flags, and behind ``--`` arguments of its program.
 
     Returns:
         The exit code.
@@ -98,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     name, request = _parse(argv)
     kind, flags, arguments = KINDS[name], request.config, request.rest
-    # Refuses what benchmark.py does not know.
-    parse_request(arguments, description="", epilog="")
     given = {variable: getattr(flags, _field_of(variable)) for variable in VARIABLES}
     given = {variable: value for variable, value in given.items() if value is not None}
     path = flags.template or FOLDER / kind.template
@@ -109,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments:
         text = _replace_arguments(text, arguments, path)
     documents = _parse_checked(text, path)
+    _check_arguments(documents, arguments, path)
     if flags.out is None and not flags.dry_run:
         print(text, end="")
         return 0
@@ -169,20 +181,57 @@ def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
             allowed="arguments without it",
             flag="ARGUMENTS",
         )
-    if len(ARGUMENTS.findall(text)) != 1:
+    if len(ARGUMENTS.findall(text)) + len(ENTRYPOINT_ARGUMENTS.findall(text)) != 1:
         raise ConfigError(
-            "the template has no one place for arguments of benchmark.py",
+            "the template has no one place for arguments of a program",
             value=" ".join(arguments),
-            allowed="none, or a template with one list `args:`",
+            allowed="none, or a template with one list `args:` or one entrypoint with "
+            f"--results_dir={RESULTS_DIR}",
             flag=f"ARGUMENTS or the template {path}",
         )
 
-    def write(found: re.Match[str]) -> str:
+    def write_list(found: re.Match[str]) -> str:
         # JSON is YAML, and a text in it stays a text.
         items = map(json.dumps, (*arguments, f"--results_dir={RESULTS_DIR}"))
         return "".join([f"{found[1]}args:\n", *(f"{found[1]}  - {item}\n" for item in items)])
 
-    return ARGUMENTS.sub(write, text)
+    def write_line(found: re.Match[str]) -> str:
+        for argument in arguments:
+            if len(argument.splitlines()) > 1:  # YAML would make a space of it
+                raise ConfigError(
+                    "an argument has a line break",
+                    value=argument,
+                    allowed="arguments of one line each",
+                    flag="ARGUMENTS",
+                )
+        words = (f"--results_dir={RESULTS_DIR}", *map(shlex.quote, arguments))
+        return "".join(f"{found[1]}{word}\n" for word in words)
+
+    return ENTRYPOINT_ARGUMENTS.sub(write_line, ARGUMENTS.sub(write_list, text))
+
+
+def _check_arguments(
+    documents: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path
+) -> None:
+    """Refuse what the program would refuse in the cluster.
+
+    Raises:
+        ConfigError: An argument is unknown or wrong, or an entrypoint runs no program of ours.
+    """
+    commands = [("benchmark.py", list(arguments))]
+    entrypoints = [one["spec"]["entrypoint"] for one in documents if one["kind"] == "RayJob"]
+    if entrypoints:  # they hold the arguments
+        lines = [shlex.split(entrypoint) for entrypoint in entrypoints]
+        commands = [(Path(words[1]).name, words[2:]) for words in lines if words[1:]]
+    for program, words in commands:
+        if program not in PARSERS:
+            raise ConfigError(
+                "the entrypoint runs no program of the suite",
+                value=program,
+                allowed=" or ".join(f"python {known}" for known in PARSERS),
+                flag=f"the template {path}",
+            )
+        PARSERS[program](words, description="", epilog="")
 
 
 def _parse_checked(text: str, path: Path) -> list[dict[str, Any]]:
@@ -221,6 +270,8 @@ def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"{'.'.join(place)}: {value}")
             elif place[-1] in ("command", "args"):
                 lines.append(f"{place[-1]}: {shlex.join(value)}")
+            elif place[-1] == "entrypoint":
+                lines.append(f"entrypoint: {value}")
             elif place[-1] == "limits":
                 lines += [f"limit: {name}={number}" for name, number in value.items()]
             elif place[-1] == "env":
@@ -276,7 +327,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, Request[OutputFlags]]:
         prog=f"python -m sdbench render {name}",
         description=f"{kind.meaning[0].upper()}{kind.meaning[1:]}, from {kind.template}.",
         epilog="",
-        rest="ARGUMENTS of benchmark.py",
+        rest="ARGUMENTS of the program",
     )
     return name, request
 

@@ -66,6 +66,11 @@ def _rendezvous_port(values: Values) -> str:
     return values["MASTER_PORT"] if values["RDZV_BACKEND"] == "c10d" else "2379"
 
 
+def _decoders_of_seeds(values: Values) -> str:
+    # Seed 002 has 192 for 48 encoders.
+    return str(4 * int(values.get("NUM_ENCODERS", "1")))
+
+
 PORT = f"a port from {MIN_PORT} to {MAX_PORT}"
 VARIABLES: dict[str, Variable] = {
     "REGISTRY": Variable(
@@ -85,7 +90,7 @@ VARIABLES: dict[str, Variable] = {
         r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}",
     ),
     "NUM_NODES": Variable(
-        "nodes, and so pods, of the job", "a whole number from 1 to 10000", (1, 10000)
+        "nodes, and so pods, that train", "a whole number from 1 to 10000", (1, 10000)
     ),
     "NUM_GPUS_PER_NODE": Variable(
         "GPUs, and so ranks, of a node", "a whole number from 1 to 1024", (1, 1024), "8"
@@ -94,6 +99,32 @@ VARIABLES: dict[str, Variable] = {
         "EFA devices of a node",
         "a whole number: 4 on p4de, 32 on p5 and p5e, 16 on p5en, 0 without EFA",
         (0, 1024),
+    ),
+    "NUM_ENCODERS": Variable(
+        "pods with one GPU each that encode pictures", "a whole number from 1 to 10000", (1, 10000)
+    ),
+    "NUM_DECODERS": Variable(
+        "processes beside the encoders that read and decode, with a CPU each",
+        "a whole number from 1 to 100000",
+        (1, 100000),
+        _decoders_of_seeds,
+    ),
+    "TRAINER_INSTANCE_TYPE": Variable(
+        "machines that train", "the name of an instance type", DNS_NAME, "p4de.24xlarge"
+    ),
+    "ENCODER_INSTANCE_TYPE": Variable(
+        "machines that decode and encode", "the name of an instance type", DNS_NAME, "g5.2xlarge"
+    ),
+    "PROGRAM": Variable(
+        "what the job runs",
+        "benchmark.py or train.py",
+        r"(benchmark|train)\.py",
+        "benchmark.py",
+    ),
+    "REMOTE": Variable(
+        "the data set's pictures",
+        "a place that all pods reach, without spaces, quotes and variables: s3://bucket/laion",
+        r"[A-Za-z0-9_./:@%+=,-]+",
     ),
     "MASTER_PORT": Variable(
         "port on node 0 where the ranks meet", PORT, (MIN_PORT, MAX_PORT), "29500"

@@ -156,7 +156,7 @@ class OnlineLoader(CheckedLoader):
             self._end.close()
             self._end = None
 
-    def describe_stream(self) -> str | None:
+    def describe_processes(self) -> str | None:
         """What Ray Data tells of the stream, with the times of each stage; None without one."""
         return None if self._end is None else self._end.describe()
 

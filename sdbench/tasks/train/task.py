@@ -197,6 +197,7 @@ class Train(TrainingTask):
                 hooks.close()
             raise
         hooks.close()
+        self._end_loading(job.loader, run.folder)
         fields = self._summary(job, measurements, hooks, first_step=first_step)
         fields["summary"] |= self._totals(run.folder)
         wandb_log.finish(fields["summary"])
@@ -323,6 +324,7 @@ class Train(TrainingTask):
                 "num_images": self.plan.num_steps * job.images_per_step,
                 "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
                 "num_dropped_samples": job.loader.stats.num_dropped_samples,
+                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
             },
         }
 

@@ -1,0 +1,79 @@
+"""train.py --online_preprocessing: the losses of a run on latents that were made beforehand."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+import train
+from sdbench.record.store import load_record
+from sdbench.tasks.encode import precompute
+from tests.data import datasets
+from tests.schemas import validate
+
+pytestmark = pytest.mark.ray
+
+NUM_STEPS = 7  # step 6 ends an epoch of 49 samples
+MODEL = ("--model_name", "tiny", "--image_size", "64", "--encoder_dtype", "fp32")
+TRAINING = ("--batch_size", "8", "--no_shuffle", "--precision", "fp32", "--num_threads", "1")
+ONLINE = ("--engine", "ray", "--online_preprocessing", "--online_encoder_batch_size", "4")
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch) -> Path:
+    """Parquet files of pictures that differ."""
+    monkeypatch.setattr(datasets, "make_png", datasets.make_ramp_png)
+    datasets.write_parquet(tmp_path / "pictures")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def latents(tmp_path, pictures) -> Path:
+    """Their latents, made in batches of those that the encoders of `ONLINE` see."""
+    folder = tmp_path / "latents"
+    argv = [*MODEL, "--remote", str(pictures), "--out", str(folder), "--out_format", "parquet"]
+    argv += ["--batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
+    assert precompute.main(argv) == 0
+    return folder
+
+
+def run(results: Path, name: str, *argv: str, num_steps: int = NUM_STEPS) -> int:
+    """Train."""
+    options = [*MODEL, *TRAINING, "--results_dir", str(results), "--run_name", name, *argv]
+    return train.main([*options, "--max_duration", f"{num_steps}ba", "--log_every_batches", "1"])
+
+
+def losses(results: Path, name: str) -> list[str]:
+    """The loss of each step, as it was written."""
+    with (results / name / "steps.csv").open(newline="") as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def test_one_rank_that_is_stopped_and_goes_on(tmp_path, pictures, latents):
+    on_latents = ("--latents", "precomputed", "--remote", str(latents))
+    assert run(tmp_path, "reference", "--engine", "torch", *on_latents) == 0
+    online = (*ONLINE, "--remote", str(pictures), "--resume", "auto")
+    assert run(tmp_path, "online", *online, num_steps=4) == 0
+    assert run(tmp_path, "online", *online) == 0
+    assert losses(tmp_path, "online") == losses(tmp_path, "reference")
+    assert len(set(losses(tmp_path, "online"))) == NUM_STEPS
+    record = load_record(tmp_path / "online" / "record.json")
+    validate(record)
+    assert record["workload"]["num_failed_blocks"] == 0
+    assert record["config"]["online_preprocessing"]
+    # The model of a step has no encoders, and its figure is that of the U-Net alone.
+    reference = load_record(tmp_path / "reference" / "record.json")
+    for name in ("num_parameters", "flops_per_image"):
+        assert record["workload"][name] == reference["workload"][name]
+    told = (tmp_path / "online" / "ray_data.txt").read_text()
+    assert all(stage in told for stage in ("OrderStage", "DecodeStage", "EncodeStage"))
+
+
+def test_two_ranks_share_a_stream(tmp_path, pictures, latents):
+    ranks = ("--engine", "ray", "--num_ray_workers", "2")
+    on_latents = ("--latents", "precomputed", "--remote", str(latents))
+    assert run(tmp_path, "reference", *ranks, *on_latents) == 0
+    assert run(tmp_path, "online", *ranks, *ONLINE, "--remote", str(pictures)) == 0
+    assert losses(tmp_path, "online") == losses(tmp_path, "reference")
