@@ -1,34 +1,20 @@
-"""Encoding of images and captions into latents and text embeddings on disk, shard by shard.
-
-One process's share of the work of `precompute`: workers read and decode while VAE and text encoder
-run, and what they give is written as it comes.
-"""
+"""Encoding of batches of images and captions, at one resolution or several."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from sdbench import data
-from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import array_columns, check_finite, name_column
-from sdbench.data.pipeline.batches import PHASES, BatchReport, GoodBatch, make_batches
-from sdbench.data.pipeline.order import Key, Keys
-from sdbench.data.pipeline.shared_batches import SharedBatch
-from sdbench.data.pipeline.watchdog import time_limit
-from sdbench.data.prepare.convert import check_bad_fraction
-from sdbench.data.prepare.pool import Shards, show_progress
-from sdbench.data.prepare.writers import Output
-from sdbench.data.samples import BadSampleError, ImageSample, Samples, SampleType
-from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
+from sdbench.data.latent_columns import array_columns, name_column
+from sdbench.data.pipeline.batches import PHASES, BatchReport
+from sdbench.data.prepare.pool import Shards
+from sdbench.data.samples import SampleType
+from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
     MEMORY_FORMATS,
@@ -37,6 +23,7 @@ from sdbench.models.stable_diffusion import (
     encode_images,
     sample_latents,
 )
+from sdbench.tasks.encode.images import EPOCH, LoadedBatch
 
 CAPTION_COLUMN = "caption"
 # What the preset `fast` trains with.
@@ -44,8 +31,6 @@ MEMORY_FORMAT, ATTENTION = "channels_last", "sdpa"
 # What the time of a batch consists of, in order: waiting until it is loaded, both encoders with the
 # way to the device and back, and writing.
 STEP_PHASES = ("data_wait", "vae", "text", "write")
-# Images are encoded once, as the first epoch of a training run would see them.
-EPOCH = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,113 +77,23 @@ class EncodeJob(Shards):
         return columns | {CAPTION_COLUMN: "str"}
 
 
-class LoadedBatch(NamedTuple):
-    """Consecutive samples of the source, decoded and tokenized.
+class EncodedBatch(NamedTuple):
+    """A batch of which each sample that can be used is encoded.
 
     Attributes:
-        indices: Which samples can be used.
-        names: Where each of them is stored, for messages.
-        captions: What is encoded, as text; empty where a source has token ids alone.
-        parts: The images, once for each resolution, and their token ids with the first.
-        bad: A sentence for each sample that cannot be used.
-        num_read: Samples that were asked for; where progress is shown, those of all ranks.
+        batch: What was loaded; its images are no longer there.
+        columns: The columns of arrays, to the values of all its samples.
+        step: Times and sizes so far.
     """
 
-    indices: list[int]
-    names: list[str]
-    captions: list[str]
-    parts: list[GoodBatch]
-    bad: list[str]
-    num_read: int
+    batch: LoadedBatch
+    columns: dict[str, np.ndarray]
+    step: Step
 
-
-class CachedSamples:
-    """Stored samples, of which each of the current batch is read once for all resolutions."""
-
-    def __init__(self, records: Samples) -> None:
-        self._records = records
-        self._kept: dict[int, ImageSample] = {}
-        self.sample_type = records.sample_type
-        self.blocks, self.num_dropped = records.blocks, records.num_dropped
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def read(self, index: int) -> ImageSample:
-        """Read a sample, as `Samples.read` does, or give the one that was read before."""
-        if index not in self._kept:
-            self._kept[index] = self._records.read(index)
-        return self._kept[index]
-
-    def forget(self) -> None:
-        """Drop the samples of the current batch."""
-        self._kept.clear()
-
-
-class ImageReader:
-    """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
-
-    def __init__(self, configs: Sequence[SourceConfig]) -> None:
-        """Open the source.
-
-        Args:
-            configs: The source, once for each resolution.
-
-        Raises:
-            ConfigError: The source cannot be used.
-        """
-        self._records = None
-        if configs[0].data_format == "synthetic":
-            self._batches = [data.open_batches(config) for config in configs]
-        else:
-            self._records = CachedSamples(data.open_samples(configs[0]))
-            self._batches = [make_batches(self._records, config=config) for config in configs]
-        self.num_samples = self._batches[0].num_samples
-        self.num_dropped = self._batches[0].num_dropped
-
-    def __call__(self, indices: range) -> LoadedBatch | RunError:
-        """Read a batch; an error is returned, as torch would bury its message in a traceback."""
-        try:
-            return self._read(indices)
-        except RunError as error:
-            return error
-
-    def _read(self, indices: range) -> LoadedBatch:
-        if self._records is not None:
-            self._records.forget()
-        keys, parts, bad = [Key(EPOCH, index) for index in indices], [], []
-        for batches in self._batches:
-            part = batches.read_good(keys)
-            keys = part.keys
-            bad += part.report.bad
-            parts.append(part)
-            if not keys:
-                break
-        if len(parts[0].keys) != len(keys):
-            parts = [_keep(part, keys) for part in parts]
-        names, captions = self._describe(keys, parts[0].tensors["input_ids"])
-        return LoadedBatch(
-            [key.index for key in keys], names, captions, parts, bad, num_read=len(indices)
-        )
-
-    def _describe(self, keys: Sequence[Key], input_ids: Tensor) -> tuple[list[str], list[str]]:
-        if self._records is None:
-            return [f"synthetic sample {key.index}" for key in keys], [""] * len(keys)
-        records = [self._records.read(key.index) for key in keys]
-        # A caption that was dropped has no token between those of beginning and end.
-        is_empty = (input_ids[:, 1] == EOS_TOKEN_ID).tolist()
-        captions = [
-            "" if empty else record.caption for empty, record in zip(is_empty, records, strict=True)
-        ]
-        return [record.name for record in records], captions
-
-
-def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
-    """Leave out the samples that were bad at another resolution."""
-    wanted = set(keys)
-    positions = torch.tensor([i for i, key in enumerate(part.keys) if key in wanted], dtype=int)
-    tensors = {name: tensor[positions] for name, tensor in part.tensors.items()}
-    return GoodBatch(tensors, list(keys), part.report)
+    @property
+    def num_read(self) -> int:
+        """As of the `LoadedBatch`."""
+        return self.batch.num_read
 
 
 @dataclass
@@ -305,170 +200,29 @@ def _as_float16(values: Tensor) -> np.ndarray:
     return values.half().contiguous().cpu().numpy()
 
 
-class ShardWriter:
-    """Encodes shards, writes them and times each batch.
+def encode_batch(
+    job: EncodeJob, encoder: Encoder, batch: LoadedBatch, *, step: Step
+) -> EncodedBatch:
+    """Encode a batch at all resolutions.
 
-    Attributes:
-        steps: Times and counts of each batch so far.
+    Args:
+        job: What is to be encoded.
+        encoder: VAE and text encoder.
+        batch: Consecutive samples.
+        step: Gets the times of the encoders, and those of loading.
     """
-
-    def __init__(
-        self, job: EncodeJob, *, reader: ImageReader, encoder: Encoder, output: Output
-    ) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            job: What is to be encoded.
-            reader: Reads and decodes the images.
-            encoder: VAE and text encoder of this rank.
-            output: The data set that is written.
-        """
-        self.steps: list[Step] = []
-        self._job = job
-        self._reader = reader
-        self._encoder = encoder
-        self._output = output
-        self._received = [SharedBatch() for _ in job.configs]
-        self._rows_ended_s = 0.0
-
-    def write(self, numbers: Sequence[int], *, num_missing: int | None) -> None:
-        """Encode and write shards.
-
-        Args:
-            numbers: Of the shards.
-            num_missing: Samples that all ranks together have to do, to show progress; None shows
-                none.
-
-        Raises:
-            RunError: A sample is bad and may not be left out, too many are, a file is damaged, or
-                the output cannot be written.
-        """
-        job = self._job
-        pieces = [piece for number in numbers for piece in job.pieces(number)]
-        all_bad = self._output.totals().bad
-        with contextlib.closing(self._load(pieces)) as loaded:
-            batches = loaded
-            if num_missing is not None:
-                batches = show_progress(
-                    _count_for_all(loaded, num_mine=sum(map(len, pieces)), num_missing=num_missing),
-                    num_samples=job.num_samples,
-                    num_done=job.num_samples - num_missing,
-                )
-            for number in numbers:
-                bad: list[str] = []
-                self._output.write_chunk(number, self._encode(number, batches, bad), bad=bad)
-                # Closing a shard belongs to its last batch.
-                self.steps[-1].seconds["write"] += time.perf_counter() - self._rows_ended_s
-                all_bad += bad
-                check_bad_fraction(
-                    all_bad, num_samples=job.num_samples, allowed=job.configs[0].max_bad_fraction
-                )
-
-    def _load(self, pieces: list[range]) -> Iterator[LoadedBatch]:
-        """Batches in order, out of the memory that their worker writes to again."""
-        config = self._job.configs[0]
-        workers = {}
-        if config.num_workers:
-            workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor}
-        loader = DataLoader(
-            Keys(len(pieces)), sampler=pieces, batch_size=None, collate_fn=self._reader, **workers
-        )
-        silence = (
-            f"No batch of images came for {config.data_timeout_s:g} s: a download or a disk is "
-            "stuck. --data_timeout_s sets how long to wait."
-        )
-        batches = None
-        try:
-            while True:
-                with time_limit(config.data_timeout_s, message=silence):
-                    batches = iter(loader) if batches is None else batches
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                if isinstance(batch, RunError):
-                    raise batch
-                yield batch._replace(
-                    parts=[
-                        part if part.report.slot is None else self._own(number, part)
-                        for number, part in enumerate(batch.parts)
-                    ]
-                )
-        except RunError:
-            raise
-        except RuntimeError as error:
-            # torch says so when a worker has been killed.
-            raise RunError(f"Loading images failed: {error}") from error
-        finally:
-            # Ends the workers now. The traceback of an error would keep them, and when garbage is
-            # collected much later their queues may go first, which costs 5 s for each worker.
-            del batches
-
-    def _own(self, number: int, part: GoodBatch) -> GoodBatch:
-        copies = self._received[number].copy(part.tensors, slot=part.report.slot)
-        return part._replace(tensors=copies)
-
-    def _encode(
-        self, number: int, loaded: Iterator[LoadedBatch], bad: list[str]
-    ) -> Iterator[dict[str, Any]]:
-        """The rows of a shard."""
-        for _ in self._job.pieces(number):
-            step = Step()
-            with step.phase("data_wait"):
-                batch = next(loaded)
-            bad += batch.bad
-            columns = self._encode_batch(batch, step) if batch.indices else {}
-            with step.phase("write"):
-                for position in range(len(batch.indices)):
-                    row = {name: values[position] for name, values in columns.items()}
-                    if self._is_sound(row, name=batch.names[position], bad=bad):
-                        step.num_images += 1
-                        yield row | {CAPTION_COLUMN: batch.captions[position]}
-            self.steps.append(step)
-        self._rows_ended_s = time.perf_counter()
-
-    def _encode_batch(self, batch: LoadedBatch, step: Step) -> dict[str, np.ndarray]:
-        """The columns of the arrays, to the values of all samples of the batch."""
-        job, columns = self._job, {}
+    columns = {}
+    if batch.indices:
         image_part, text_part = job.sample_type.value
         with step.phase("vae"):
             for config, part in zip(job.configs, batch.parts, strict=True):
                 column = name_column(image_part, image_size=config.image_size)
-                columns[column] = self._encoder.encode_images(
+                columns[column] = encoder.encode_images(
                     part.tensors["image"], indices=batch.indices
                 )
         with step.phase("text"):
             input_ids = batch.parts[0].tensors["input_ids"]
-            columns[name_column(text_part)] = self._encoder.encode_captions(input_ids)
+            columns[name_column(text_part)] = encoder.encode_captions(input_ids)
         for part in batch.parts:
             step.add_loading(part.report)
-        return columns
-
-    def _is_sound(self, row: dict[str, np.ndarray], *, name: str, bad: list[str]) -> bool:
-        """Whether an encoder gave numbers that float16 can hold; half precision may overflow.
-
-        Raises:
-            RunError: It did not, and samples may not be left out.
-        """
-        try:
-            for column, array in row.items():
-                check_finite(f"{name}, {column}", array)
-        except BadSampleError as error:
-            if self._job.configs[0].on_bad_sample == "error":
-                raise RunError(
-                    f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes on "
-                    "without such samples)"
-                ) from error
-            bad.append(str(error))
-            return False
-        return True
-
-
-def _count_for_all(
-    loaded: Iterable[LoadedBatch], *, num_mine: int, num_missing: int
-) -> Iterator[LoadedBatch]:
-    """Let each batch stand for what all ranks read meanwhile, as they advance alike."""
-    num_read = 0
-    for batch in loaded:
-        num_before = num_missing * num_read // num_mine
-        num_read += batch.num_read
-        yield batch._replace(num_read=num_missing * num_read // num_mine - num_before)
+    return EncodedBatch(batch._replace(parts=[]), columns, step)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import queue
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,17 +27,22 @@ from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
-from sdbench.settings.online import ANY, OnlineSettings
-from sdbench.tasks.encode import ray_stream
+from sdbench.settings.online import OnlineSettings
 from sdbench.tasks.encode.encoder import Encoder
-from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared
-from sdbench.tasks.encode.ray_stream import Failure, Pool, Stage, make_stream, unpack
+from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared, batch_bytes
+from sdbench.tasks.encode.ray_stream import (
+    Failure,
+    Pool,
+    Row,
+    Stage,
+    StreamEnd,
+    encoder_pool,
+    make_stream,
+    set_up_encoder_process,
+)
 
 if TYPE_CHECKING:
-    from ray.data import DataIterator, Dataset
-
-# How often a thread looks whether it is still wanted, and how long its end may take.
-PERIOD_S, PATIENCE_S = 0.2, 5.0
+    from ray.data import Dataset
 
 
 class EncodeStage(Stage):
@@ -61,7 +63,7 @@ class EncodeStage(Stage):
             resources: That this actor has of its node.
             is_error: Whether a sample whose latents are not finite is an error.
         """
-        self._encoder = make_encoder(device=ray_stream.set_up_encoder_process(resources))
+        self._encoder = make_encoder(device=set_up_encoder_process(resources))
         self._batch_size = batch_size
         self._is_error = is_error
 
@@ -144,9 +146,9 @@ class OnlineLoader(CheckedLoader):
         self.sample_type = SampleType.MOMENTS
         self._epoch_order = order
         self._ranks = ranks
-        self._make_stream = make_stream
+        self._make_stream = encoder_pool, make_stream
         self._max_failed_blocks = max_failed_blocks
-        self._end: _End | None = None
+        self._end: StreamEnd | None = None
         self._next_batch = self._first_batch = 0
         self._last: Batch | None = None
 
@@ -225,76 +227,15 @@ class OnlineLoader(CheckedLoader):
         ends = broadcast(ends, self._ranks)
         if isinstance(ends, RunError):
             raise ends
-        self._end = _End(ends[self._ranks.rank])
+        self._end = StreamEnd(ends[self._ranks.rank])
         self._next_batch = self._first_batch = first_batch
 
-    def _take(self) -> _Row | None:
+    def _take(self) -> Row | None:
         assert self._end is not None
         try:
             return self._end.take(timeout_s=self._config.data_timeout_s)
         except TimeoutError:
             raise RunError(self._describe_silence()) from None
-
-
-class _Row(NamedTuple):
-    number: int
-    content: Any
-
-
-class _End:
-    """A rank's end of a stream, read in a thread one row ahead."""
-
-    def __init__(self, rows: DataIterator) -> None:
-        self._rows = rows
-        # Rows, then None or an error.
-        self._taken: queue.Queue[_Row | RunError | None] = queue.Queue(maxsize=1)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def take(self, *, timeout_s: float) -> _Row | None:
-        """The next row; None behind the last.
-
-        Raises:
-            TimeoutError: None came in time.
-            RunError: Ray Data has failed.
-        """
-        try:
-            row = self._taken.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError from None
-        if isinstance(row, RunError):
-            raise row
-        return row
-
-    def close(self) -> None:
-        """Read no more. Ray Data ends the actors when the ends of all ranks are closed."""
-        self._is_closed.set()
-        self._thread.join(PATIENCE_S)
-
-    def describe(self) -> str:
-        """What Ray Data tells of all stages."""
-        return self._rows.stats()
-
-    def _read(self) -> None:
-        last: RunError | None = None
-        try:
-            for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
-                if not self._put(_Row(*unpack(block))):
-                    return
-        except Exception as error:  # of Ray, which has many kinds
-            last = RunError(f"Ray Data failed: {ray_stream.describe_error(error)}")
-        self._put(last)
-
-    def _put(self, row: _Row | RunError | None) -> bool:
-        """Hand a row over; False when nobody wants it any more."""
-        while not self._is_closed.is_set():
-            try:
-                self._taken.put(row, timeout=PERIOD_S)
-                return True
-            except queue.Full:
-                continue
-        return False
 
 
 def build(
@@ -333,7 +274,6 @@ def build(
     )
 
     def make(first_batch: int) -> Dataset:
-        resources = ray_stream.encoder_resources(settings.encoder_resources)
         any_rank = dataclasses.replace(source, rank=0)
         pools = (
             Pool(
@@ -350,26 +290,19 @@ def build(
                 num_actors=settings.num_decoders,
                 resources={"CPU": 1.0},
             ),
-            Pool(
-                stage=EncodeStage,
-                arguments={
-                    "make_encoder": make_encoder,
-                    "batch_size": settings.online_encoder_batch_size,
-                    "resources": resources,
-                    "is_error": source.on_bad_sample == "error",
-                },
-                num_actors=settings.num_encoders,
-                resources=resources,
-                accelerator_type=None
-                if settings.encoder_accelerator_type == ANY
-                else settings.encoder_accelerator_type,
+            encoder_pool(
+                EncodeStage,
+                settings,
+                make_encoder=make_encoder,
+                batch_size=settings.online_encoder_batch_size,
+                is_error=source.on_bad_sample == "error",
             ),
         )
         num_actors = settings.num_decoders + settings.num_encoders
         return make_stream(
             pools,
             num_rows=num_batches * ranks.world_size,
-            row_bytes=_image_batch_bytes(source),
+            row_bytes=batch_bytes(source, source.device_batch_size),
             num_ahead=source.prefetch_factor * num_actors,
         )
 
@@ -380,10 +313,3 @@ def build(
         make_stream=make,
         max_failed_blocks=settings.max_failed_blocks,
     )
-
-
-def _image_batch_bytes(source: SourceConfig) -> int:
-    """Size of a rank's batch of decoded images with token ids."""
-    tensors = SampleType.IMAGES.batch_tensors(source).values()
-    sample_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)
-    return source.device_batch_size * sample_bytes

@@ -26,7 +26,7 @@ from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import resolve_architecture
-from sdbench.ranks import distributed
+from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import INVALID, PRECOMPUTE, RunFolder
 from sdbench.run.runner import run
@@ -35,14 +35,18 @@ from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
 from sdbench.settings.measuring import RunSettings
-from sdbench.settings.request import parse
-from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.online import ActorSettings
+from sdbench.settings.ray import RAY, RaySettings, refuse_without_effect
+from sdbench.settings.request import Request, parse
+from sdbench.settings.setting import REQUIRED, declarations, setting, shared
 from sdbench.settings.training import ModelSettings
 from sdbench.statistics.intervals import within_run_interval
 from sdbench.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sdbench.tasks.encode.encoder import EncodeJob, ImageReader, Step
+    from sdbench.tasks.encode.encoder import EncodeJob, Step
+    from sdbench.tasks.encode.images import ImageReader
+    from sdbench.tasks.encode.shards import Encoding
 
 EPILOG = """\
 examples:
@@ -53,6 +57,9 @@ examples:
       many tars at two resolutions, on 8 GPUs
   python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --out latents
       a miniature in seconds
+  python -m sdbench precompute --engine ray --ray_address auto --num_decoders 48 \\
+      --num_encoders 16 --remote 's3://bucket/{00000..00127}.parquet' --out latents
+      on all machines of a Ray cluster
 then train on it:  composer benchmark.py --remote latents --latents precomputed
 
 Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
@@ -69,6 +76,8 @@ GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
 # A rank that has done its share waits for the others, which may have a shard more to do.
 RANK_TIMEOUT_S = 24 * 3600.0
+# Who encodes.
+TORCH = "torch"
 # The first batches pay for allocations and for the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
@@ -105,6 +114,17 @@ class PrecomputeSettings:
         "about 16 files, 32 to 512, whole batches)",
     )
     max_samples: int | None = shared(ConvertFlags, "max_samples")
+    engine: str = setting(
+        one_of(TORCH, RAY),
+        TORCH,
+        "who encodes: this process and those that a launcher starts beside it, or actors of Ray "
+        "Data anywhere in a cluster",
+    )
+    ray_address: str | None = shared(RaySettings, "ray_address")
+    num_decoders: int = shared(ActorSettings, "num_decoders")
+    num_encoders: int = shared(ActorSettings, "num_encoders")
+    encoder_resources: Mapping[str, float] | None = shared(ActorSettings, "encoder_resources")
+    encoder_accelerator_type: str = shared(ActorSettings, "encoder_accelerator_type")
     use_synth_data: bool = shared(
         DataSettings, "use_synth_data", help="encode synthetic images, to measure speed"
     )
@@ -174,6 +194,15 @@ class Plan:
     note: str | None
     keep_memory: bool
 
+    @property
+    def num_ahead(self) -> int:
+        """Batches that are ready, about, when the first one is taken."""
+        config = self.config
+        num_loading = config["num_workers"]
+        if config["engine"] == RAY:
+            num_loading = config["num_decoders"] + config["num_encoders"]
+        return num_loading * config["prefetch_factor"]
+
 
 def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Plan:
     """Fill in what was left open, and open the source.
@@ -183,13 +212,14 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
         RunError: The source cannot be reached.
     """
     from sdbench.plan.resolve import default_image_size
-    from sdbench.tasks.encode.encoder import EncodeJob, ImageReader
+    from sdbench.tasks.encode.encoder import EncodeJob
+    from sdbench.tasks.encode.images import ImageReader
 
     architecture, note = resolve_architecture(
         flags.model_name, revision=flags.model_revision, random_weights=flags.random_weights
     )
     flags = _choose(flags, machine=machine, ranks=ranks)
-    on_gpu = machine.device_type == "cuda"
+    on_gpu = _encodes_on_gpu(flags, machine)
     sizes = sorted(set(flags.image_size or [default_image_size(architecture, on_gpu=on_gpu)]))
     for size in sizes:
         architecture.check_image_size(size)
@@ -229,7 +259,7 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
         out_format=flags.out_format,
         config=dataclasses.asdict(flags) | {"image_size": image_size},
         note=note,
-        keep_memory=machine.device_type == "cpu" and can_keep_freed_memory(),
+        keep_memory=not on_gpu and can_keep_freed_memory(),
     )
 
 
@@ -239,7 +269,7 @@ def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pre
     Raises:
         ConfigError: There is no data, or this machine cannot do what was asked for.
     """
-    on_gpu = machine.device_type == "cuda"
+    on_gpu = _encodes_on_gpu(flags, machine)
     data_format = data.resolve_format(
         data_format=flags.data_format,
         use_synth_data=flags.use_synth_data,
@@ -260,16 +290,57 @@ def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pre
             allowed="fp32 | bf16",
             flag="--encoder_dtype",
         )
-    fast_dtype = "bf16" if machine.has_fast_bf16 else "fp16" if on_gpu else "fp32"
+    # What GPUs of other machines can do is not known here; all of them have fp16.
+    has_fast_bf16 = machine.has_fast_bf16 and flags.engine == TORCH
+    fast_dtype = "bf16" if has_fast_bf16 else "fp16" if on_gpu else "fp32"
     cores_per_rank = machine.num_cpu_cores // ranks.local_world_size
     chosen = {
         "encoder_dtype": fast_dtype,
         "batch_size": GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE,
         # Without a GPU the cores are for the encoders.
-        "num_workers": min(GPU_NUM_WORKERS, cores_per_rank) if on_gpu else 0,
+        "num_workers": min(GPU_NUM_WORKERS, cores_per_rank)
+        if on_gpu and flags.engine == TORCH
+        else 0,
     }
     chosen = {name: value for name, value in chosen.items() if getattr(flags, name) is None}
     return dataclasses.replace(flags, **chosen, data_format=data_format)
+
+
+def _encodes_on_gpu(flags: PrecomputeSettings, machine: Machine) -> bool:
+    if flags.engine == TORCH:
+        return machine.device_type == "cuda"
+    from sdbench.tasks.encode.ray_stream import encoder_resources
+
+    return "GPU" in encoder_resources(flags)
+
+
+def _check_engine(request: Request[PrecomputeSettings], *, ranks: Ranks) -> None:
+    """Check that each setting acts under the engine, and connect to Ray where that is it.
+
+    Raises:
+        ConfigError: One of them does not, or there are several processes to connect.
+        RunError: No Ray cluster answers.
+    """
+    config = request.config
+    if config.engine == TORCH:
+        names = ("ray_address", *declarations(ActorSettings))
+        refuse_without_effect(request, names, needed="--engine ray")
+        return
+    if config.num_workers:
+        raise ConfigError(
+            "actors of Ray Data read the images",
+            value=config.num_workers,
+            allowed="0, and --num_decoders",
+            flag="--num_workers or --engine",
+        )
+    if ranks.world_size > 1:
+        raise ConfigError(
+            "one process takes what the actors of Ray Data give",
+            value=f"{ranks.world_size} ranks",
+            allowed="the command without a launcher",
+            flag="--engine",
+        )
+    ray_cluster.connect(config.ray_address)
 
 
 def _job_facts(plan: Plan) -> dict[str, Any]:
@@ -317,6 +388,7 @@ class Precompute(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self._machine, self._ranks = machine, ranks
+        _check_engine(self.request, ranks=ranks)
         self._plan = _resolve(self.request.config, machine=machine, ranks=ranks)
 
     def make_folder(self) -> Path:
@@ -358,9 +430,8 @@ class Precompute(Task):
         except BaseException:
             print("Finished shards are kept: the same command goes on from them.", file=sys.stderr)
             raise
-        num_stored = plan.config["num_workers"] * plan.config["prefetch_factor"]
         summary = summarize(
-            [steps for steps, _ in everyone], num_warmup_steps=num_stored + NUM_WARMUP_STEPS
+            [steps for steps, _ in everyone], num_warmup_steps=plan.num_ahead + NUM_WARMUP_STEPS
         )
         return {
             "summary": summary
@@ -374,20 +445,35 @@ class Precompute(Task):
 
     def _encode(self, output: Output, numbers: list[int]) -> list[Step]:
         """Do this rank's part of the missing shards."""
-        from sdbench.tasks.encode.encoder import ShardWriter
+        from sdbench.tasks.encode.shards import ShardWriter
 
         plan, ranks = self._plan, self._ranks
-        if plan.keep_memory:
-            keep_freed_memory()
-        on_gpu = self._machine.device_type == "cuda"
-        encoder = plan.job.make_encoder(f"cuda:{ranks.local_rank}" if on_gpu else "cpu")
-        writer = ShardWriter(plan.job, reader=plan.reader, encoder=encoder, output=output)
+        writer = ShardWriter(plan.job, encoding=self._make_encoding(), output=output)
         num_missing = sum(len(plan.job.indices(number)) for number in numbers)
         writer.write(
             numbers[ranks.rank :: ranks.world_size],
             num_missing=num_missing if ranks.rank == 0 else None,
         )
         return writer.steps
+
+    def _make_encoding(self) -> Encoding:
+        plan = self._plan
+        if self.request.config.engine == RAY:
+            from sdbench.tasks.encode.ray_shards import EncodingOnRay
+
+            return EncodingOnRay(
+                plan.job,
+                settings=self.request.config,
+                num_samples=plan.reader.num_samples,
+                num_ahead=plan.num_ahead,
+            )
+        from sdbench.tasks.encode.shards import EncodingHere
+
+        if plan.keep_memory:
+            keep_freed_memory()
+        on_gpu = self._machine.device_type == "cuda"
+        encoder = plan.job.make_encoder(f"cuda:{self._ranks.local_rank}" if on_gpu else "cpu")
+        return EncodingHere(plan.job, reader=plan.reader, encoder=encoder)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """The result in words."""

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.batches import BatchReader, GoodBatch
 from sdbench.data.pipeline.order import EpochOrder, Key
+from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
+from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 from sdbench.tasks.encode.ray_stream import Stage
 
 
@@ -39,6 +45,34 @@ class Prepared(NamedTuple):
 
     good: GoodBatch
     num_samples: int
+
+
+class ReadStage(Stage):
+    """Reads, decodes and tokenizes for precompute: a row to a `LoadedBatch`."""
+
+    def __init__(
+        self, configs: Sequence[SourceConfig], pieces: Sequence[range], num_samples: int
+    ) -> None:
+        """Open the source.
+
+        Args:
+            configs: The source, once for each resolution.
+            pieces: The samples of each row.
+            num_samples: That the driver has counted in the source.
+
+        Raises:
+            RunError: It looks different from here.
+        """
+        self._reader = ImageReader(configs)
+        self._pieces = pieces
+        check_same_data(self._reader.num_samples, num_samples)
+
+    def work(self, content: int) -> LoadedBatch:
+        """Read a batch."""
+        batch = self._reader(self._pieces[content])
+        if isinstance(batch, RunError):
+            raise batch
+        return batch
 
 
 class OrderStage(Stage):
@@ -83,12 +117,7 @@ class DecodeStage(Stage):
         """
         self._config = config
         self._reader_of_rank = functools.cache(self._open)
-        num_here = self._reader_of_rank(0).num_samples
-        if num_here != num_samples:
-            raise RunError(
-                f"a decoder finds {num_here} samples where the first rank has found {num_samples}: "
-                "all nodes of the cluster need the same data at the same place"
-            )
+        check_same_data(self._reader_of_rank(0).num_samples, num_samples)
 
     def _open(self, rank: int) -> BatchReader:
         return data.open_batches(dataclasses.replace(self._config, rank=rank))
@@ -99,3 +128,22 @@ class DecodeStage(Stage):
         is_synthetic = self._config.data_format == "synthetic"
         reader = self._reader_of_rank(content.rank if is_synthetic else 0)
         return Prepared(reader.read_good(content.keys), len(content.keys))
+
+
+def check_same_data(num_here: int, num_there: int) -> None:
+    """Check that this node sees the samples that the ranks see.
+
+    Raises:
+        RunError: It has another number of them.
+    """
+    if num_here != num_there:
+        raise RunError(
+            f"a decoder finds {num_here} samples where the run has found {num_there}: all nodes of "
+            "the cluster need the same data at the same place"
+        )
+
+
+def batch_bytes(source: SourceConfig, batch_size: int) -> int:
+    """Size of a batch of decoded images with token ids."""
+    tensors = SampleType.IMAGES.batch_tensors(source).values()
+    return batch_size * sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)

@@ -9,7 +9,10 @@ keep their order whichever actor is faster. A batch that cannot be made stays in
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +21,10 @@ import numpy as np
 from sdbench.base.errors import RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
 from sdbench.ranks.ray_cluster import resources_in_words
+from sdbench.settings.online import ANY, ActorSettings
 
 if TYPE_CHECKING:
-    from ray.data import Dataset
+    from ray.data import DataIterator, Dataset
 
 # Columns of a row: its number, and what the stage before has made of it.
 NUMBER, CONTENT = "id", "content"
@@ -30,6 +34,8 @@ NUMBERS_PER_TASK = 64
 NUM_IN_FLIGHT = 2
 # Ray Data keeps half of the memory it is given apart, in equal parts for each stage.
 SHARED_FRACTION = 0.5
+# How often a thread looks whether it is still wanted, and how long its end may take.
+PERIOD_S, PATIENCE_S = 0.2, 5.0
 
 
 class Failure(NamedTuple):
@@ -40,6 +46,18 @@ class Failure(NamedTuple):
     """
 
     reason: str
+
+
+class Row(NamedTuple):
+    """A row of a stream.
+
+    Attributes:
+        number: From 0.
+        content: What the last stage has made of it, or a `Failure`.
+    """
+
+    number: int
+    content: Any
 
 
 class Stage:
@@ -69,13 +87,13 @@ class Stage:
         return {NUMBER: rows[NUMBER], CONTENT: np.array([pickled], dtype=object)}
 
 
-def unpack(rows: Mapping[str, np.ndarray]) -> tuple[int, Any]:
+def unpack(rows: Mapping[str, np.ndarray]) -> Row:
     """The number and the content of a block's one row; without a content it is the number."""
     (number,) = map(int, rows[NUMBER])
     if CONTENT not in rows:
-        return number, number
+        return Row(number, number)
     (pickled,) = rows[CONTENT]
-    return number, pickle.loads(pickled)
+    return Row(number, pickle.loads(pickled))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +135,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     from ray.data import ActorPoolStrategy, DataContext
 
     check_room(pools)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # no line for each stream that ends
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -173,6 +192,67 @@ def _make_numbers(num_rows: int) -> Any:
     return Numbers()
 
 
+class StreamEnd:
+    """An end of a stream, read in a thread one row ahead."""
+
+    def __init__(self, rows: DataIterator) -> None:
+        """Begin to read.
+
+        Args:
+            rows: Of `make_stream`, or a part of them.
+        """
+        self._rows = rows
+        # Rows, then None or an error.
+        self._taken: queue.Queue[Row | RunError | None] = queue.Queue(maxsize=1)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def take(self, *, timeout_s: float) -> Row | None:
+        """The next row; None behind the last.
+
+        Raises:
+            TimeoutError: None came in time.
+            RunError: Ray Data has failed.
+        """
+        try:
+            row = self._taken.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(row, RunError):
+            raise row
+        return row
+
+    def close(self) -> None:
+        """Read no more. Ray Data ends the actors when the ends of all ranks are closed."""
+        self._is_closed.set()
+        self._thread.join(PATIENCE_S)
+
+    def describe(self) -> str:
+        """What Ray Data tells of all stages."""
+        return self._rows.stats()
+
+    def _read(self) -> None:
+        last: RunError | None = None
+        try:
+            for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
+                if not self._put(unpack(block)):
+                    return
+        except Exception as error:  # of Ray, which has many kinds
+            last = RunError(f"Ray Data failed: {describe_error(error)}")
+        self._put(last)
+
+    def _put(self, row: Row | RunError | None) -> bool:
+        """Hand a row over; False when nobody wants it any more."""
+        while not self._is_closed.is_set():
+            try:
+                self._taken.put(row, timeout=PERIOD_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
 def check_room(pools: Sequence[Pool]) -> None:
     """Check that a cluster without anything else on it has room for all actors.
 
@@ -197,12 +277,31 @@ def check_room(pools: Sequence[Pool]) -> None:
         )
 
 
-def encoder_resources(given: Mapping[str, float] | None) -> dict[str, float]:
+def encoder_pool(stage: type[Stage], settings: ActorSettings, **arguments: Any) -> Pool:
+    """The pool of encoders that settings describe.
+
+    Args:
+        stage: Takes the `resources` of its actor besides the arguments.
+        settings: The actors.
+        arguments: Of the stage's constructor.
+    """
+    resources = encoder_resources(settings)
+    kind = settings.encoder_accelerator_type
+    return Pool(
+        stage=stage,
+        arguments=arguments | {"resources": resources},
+        num_actors=settings.num_encoders,
+        resources=resources,
+        accelerator_type=None if kind == ANY else kind,
+    )
+
+
+def encoder_resources(settings: ActorSettings) -> dict[str, float]:
     """What an encoder takes: as the user says, else a GPU if the cluster has one, or a CPU."""
     import ray
 
-    if given is not None:
-        return dict(given)
+    if settings.encoder_resources is not None:
+        return dict(settings.encoder_resources)
     return {"GPU": 1.0} if ray.cluster_resources().get("GPU") else {"CPU": 1.0}
 
 

@@ -1,0 +1,131 @@
+"""`ImageReader`: reads and decodes batches of images that are to be encoded.
+
+It needs no model, nor the packages of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdbench import data
+from sdbench.base.errors import RunError
+from sdbench.data.pipeline.batches import GoodBatch, make_batches
+from sdbench.data.pipeline.order import Key
+from sdbench.data.samples import ImageSample, Samples
+from sdbench.data.source import EOS_TOKEN_ID, SourceConfig
+
+# Images are encoded once, as the first epoch of a training run would see them.
+EPOCH = 0
+
+
+class LoadedBatch(NamedTuple):
+    """Consecutive samples of the source, decoded and tokenized.
+
+    Attributes:
+        indices: Which samples can be used.
+        names: Where each of them is stored, for messages.
+        captions: What is encoded, as text; empty where a source has token ids alone.
+        parts: The images, once for each resolution, and their token ids with the first.
+        bad: A sentence for each sample that cannot be used.
+        num_read: Samples that were asked for; where progress is shown, those of all ranks.
+    """
+
+    indices: list[int]
+    names: list[str]
+    captions: list[str]
+    parts: list[GoodBatch]
+    bad: list[str]
+    num_read: int
+
+
+class CachedSamples:
+    """Stored samples, of which each of the current batch is read once for all resolutions."""
+
+    def __init__(self, records: Samples) -> None:
+        self._records = records
+        self._kept: dict[int, ImageSample] = {}
+        self.sample_type = records.sample_type
+        self.blocks, self.num_dropped = records.blocks, records.num_dropped
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int) -> ImageSample:
+        """Read a sample, as `Samples.read` does, or give the one that was read before."""
+        if index not in self._kept:
+            self._kept[index] = self._records.read(index)
+        return self._kept[index]
+
+    def forget(self) -> None:
+        """Drop the samples of the current batch."""
+        self._kept.clear()
+
+
+class ImageReader:
+    """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
+
+    def __init__(self, configs: Sequence[SourceConfig]) -> None:
+        """Open the source.
+
+        Args:
+            configs: The source, once for each resolution.
+
+        Raises:
+            ConfigError: The source cannot be used.
+        """
+        self._records = None
+        if configs[0].data_format == "synthetic":
+            self._batches = [data.open_batches(config) for config in configs]
+        else:
+            self._records = CachedSamples(data.open_samples(configs[0]))
+            self._batches = [make_batches(self._records, config=config) for config in configs]
+        self.num_samples = self._batches[0].num_samples
+        self.num_dropped = self._batches[0].num_dropped
+
+    def __call__(self, indices: range) -> LoadedBatch | RunError:
+        """Read a batch; an error is returned, as torch would bury its message in a traceback."""
+        try:
+            return self._read(indices)
+        except RunError as error:
+            return error
+
+    def _read(self, indices: range) -> LoadedBatch:
+        if self._records is not None:
+            self._records.forget()
+        keys, parts, bad = [Key(EPOCH, index) for index in indices], [], []
+        for batches in self._batches:
+            part = batches.read_good(keys)
+            keys = part.keys
+            bad += part.report.bad
+            parts.append(part)
+            if not keys:
+                break
+        if len(parts[0].keys) != len(keys):
+            parts = [_keep(part, keys) for part in parts]
+        names, captions = self._describe(keys, parts[0].tensors["input_ids"])
+        return LoadedBatch(
+            [key.index for key in keys], names, captions, parts, bad, num_read=len(indices)
+        )
+
+    def _describe(self, keys: Sequence[Key], input_ids: Tensor) -> tuple[list[str], list[str]]:
+        if self._records is None:
+            return [f"synthetic sample {key.index}" for key in keys], [""] * len(keys)
+        records = [self._records.read(key.index) for key in keys]
+        # A caption that was dropped has no token between those of beginning and end.
+        is_empty = (input_ids[:, 1] == EOS_TOKEN_ID).tolist()
+        captions = [
+            "" if empty else record.caption for empty, record in zip(is_empty, records, strict=True)
+        ]
+        return [record.name for record in records], captions
+
+
+def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
+    """Leave out the samples that were bad at another resolution."""
+    wanted = set(keys)
+    positions = torch.tensor([i for i, key in enumerate(part.keys) if key in wanted], dtype=int)
+    tensors = {name: tensor[positions] for name, tensor in part.tensors.items()}
+    return GoodBatch(tensors, list(keys), part.report)

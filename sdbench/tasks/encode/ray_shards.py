@@ -1,0 +1,107 @@
+"""`EncodingOnRay`: the encoded batches of precompute from actors of Ray Data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+
+from sdbench.base.errors import RunError
+from sdbench.settings.online import ActorSettings
+from sdbench.tasks.encode.encoder import EncodedBatch, EncodeJob, Step, encode_batch
+from sdbench.tasks.encode.images import LoadedBatch
+from sdbench.tasks.encode.ray_stages import ReadStage, batch_bytes
+from sdbench.tasks.encode.ray_stream import (
+    Failure,
+    Pool,
+    Stage,
+    StreamEnd,
+    encoder_pool,
+    make_stream,
+    set_up_encoder_process,
+)
+
+# The times of encoders in other processes are no part of a step of this one.
+TIMES_ELSEWHERE = {"vae": "encoders_vae", "text": "encoders_text"}
+
+
+class EncodePiecesStage(Stage):
+    """Encodes: a `LoadedBatch` to an `EncodedBatch`."""
+
+    def __init__(self, job: EncodeJob, resources: Mapping[str, float]) -> None:
+        """Build the encoders.
+
+        Args:
+            job: What is to be encoded.
+            resources: That this actor has of its node.
+        """
+        self._job = job
+        self._encoder = job.make_encoder(set_up_encoder_process(resources))
+
+    def work(self, content: LoadedBatch) -> EncodedBatch:
+        """Encode a batch."""
+        step = Step()
+        encoded = encode_batch(self._job, self._encoder, content, step=step)
+        for here, elsewhere in TIMES_ELSEWHERE.items():
+            step.seconds[elsewhere], step.seconds[here] = step.seconds[here], 0.0
+        return encoded
+
+
+class EncodingOnRay:
+    """Encodes in actors of Ray Data, while this process writes."""
+
+    def __init__(
+        self, job: EncodeJob, *, settings: ActorSettings, num_samples: int, num_ahead: int
+    ) -> None:
+        """Prepare; nothing is read yet. Ray is connected.
+
+        Args:
+            job: What is to be encoded.
+            settings: The actors.
+            num_samples: Of the source, as counted here.
+            num_ahead: Batches to keep ready, about.
+        """
+        self._job = job
+        self._settings = settings
+        self._num_samples = num_samples
+        self._num_ahead = num_ahead
+
+    def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
+        """The batches of shards, in order.
+
+        Raises:
+            RunError: One of them cannot be made, or none came for too long.
+        """
+        job, settings = self._job, self._settings
+        pieces = [piece for number in numbers for piece in job.pieces(number)]
+        reading = Pool(
+            stage=ReadStage,
+            arguments={"configs": job.configs, "pieces": pieces, "num_samples": self._num_samples},
+            num_actors=settings.num_decoders,
+            resources={"CPU": 1.0},
+        )
+        stream = make_stream(
+            (reading, encoder_pool(EncodePiecesStage, settings, job=job)),
+            num_rows=len(pieces),
+            row_bytes=sum(batch_bytes(config, job.batch_size) for config in job.configs),
+            num_ahead=self._num_ahead,
+        )
+        timeout_s = job.configs[0].data_timeout_s
+        end = StreamEnd(stream.iterator())
+        try:
+            for number in range(len(pieces)):
+                started_s = time.perf_counter()
+                try:
+                    row = end.take(timeout_s=timeout_s)
+                except TimeoutError:
+                    raise RunError(
+                        f"Ray Data gave no batch for {timeout_s:g} s: a decoder or an encoder is "
+                        "stuck, or has no place in the cluster. --data_timeout_s sets how long to "
+                        "wait."
+                    ) from None
+                assert row is not None and row.number == number, row
+                if isinstance(row.content, Failure):
+                    raise RunError(row.content.reason)
+                row.content.step.seconds["data_wait"] = time.perf_counter() - started_s
+                yield row.content
+        finally:
+            end.close()

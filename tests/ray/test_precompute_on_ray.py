@@ -1,0 +1,72 @@
+"""precompute --engine ray: the files of precompute, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdbench.record.store import load_record
+from sdbench.tasks.encode import precompute
+from tests.schemas import validate
+
+OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64,128")
+SHARDS = ("--batch_size", "2", "--samples_per_shard", "4")
+RAY = ("--engine", "ray", "--num_decoders", "2")
+
+
+def run(pictures: Path, out: Path, *argv: str) -> int:
+    """Precompute in this process."""
+    places = ["--remote", str(pictures), "--out", str(out), "--results_dir", str(out) + "-runs"]
+    return precompute.main([*OPTIONS, *SHARDS, *places, *argv])
+
+
+def records(out: Path) -> list[dict]:
+    """The records of a data set, from the first on."""
+    return [load_record(file) for file in sorted(Path(f"{out}-runs").glob("*/record.json"))]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def ray_ends():
+    """No cluster is left behind."""
+    yield
+    import ray
+
+    ray.shutdown()
+
+
+@pytest.mark.ray
+def test_a_failure_and_the_rest_give_the_same_files(tmp_path, picture_folder, ray_ends, out_format):
+    argv = ("--out_format", out_format)
+    assert run(picture_folder, tmp_path / "here", *argv) == 0
+    broken = picture_folder / "9.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:100])
+    out = tmp_path / "on-ray"
+    assert run(picture_folder, out, *RAY, *argv) == 1
+    assert not out.exists()
+    broken.write_bytes(whole)
+    assert run(picture_folder, out, *RAY, *argv) == 0
+    assert files(out) == files(tmp_path / "here")
+    failed, record = records(out)
+    assert "9.png: the image cannot be decoded" in failed["reason"]
+    validate(record)
+    assert (record["status"], record["config"]["num_decoders"]) == ("ok", 2)
+    # Of 10 pictures in shards of 4 the last shard was missing.
+    assert (record["summary"]["num_images"], record["summary"]["num_images_written"]) == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--num_encoders", "2"), "--num_encoders has no effect"),
+        ((*RAY, "--num_workers", "2"), "--num_workers or --engine"),
+    ],
+)
+def test_settings_of_the_other_engine_are_refused(tmp_path, picture_folder, capsys, argv, told):
+    assert run(picture_folder, tmp_path / "out", *argv) == 2
+    assert told in capsys.readouterr().err
