@@ -78,7 +78,8 @@ def connect(address: str | None) -> None:
     try:
         if where is not None:
             _knock(where)
-        ray.init(address=where, **options)
+        # Without "local" Ray would look for a cluster that was started here by hand.
+        ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
             f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}; "
