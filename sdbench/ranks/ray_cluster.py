@@ -78,7 +78,8 @@ def connect(address: str | None) -> None:
     try:
         if where is not None:
             _knock(where)
-        ray.init(address=where, **options)
+        # None would find whatever cluster `ray start` has begun on this machine.
+        ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
             f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
