@@ -82,7 +82,8 @@ def connect(address: str | None) -> None:
         ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
-            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
+            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}; "
+            "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
 
 

@@ -48,7 +48,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
         ArithmeticSpeedups,
         "encoder_dtype",
         presets={},
-        help="weights of the encoders (default: bf16 or fp16 where this machine is fast in it)",
+        help="weights of the encoders (default: bf16 where this machine is fast in it, else fp32)",
     )
     dist_timeout: float = shared(RunSettings, "dist_timeout")
 

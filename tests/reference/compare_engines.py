@@ -6,11 +6,13 @@ given to all sides:
 
     python tests/reference/compare_engines.py --repeats 5 --output engines.md -- \
         --model_name small --image_size 128 --batch_size 8 --use_synth_data --latents precomputed
-    python tests/reference/compare_engines.py --sides online --repeats 5 --output online.md -- \
+    python tests/reference/compare_engines.py --sides online --repeats 5 --warmup_batches 15 \
+        --measure_batches 100 --output online.md -- \
         --model_name small --image_size 128 --batch_size 8 --remote my-pictures
 
 The sides `online` are for two cores: a trainer that encodes has a thread on each; otherwise the
-trainer has one and the encoder the other, beside one decoder.
+trainer has one and the encoder the other, beside one decoder. About ten batches are prepared ahead
+of the trainer: the window has to be many times as long.
 """
 
 from __future__ import annotations
