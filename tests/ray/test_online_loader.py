@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +184,25 @@ def test_an_encoder_that_is_killed_changes_nothing(place, encoder):
     assert find_workers(ENCODER) != [pid]
     assert same(batches, encode_here(encoder, source, num_epochs=1))
     assert loader.stats.num_failed_blocks == 0
+
+
+def test_the_stages_wait_for_the_trainer():
+    source = source_of(None, data_format="synthetic", num_images=1000 * BATCH_SIZE)
+    loader = open_loader(source, num_batches=1000)
+    batches = iter(loader)
+    next(batches)
+
+    def num_encoded() -> int:
+        stage = loader.describe_stream().partition(f"MapBatches({ENCODER})")[2]
+        return int(re.search(r"Total output num rows: (\d+) rows", stage)[1])
+
+    found = [num_encoded()]
+    while len(found) < 2 or found[-1] != found[-2]:
+        time.sleep(5)
+        found.append(num_encoded())
+    loader.close()
+    # What waits is bounded by memory; Ray Data lets every stage have a few batches more.
+    assert found[-1] < 50
 
 
 def test_an_encoder_that_is_stuck_ends_the_run(place):

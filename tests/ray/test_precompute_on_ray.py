@@ -40,8 +40,8 @@ def ray_ends():
 
 
 @pytest.mark.ray
-def test_a_failure_and_the_rest_give_the_same_files(tmp_path, picture_folder, ray_ends, out_format):
-    argv = ("--out_format", out_format)
+def test_a_failure_and_the_rest_give_the_same_files(tmp_path, picture_folder, ray_ends):
+    argv = ("--out_format", "parquet")
     assert run(picture_folder, tmp_path / "here", *argv) == 0
     broken = picture_folder / "9.png"
     whole = broken.read_bytes()
