@@ -78,7 +78,8 @@ def connect(address: str | None) -> None:
     try:
         if where is not None:
             _knock(where)
-        ray.init(address=where, **options)
+        # Without an address Ray would join whatever cluster runs on this machine.
+        ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
             f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
