@@ -88,6 +88,19 @@ def check(request: Request, ranks: Ranks) -> None:
         )
 
 
+def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
+    """The type that encoders are fast in.
+
+    What GPUs of other machines can do is not known here; all of them have fp16.
+    """
+    from sdbench.tasks.encode.ray_stream import encoder_resources
+
+    ray_cluster.connect(settings.ray_address)
+    if "GPU" in encoder_resources(settings):
+        return "fp16"
+    return "bf16" if machine.has_fast_bf16 else "fp32"
+
+
 def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
     """Batches that may be ready, or under way, before they are asked for."""
     from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT
