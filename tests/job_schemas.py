@@ -62,7 +62,7 @@ RAY_TYPES: dict[str, dict[str, Any]] = {
         "ttlSecondsAfterFinished": int,
     },
     "RayClusterSpec": {
-        "authOptions": Any,
+        "authOptions": "AuthOptions",
         "autoscalerOptions": Any,
         "enableInTreeAutoscaling": bool,
         "gcsFaultToleranceOptions": Any,
@@ -77,6 +77,7 @@ RAY_TYPES: dict[str, dict[str, Any]] = {
         "upgradeStrategy": Any,
         "workerGroupSpecs": ["WorkerGroupSpec"],
     },
+    "AuthOptions": {"enableK8sTokenAuth": bool, "mode": str, "secretName": str},
     "HeadGroupSpec": {
         "enableIngress": bool,
         "headService": Any,

@@ -166,7 +166,9 @@ def _resolve_data(draft: Draft) -> None:
         given = config.use_synth_data or config.remote or config.local or config.streams
         reason = "from the data flags" if given else "neither --remote nor --local was given"
         draft.choose("data_format", data_format, reason)
-    if config.num_workers is None and draft.on_gpu:
+    if config.num_workers is None and config.online_preprocessing:
+        draft.choose("num_workers", 0, "actors of Ray Data read the samples")
+    elif config.num_workers is None and draft.on_gpu:
         draft.choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
     elif config.num_workers is None:
         draft.choose("num_workers", 0, "no GPU: cores and memory are for training")

@@ -78,11 +78,12 @@ def connect(address: str | None) -> None:
     try:
         if where is not None:
             _knock(where)
-        # Without an address Ray would join whatever cluster runs on this machine.
+        # None would find whatever cluster `ray start` has begun on this machine.
         ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(
-            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}"
+            f"no Ray cluster answers at {where} (--ray_address): {str(error).splitlines()[0]}; "
+            "one that asks for a token needs RAY_AUTH_MODE=token here, too"
         ) from None
 
 

@@ -46,7 +46,7 @@ def place_of_encoders(config: Mapping[str, Any]) -> str:
     Args:
         config: Of its record.
     """
-    return BESIDE if config["online_preprocessing"] else config["latents"]
+    return BESIDE if config.get("online_preprocessing") else config["latents"]
 
 
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:

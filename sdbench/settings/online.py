@@ -73,6 +73,11 @@ class OnlineSettings(ActorSettings, DataSettings):
         """Whether a step encodes images and captions itself."""
         return self.latents == ONLINE and not self.online_preprocessing
 
+    @property
+    def place_of_encoders(self) -> str:
+        """The setting that decides whether a step has encoders, for messages."""
+        return "online_preprocessing" if self.online_preprocessing else "latents"
+
 
 def check_online_settings(request: Request) -> None:
     """Check what --online_preprocessing needs, and that no other setting is idle without it.
@@ -94,6 +99,13 @@ def check_online_settings(request: Request) -> None:
                 allowed=f"{needed}, or no {flag}",
                 flag=f"--{name} or {flag}",
             )
+    if config.num_workers:
+        raise ConfigError(
+            "actors of Ray Data read the samples",
+            value=config.num_workers,
+            allowed=f"0, or no {flag}",
+            flag=f"--num_workers or {flag}",
+        )
     if config.streams is not None:
         raise ConfigError(
             "the shares of several streams are drawn within the training process",

@@ -37,7 +37,7 @@ class TrainingTask(Task):
 
     def _end_loading(self, loader: CheckedLoader, folder: Path) -> None:
         """Keep what the processes that load have to tell, and end them."""
-        told = loader.describe_processes() if self.plan.ranks.rank == 0 else None
+        told = loader.describe_stream() if self.plan.ranks.rank == 0 else None
         if told is not None:
             (folder / RAY_DATA_NAME).write_text(told, encoding="utf-8")
         loader.close()

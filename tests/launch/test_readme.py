@@ -10,11 +10,18 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from sdbench.record.store import load_record
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -25,6 +32,8 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "results/README.md",
 )
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
 LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
@@ -36,15 +45,21 @@ def commands() -> list[str]:
 
 
 def launched() -> list[str]:
-    return [line for line in commands() if line.split()[0] in LAUNCHERS]
+    return [line for line in commands() if line.split()[0] in LAUNCHERS and not is_on_ray(line)]
 
 
-def run(command: str, *, folder: Path, timeout_s: float = 280) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def is_on_ray(command: str) -> bool:
+    """Whether it starts a Ray cluster."""
+    return "--engine ray" in command
+
+
+def run(
+    command: str, *, folder: Path, timeout_s: float = 280, env: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         shlex.split(command),
         cwd=folder,
-        env=environment,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -108,6 +123,7 @@ def test_the_readme_has_its_commands():
         in commands()
     )
     assert len([command for command in launched() if is_quick(command)]) >= 6
+    assert len([command for command in commands() if is_on_ray(command)]) == 3
 
 
 @pytest.mark.parametrize(
@@ -136,6 +152,87 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
         assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
     drawn = list((workplace / "circle" / "pictures").iterdir())
     assert [path.name for path in drawn] == ["00000.png"]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("command", [command for command in commands() if is_on_ray(command)])
+def test_a_command_on_ray_runs_as_it_stands(command, workplace):
+    completed = run(command, folder=workplace)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    (path,) = (workplace / "runs").glob("*/record.json")
+    record = load_record(path)
+    ranks = re.search(r"--num_ray_workers (\d+)", command)
+    assert (record["status"], record["config"]["engine"]) == ("ok", "ray")
+    assert record["ranks"]["world_size"] == (int(ranks[1]) if ranks else 1)
+
+
+@pytest.fixture
+def ray_environment(tmp_path) -> dict[str, str]:
+    """With a token of its own."""
+    environment = {**ENVIRONMENT, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path / "home")}
+    (tmp_path / "home").mkdir()
+    completed = run("ray get-auth-token --generate", folder=tmp_path, env=environment)
+    assert completed.returncode == 0, completed.stderr
+    return environment
+
+
+@pytest.fixture
+def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
+    """The head of a Ray cluster with ports of its own: those of the cluster and its dashboard."""
+    ports = [free_port() for _ in range(4)]
+    names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    options = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
+    # All that it starts ends with it: `ray stop` would end the clusters of others as well.
+    head = subprocess.Popen(
+        [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", *options],
+        env=ray_environment,
+        stdout=(tmp_path / "head.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield ports[0], ports[1]
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_cluster_is_joined_and_given_a_job(ray_head, ray_environment, workplace):
+    port, dashboard_port = ray_head
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (block,) = (block for block in blocks if "ray job submit" in block)
+    export, token, start, joining, job, stop = block.splitlines()
+    assert (export, token) == ("export RAY_AUTH_MODE=token", "ray get-auth-token --generate")
+    assert (start, stop) == ("ray start --head", "ray stop")
+    wait_for(dashboard_port)
+    joining = joining.replace("--ray_address auto", f"--ray_address 127.0.0.1:{port}")
+    job = job.replace("8265", str(dashboard_port)).replace("$PWD", str(workplace))
+    for number, command in enumerate((joining, job), start=1):
+        completed = run(command, folder=workplace, env=ray_environment)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        assert "images/s" in completed.stdout
+        records = [load_record(path) for path in (workplace / "runs").glob("*/record.json")]
+        assert [record["status"] for record in records] == ["ok"] * number
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(port: int) -> None:
+    """Wait until a web server answers at a port of this machine."""
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/api/version").close()
+        except urllib.error.HTTPError:  # it asks for a token
+            return None
+        except OSError:
+            assert time.monotonic() < end_s
+            time.sleep(0.5)
 
 
 def test_commands_in_order_do_not_draw_into_one_folder():

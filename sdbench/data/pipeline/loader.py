@@ -260,7 +260,7 @@ class CheckedLoader(DataLoader):
                 status=INVALID,
             )
 
-    def describe_processes(self) -> str | None:
+    def describe_stream(self) -> str | None:
         """What the processes that load tell of their work; None where nobody asks them."""
         return None
 

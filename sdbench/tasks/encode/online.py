@@ -146,7 +146,7 @@ class OnlineLoader(CheckedLoader):
         self.sample_type = SampleType.MOMENTS
         self._epoch_order = order
         self._ranks = ranks
-        self._make_stream = encoder_pool, make_stream
+        self._make_stream = make_stream
         self._max_failed_blocks = max_failed_blocks
         self._end: StreamEnd | None = None
         self._next_batch = self._first_batch = 0
@@ -158,7 +158,7 @@ class OnlineLoader(CheckedLoader):
             self._end.close()
             self._end = None
 
-    def describe_processes(self) -> str | None:
+    def describe_stream(self) -> str | None:
         """What Ray Data tells of the stream, with the times of each stage; None without one."""
         return None if self._end is None else self._end.describe()
 

@@ -9,6 +9,7 @@ keep their order whichever actor is faster. A batch that cannot be made stays in
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 import queue
 import threading
@@ -134,6 +135,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     from ray.data import ActorPoolStrategy, DataContext
 
     check_room(pools)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # no line for each stream that ends
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -40,9 +40,9 @@ def check_parts(request: Request[TrainConfig]) -> None:
     if config.train_text_encoder and not config.step_has_encoders:
         raise ConfigError(
             "captions that are encoded already cannot train a text encoder",
-            value=config.latents,
-            allowed=f"{ONLINE} without --online_preprocessing, or no --train_text_encoder",
-            flag="--latents, --online_preprocessing or --train_text_encoder",
+            value=getattr(config, config.place_of_encoders),
+            allowed="encoders in the step, or no --train_text_encoder",
+            flag=f"--{config.place_of_encoders} or --train_text_encoder",
         )
     if config.train != "vae":
         return

@@ -22,7 +22,6 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
-from sdbench.settings.data import ONLINE
 from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import check_parts, note_random_parts
@@ -377,10 +376,9 @@ def _check(config: Any) -> None:
         if getattr(config, interval) is not None and not config.step_has_encoders:
             raise ConfigError(
                 "a model that is trained on latents has no encoders to draw with",
-                value=config.latents,
-                allowed=f"{ONLINE} without --online_preprocessing, or no --{interval}: the "
-                "exported model draws",
-                flag=f"--latents, --online_preprocessing or --{interval}",
+                value=getattr(config, config.place_of_encoders),
+                allowed=f"encoders in the step, or no --{interval}: the exported model draws",
+                flag=f"--{config.place_of_encoders} or --{interval}",
             )
     if config.use_ema and config.ema_impl == "composer":
         raise ConfigError(

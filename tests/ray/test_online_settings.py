@@ -1,0 +1,48 @@
+"""Is --online_preprocessing refused where it cannot be, before anything is started?"""
+
+from __future__ import annotations
+
+import pytest
+
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.config import parse_request
+from tests.machines import make_cpu_machine, make_machine
+from tests.refusals import refused
+
+ONLINE = ("--online_preprocessing", "--engine", "ray")
+
+
+def plan(*argv: str, machine=None):
+    return resolve(
+        parse_request(
+            ["--model_name", "tiny", "--use_synth_data", *argv], description="", epilog=""
+        ),
+        machine=machine or make_cpu_machine(),
+        ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--engine or --online_preprocessing", ("--online_preprocessing",)),
+        ("--latents or --online_preprocessing", (*ONLINE, "--latents", "precomputed")),
+        ("--num_workers or --online_preprocessing", (*ONLINE, "--num_workers", "2")),
+        ("--num_encoders or --online_preprocessing", ("--num_encoders", "2")),
+        ("--max_failed_blocks or --online_preprocessing", ("--max_failed_blocks", "2")),
+        ("--compile", (*ONLINE, "--compile", "encoders")),
+    ],
+)
+def test_refusals(flag, argv):
+    with refused(flag):
+        plan(*argv)
+
+
+def test_a_step_has_no_encoders():
+    argv = ("--device_train_microbatch_size", "1", "--batch_size", "2")
+    beside, within = (
+        plan(*argv, *more, machine=make_machine()) for more in (ONLINE, ("--engine", "ray"))
+    )
+    assert beside.memory.total_gib < within.memory.total_gib
+    assert (beside.config.num_workers, within.config.num_workers) == (0, 8)
