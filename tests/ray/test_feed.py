@@ -12,7 +12,8 @@ import pytest
 import data as script
 from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_feed
-from sdbench.tasks.ray_feed import STREAM_NAME, read_stages
+from sdbench.tasks.ray_feed import read_stages
+from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
 from tests.refusals import printed_refusal
 from tests.schemas import validate
@@ -60,7 +61,7 @@ def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path):
         rate = stages[f"images_per_second_per_{worker}"]
         assert stages[f"num_{worker}s_for_target"] == math.ceil(40 / rate)
     assert summary["ms_per_image"]["decode"] > 0
-    assert read_stages((path.parent / STREAM_NAME).read_text()).keys() == {
+    assert read_stages((path.parent / RAY_DATA_NAME).read_text()).keys() == {
         "OrderStage",
         "DecodeStage",
         "EncodeStage",
