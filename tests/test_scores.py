@@ -352,7 +352,7 @@ def test_what_a_run_cannot_score_is_refused_before_it_begins(tmp_path, capsys, f
         ),
         (
             ("--validation_remote", held_out, *network, "--latents", "precomputed"),
-            "--latents or --score_every_batches",
+            "--latents, --online_preprocessing or --score_every_batches",
         ),
         (("--validation_remote", held_out, *network, "--train", "vae"), "--score_every_batches"),
     ):

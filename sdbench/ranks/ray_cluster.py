@@ -78,7 +78,7 @@ def connect(address: str | None) -> None:
     try:
         if where is not None:
             _knock(where)
-        # None would find whatever cluster `ray start` has begun on this machine.
+        # Without "local" Ray would look for a cluster that was started here by hand.
         ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
         raise RunError(

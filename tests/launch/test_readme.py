@@ -10,9 +10,11 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -155,9 +157,10 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [command for command in commands() if is_on_ray(command)])
 def test_a_command_on_ray_runs_as_it_stands(command, workplace):
-    completed = run(command, folder=workplace)
+    completed = run(command, folder=workplace, timeout_s=580)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     (path,) = (workplace / "runs").glob("*/record.json")
     record = load_record(path)
@@ -181,7 +184,10 @@ def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
     """The head of a Ray cluster with ports of its own: those of the cluster and its dashboard."""
     ports = [free_port() for _ in range(4)]
     names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    # By its own folder nobody else finds it; the names of sockets have to be short.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     options = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
+    options.append(f"--temp-dir={folder}")
     # All that it starts ends with it: `ray stop` would end the clusters of others as well.
     head = subprocess.Popen(
         [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", *options],
@@ -194,6 +200,7 @@ def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
     finally:
         head.terminate()
         head.wait(60)
+        shutil.rmtree(folder)
 
 
 @pytest.mark.ray

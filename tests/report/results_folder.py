@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
 from sdbench.report.tables import Table
 from sdbench.settings.config import PRESETS
@@ -35,7 +36,7 @@ HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2
 @functools.cache
 def _published_record() -> dict[str, Any]:
     path = sorted(RESULTS.glob("runs/*_sd2-base-256px-fast/record.json"))[0]
-    return json.loads(path.read_text(encoding="utf-8"))
+    return load_record(path)
 
 
 def make_record(**changes: Any) -> dict[str, Any]:
