@@ -68,7 +68,7 @@ def format_feed(record: dict[str, Any]) -> str:
     else:
         rows = [("images/s", format_rate(summary))]
         if not stages:
-            rows.append(("images/s per process", _describe_stream(record)))
+            rows.append(("images/s per process", _describe_processes(record)))
     if stages:
         rows += [(f"images/s of each {one}", _describe_stage(stages, one)) for one in STAGES]
     rows += [
@@ -98,7 +98,7 @@ def format_feed(record: dict[str, Any]) -> str:
     return align(rows)
 
 
-def _describe_stream(record: dict[str, Any]) -> str:
+def _describe_processes(record: dict[str, Any]) -> str:
     """Images/s of a loading process, with the number of such processes and of CPU cores."""
     num_workers, num_cores = record["config"]["num_workers"], record["machine"]["num_cpu_cores"]
     who = _count(num_workers, "worker") if num_workers else "the trainer's own, without workers"

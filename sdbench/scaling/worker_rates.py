@@ -21,6 +21,7 @@ from sdbench.scaling.cost import Amount
 from sdbench.scaling.machines import WorkerRates
 from sdbench.scaling.points import IMAGE_SIZE, Row, rate_of
 from sdbench.settings.data import ONLINE, PRECOMPUTED
+from sdbench.settings.ray import RAY
 
 CONFIGURATION = "configuration"
 NUMBERS = re.compile(r"([1-9][0-9]*)=([^:]+)(?::([^:]+):([^:]+))?")
@@ -50,6 +51,9 @@ def _of_trainer(place: str, record: Mapping[str, Any]) -> Any:
 
 def _of_encoder(record: Mapping[str, Any]) -> Any:
     if kind_of(record) == PRECOMPUTE:
+        # With Ray the rate is that of its decoders, encoders and this process together.
+        if record["config"].get("engine") == RAY:
+            return None
         return _of_each(record["summary"], "device")
     return _of_stage(record, "encoder")
 
@@ -88,9 +92,7 @@ ENCODING_TRAINER = Worker(
     "benchmark.py with encoders in the step",
     functools.partial(_of_trainer, ONLINE),
 )
-ENCODER = Worker(
-    "--encoder_rates", "python -m sdbench precompute, or data.py --engine ray", _of_encoder
-)
+ENCODER = Worker("--encoder_rates", "precompute without Ray, or data.py --engine ray", _of_encoder)
 DECODER = Worker(
     "--decoder_rates",
     "data.py on pictures, with --engine ray or without --emulate_step_seconds",

@@ -48,7 +48,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
         ArithmeticSpeedups,
         "encoder_dtype",
         presets={},
-        help="weights of the encoders (default: bf16 where this machine is fast in it, else fp32)",
+        help="weights of the encoders (default: fp16 on GPUs, else bf16 or fp32 by the CPU)",
     )
     dist_timeout: float = shared(RunSettings, "dist_timeout")
 
@@ -203,8 +203,9 @@ def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
         from sdbench.tasks import ray_feed
 
         ray_feed.check(request, ranks)
-        fast_dtype = "bf16" if machine.has_fast_bf16 else "fp32"
-        chosen: dict[str, Any] = {"encoder_dtype": fast_dtype}
+        chosen: dict[str, Any] = {}
+        if settings.encoder_dtype is None:
+            chosen["encoder_dtype"] = ray_feed.choose_encoder_dtype(settings, machine)
         num_stored = ray_feed.count_stored_batches(settings, num_trainers=ranks.world_size)
     else:
         chosen = {"num_workers": min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)}

@@ -28,14 +28,13 @@ from sdbench.settings.request import Request
 from sdbench.statistics.intervals import Interval, within_run_interval
 from sdbench.tasks.encode.online import EncodeStage
 from sdbench.tasks.encode.ray_stages import DecodeStage
+from sdbench.tasks.training import RAY_DATA_NAME
 
 if TYPE_CHECKING:
     from sdbench.run.task import Run
     from sdbench.tasks.encode.online import OnlineLoader
     from sdbench.tasks.feed import FeedSettings
 
-# What Ray Data tells of its stages, in the folder of the run.
-STREAM_NAME = "ray_data.txt"
 # Batches that wait at the end of a trainer: one in its hand, one behind that.
 NUM_AT_TRAINER = 2
 # Parts of the window that an interval is over.
@@ -86,6 +85,19 @@ def check(request: Request, ranks: Ranks) -> None:
             allowed="--num_batches, or one trainer",
             flag="--max_seconds or --num_ray_workers",
         )
+
+
+def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
+    """The type that encoders are fast in.
+
+    What GPUs of other machines can do is not known here; all of them have fp16.
+    """
+    from sdbench.tasks.encode.ray_stream import encoder_resources
+
+    ray_cluster.connect(settings.ray_address)
+    if "GPU" in encoder_resources(settings):
+        return "fp16"
+    return "bf16" if machine.has_fast_bf16 else "fp32"
 
 
 def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
@@ -178,7 +190,7 @@ def measure(
         )
     looks = in_step.looks()
     if ranks.rank == 0:
-        (run.folder / STREAM_NAME).write_text(loader.describe_stream() or "", encoding="utf-8")
+        (run.folder / RAY_DATA_NAME).write_text(loader.describe_stream() or "", encoding="utf-8")
     loader.close()
     return _summarize(settings, distributed.gather(feed, ranks), looks=looks)
 

@@ -1,9 +1,14 @@
-"""An address where no Ray cluster answers is an error, and soon."""
+"""Which Ray cluster is joined: the one at an address, and none that nobody has named."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +37,31 @@ def test_nobody_at_the_address(by_variable, free_port, tmp_path, monkeypatch, ca
     assert time.monotonic() - began_s < 2 * ANSWER_WITHIN_S
     assert address in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.ray
+def test_a_cluster_that_runs_here_is_not_joined_unasked():
+    """`ray start` leaves its address in a file, which Ray reads where it is given none."""
+    repository = Path(__file__).parents[2]
+    lines = [
+        "from sdbench.ranks import ray_cluster",
+        "ray_cluster.connect(None)",
+        "import ray",
+        "print('head', ray.get_runtime_context().gcs_address)",
+        "ray.shutdown()",
+    ]
+    # The paths of Ray's sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)],
+            cwd=repository,
+            env={**os.environ, "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (address,) = (line for line in done.stdout.splitlines() if line.startswith("head "))
+    assert not address.endswith(":9")

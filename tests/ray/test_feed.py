@@ -12,7 +12,8 @@ import pytest
 import data as script
 from sdbench.record.store import load_record
 from sdbench.report.feed_table import format_feed
-from sdbench.tasks.ray_feed import STREAM_NAME, read_stages
+from sdbench.tasks.ray_feed import read_stages
+from sdbench.tasks.training import RAY_DATA_NAME
 from tests.data import datasets
 from tests.refusals import printed_refusal
 from tests.schemas import validate
@@ -60,7 +61,7 @@ def test_two_trainers_are_fed_by_as_many_actors_as_were_asked_for(tmp_path):
         rate = stages[f"images_per_second_per_{worker}"]
         assert stages[f"num_{worker}s_for_target"] == math.ceil(40 / rate)
     assert summary["ms_per_image"]["decode"] > 0
-    assert read_stages((path.parent / STREAM_NAME).read_text()).keys() == {
+    assert read_stages((path.parent / RAY_DATA_NAME).read_text()).keys() == {
         "OrderStage",
         "DecodeStage",
         "EncodeStage",
@@ -90,7 +91,8 @@ def test_a_batch_that_the_trainers_cannot_share_is_refused(tmp_path):
 def test_what_ray_data_does_not_do_is_refused_in_a_rank(argv, flag, capsys, monkeypatch):
     for name in ("RANK", "SDBENCH_RAY_RESTARTS"):
         monkeypatch.setenv(name, "0")
-    assert script.main([*TINY, "--use_synth_data", *argv]) == 2
+    dtype = ("--encoder_dtype", "fp32")  # or Ray would be asked for its GPUs
+    assert script.main([*TINY, "--use_synth_data", *dtype, *argv]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 

@@ -312,6 +312,8 @@ def test_records_of_other_work_are_refused(command, tmp_path, repository, traine
     online = write(tmp_path, make_record(config__image_size=64), "online")
     failed = copy.deepcopy(make_record(config__image_size=64, config__latents="precomputed"))
     failed.update(status="failed", reason="a test", summary=None)
+    on_ray = published(repository, "precompute-mds-512px")
+    on_ray["config"].update(image_size=64, engine="ray")
     emulated = published(repository, "feed-mds-512px")
     emulated["config"].update(image_size=64, emulate_step_seconds=0.5)
     emulated["summary"]["images_per_second_per_core"] = None
@@ -323,6 +325,7 @@ def test_records_of_other_work_are_refused(command, tmp_path, repository, traine
         ({"trainer_rates": write(tmp_path, failed, "failed")}, "--trainer_rates"),
         ({"in_step_rates": trainer_records[0]}, "--in_step_rates"),
         ({"encoder_rates": online}, "--encoder_rates"),
+        ({"encoder_rates": write(tmp_path, on_ray, "on_ray")}, "--encoder_rates"),
         ({"decoder_rates": write(tmp_path, emulated, "emulated")}, "--decoder_rates"),
         # Two configurations have no mean.
         ({"trainer_rates": [trainer_records[0], write(tmp_path, other, "b")]}, "--trainer_rates"),
