@@ -146,7 +146,7 @@ class OnlineLoader(CheckedLoader):
         self.sample_type = SampleType.MOMENTS
         self._epoch_order = order
         self._ranks = ranks
-        self._make_stream = encoder_pool, make_stream
+        self._make_stream = make_stream
         self._max_failed_blocks = max_failed_blocks
         self._end: StreamEnd | None = None
         self._next_batch = self._first_batch = 0
