@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -325,7 +326,7 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
         ),
         run_config=RunConfig(
             name=getattr(config, "run_name", None),
-            storage_path=config.ray_storage_path or scratch,
+            storage_path=_url_for_arrow(config.ray_storage_path or scratch),
             failure_config=FailureConfig(max_failures=config.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=getattr(config, "keep", None)),
         ),
@@ -333,6 +334,16 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
             backend="nccl" if "GPU" in resources else "gloo", timeout_s=int(config.dist_timeout)
         ),
     )
+
+
+def _url_for_arrow(storage: str) -> str:
+    """A folder or URL, with the store at `S3_ENDPOINT_URL` where data are read from it too."""
+    endpoint = os.environ.get("S3_ENDPOINT_URL")
+    if endpoint is None or not storage.startswith("s3://"):
+        return storage
+    scheme, _, host = endpoint.rstrip("/").partition("://")
+    query = urllib.parse.urlencode({"scheme": scheme, "endpoint_override": host})
+    return f"{storage}{'&' if '?' in storage else '?'}{query}"
 
 
 def _causes(error: Exception) -> dict[int, BaseException]:
