@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import psutil
 
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
-from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError
 from sdbench.launch.ray_worker import Rank, RankFailedError
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
@@ -34,6 +35,12 @@ from sdbench.settings.request import Request
 PERIOD_S = 0.2
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
+# A rank that has failed first writes the record.
+WRITTEN_WITHIN_S = 3.0
+# From one look for the head of the cluster to the next.
+HEAD_PERIOD_S = 5.0
+# A head may be started again meanwhile. After 60 s Ray would end this process, and give no reason.
+HEAD_PATIENCE_S = 30.0
 
 
 class Heard(NamedTuple):
@@ -161,6 +168,7 @@ class _Driver:
         self._config = config
         self._trainer = trainer
         self._heard = Heard("", 0, None)
+        self._head_seen_s = self._looked_for_head_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -175,6 +183,10 @@ class _Driver:
             thread.join(PERIOD_S)
             if not self._listen():
                 break
+            if self._has_lost_head():
+                self._conclude()
+                sys.stderr.flush()
+                os._exit(EXIT_FAILED)  # Ray's own end of a process waits for the head, and crashes
             if len(signals) > num_passed_on:
                 num_passed_on = len(signals)
                 if num_passed_on > 1 or not self._heard.num_starts:
@@ -209,6 +221,21 @@ class _Driver:
         print(heard.text, end="", flush=True)
         return True
 
+    def _has_lost_head(self) -> bool:
+        """Whether the head of the cluster has not answered for too long."""
+        now_s = time.monotonic()
+        if now_s < self._looked_for_head_s + HEAD_PERIOD_S:
+            return False
+        self._looked_for_head_s = now_s
+        address = ray_cluster.head_address()
+        with contextlib.suppress(OSError):
+            ray_cluster.knock(address)
+            self._head_seen_s = now_s
+        is_lost = now_s > self._head_seen_s + HEAD_PATIENCE_S
+        if is_lost:
+            self._error = RunError(f"no answer from its head at {address}")
+        return is_lost
+
     def _tell_of_wait(self) -> None:
         import ray
 
@@ -223,7 +250,7 @@ class _Driver:
 
     def _end_at_once(self, number: int) -> int:
         reason = f"{signal.Signals(number).name}: the ranks were ended within a step"
-        self._write_reason(store.INTERRUPTED, reason)
+        reason = self._complete_record(store.INTERRUPTED, reason)
         print(f"interrupted: {reason}", file=sys.stderr)
         return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILED
 
@@ -234,21 +261,33 @@ class _Driver:
         causes = _causes(self._error)
         if causes and all(isinstance(cause, RankFailedError) for cause in causes.values()):
             return EXIT_FAILED
-        reason = _describe_loss(self._error, causes)
+        reason = self._complete_record(store.FAILED, _describe_loss(self._error, causes))
         report_cause(LOST, reason)
-        self._write_reason(store.FAILED, reason)
         where = f"\nrecord: {self._heard.folder}" if self._heard.folder else ""
         print(f"failed: {reason}{where}", file=sys.stderr)
         return EXIT_FAILED
 
-    def _write_reason(self, status: str, reason: str) -> None:
-        """Complete the record that lost ranks have left unfinished, if it can be seen from here."""
+    def _complete_record(self, status: str, reason: str) -> str:
+        """Write the reason into the record, if it can be seen from here, before that of a rank.
+
+        Returns:
+            Both reasons, or the one that there is.
+        """
         folder = self._heard.folder
         if folder is None or not (folder / store.RECORD_NAME).is_file():
-            return
+            return reason
+        run = store.RunFolder(folder)
+        is_first = run.claim_failure()
         content = store.load_record(folder / store.RECORD_NAME)
-        if content["reason"] == store.UNFINISHED_REASON:
-            store.RunFolder(folder).write_record(content | {"status": status, "reason": reason})
+        end_s = time.monotonic() + WRITTEN_WITHIN_S
+        while content["reason"] == store.UNFINISHED_REASON and not is_first:
+            if time.monotonic() > end_s:
+                break  # the rank that was to write the record is dead
+            time.sleep(PERIOD_S)
+            content = store.load_record(folder / store.RECORD_NAME)
+        if content["reason"] not in (None, store.UNFINISHED_REASON):
+            status, reason = content["status"], f"{reason}; {content['reason']}"
+        return run.write_record(content | {"status": status, "reason": reason})["reason"]
 
 
 def resources_per_worker(config: Any) -> Mapping[str, float]:
@@ -287,7 +326,7 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
         ),
         run_config=RunConfig(
             name=getattr(config, "run_name", None),
-            storage_path=config.ray_storage_path or scratch,
+            storage_path=_url_for_arrow(config.ray_storage_path or scratch),
             failure_config=FailureConfig(max_failures=config.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=getattr(config, "keep", None)),
         ),
@@ -295,6 +334,16 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
             backend="nccl" if "GPU" in resources else "gloo", timeout_s=int(config.dist_timeout)
         ),
     )
+
+
+def _url_for_arrow(storage: str) -> str:
+    """A folder or URL, with the store at `S3_ENDPOINT_URL` where data are read from it too."""
+    endpoint = os.environ.get("S3_ENDPOINT_URL")
+    if endpoint is None or not storage.startswith("s3://"):
+        return storage
+    scheme, _, host = endpoint.rstrip("/").partition("://")
+    query = urllib.parse.urlencode({"scheme": scheme, "endpoint_override": host})
+    return f"{storage}{'&' if '?' in storage else '?'}{query}"
 
 
 def _causes(error: Exception) -> dict[int, BaseException]:

@@ -77,7 +77,7 @@ def connect(address: str | None) -> None:
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
     try:
         if where is not None:
-            _knock(where)
+            knock(where)
         # Without "local" Ray would look for a cluster that was started here by hand.
         ray.init(address=where or "local", **options)
     except (OSError, RuntimeError) as error:
@@ -87,7 +87,14 @@ def connect(address: str | None) -> None:
         ) from None
 
 
-def _knock(address: str) -> None:
+def head_address() -> str:
+    """Host and port of the head of this process's cluster."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def knock(address: str) -> None:
     """See whether anyone listens at an address, if it names a host and a port.
 
     Raises:

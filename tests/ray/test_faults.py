@@ -1,0 +1,330 @@
+"""--engine ray on two nodes: what dies in the middle comes back, or the run ends with a reason.
+
+The losses after a fault are those of a run without one, bit for bit.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sdbench.record.history import read_history
+from sdbench.record.store import load_record
+from tests.data.s3_server import BUCKET
+from tests.nodes import address_of
+from tests.ray.cluster import GCS, ROOT, WORKER, RayCluster, make_cluster, wait_for
+
+# Each node holds one rank.
+HEAD, SECOND = {"rank": 1, "trainer": 1}, {"rank": 1, "encoder": 1}
+RANKS = ("--ray_worker_resources", '{"CPU": 1, "rank": 1}')
+TINY = ("--model_name", "tiny", "--image_size", "64", "--batch_size", "4", "--use_synth_data")
+PLAIN = ("--engine", "ray", "--num_workers", "0", "--num_threads", "1", "--log_every_batches", "1")
+NUM_STEPS = 24
+SAVED = ("--save_every_batches", "3", "--resume", "auto")
+ENDLESS = 1_000_000
+RANK, ENCODER, CONTROLLER = "RayTrainWorker", "EncodeStage", "TrainController"
+# The public list of actors is asked of the dashboard, which needs packages beside Ray's core.
+LIST_ACTORS = """
+import json, ray
+from ray._private import state
+ray.init(logging_level="ERROR", log_to_driver=False)
+nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+print(json.dumps([
+    {
+        "class": actor["ActorClassName"],
+        "job": actor["JobID"],
+        "node": nodes.get(actor["Address"]["NodeID"]),
+        "num_restarts": actor["NumRestarts"],
+    }
+    for actor in state.actors().values()
+]))
+"""
+STORE_PORT = 5000
+STORE = {
+    "S3_ENDPOINT_URL": f"http://{address_of(0)}:{STORE_PORT}",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+# Of a run, or from a fault to the end of what it ends.
+ENDS_WITHIN_S = 240
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(4 * ENDS_WITHIN_S),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter"))),
+        reason="only root makes network namespaces, with the programs of iproute2 and util-linux",
+    ),
+]
+
+
+@dataclasses.dataclass
+class Training:
+    """A run of train.py.
+
+    Attributes:
+        driver: The process that was started.
+        folder: Of the run.
+        log: What the driver has printed.
+    """
+
+    driver: subprocess.Popen
+    folder: Path
+    log: Path
+
+    def wait(self) -> int:
+        """Wait for the end; the exit code."""
+        wait_for(
+            lambda: self.driver.poll() is not None,
+            what="the end of the run",
+            within_s=ENDS_WITHIN_S,
+            log=self.log,
+        )
+        return self.driver.returncode
+
+    def wait_for_save(self) -> None:
+        """Wait for a checkpoint of a run that goes on."""
+
+        def is_saved() -> bool:
+            assert self.driver.poll() is None, self.log.read_text()
+            return bool(self.events("save"))
+
+        wait_for(is_saved, what="a checkpoint", within_s=ENDS_WITHIN_S, log=self.log)
+
+    def events(self, name: str) -> list[dict]:
+        """Those of the run's history with a name."""
+        return [event for event in read_history(self.folder) if event["event"] == name]
+
+    def losses(self) -> list[tuple[str, str]]:
+        """Step and loss of each step, as they were written."""
+        with (self.folder / "steps.csv").open(newline="") as file:
+            return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in STORE.items():
+            patch.setenv(name, value)
+        with make_cluster([HEAD, SECOND]) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    """The module's cluster, with those of its nodes started again that a test has killed."""
+    two_nodes.end_programs()
+    two_nodes.repair()
+    return two_nodes
+
+
+@pytest.fixture
+def store(cluster: RayCluster) -> None:
+    """An S3 server on the head, with an empty bucket."""
+    address = ("-H", address_of(0), "-p", str(STORE_PORT))
+    log = cluster.folder / "store.log"
+    cluster.start([sys.executable, "-m", "moto.server", *address], log)
+    wait_for(lambda: "Running on" in log.read_text(), what="the start of the store", log=log)
+    bucket = f"{STORE['S3_ENDPOINT_URL']}/{BUCKET}"
+    put = f"import urllib.request as r; r.urlopen(r.Request('{bucket}', method='PUT'))"
+    assert cluster.start([sys.executable, "-c", put], log).wait(ENDS_WITHIN_S) == 0, log.read_text()
+
+
+def start(
+    cluster: RayCluster,
+    name: str,
+    *argv: str,
+    num_steps: int = NUM_STEPS,
+    results: str = "runs",
+) -> Training:
+    """Start to train under a name, on the head."""
+    place = ("--results_dir", str(cluster.folder / results), "--run_name", name)
+    length = ("--max_duration", f"{num_steps}ba")
+    command = [sys.executable, str(ROOT / "train.py"), *TINY, *PLAIN, *place, *length, *argv]
+    log = cluster.folder / f"{results}-{name}.log"
+    folder = cluster.folder / results / name
+    return Training(cluster.start(command, log), folder, log)
+
+
+def start_two_ranks(cluster: RayCluster, name: str, *argv: str, **changes) -> Training:
+    return start(cluster, name, "--num_ray_workers", "2", *RANKS, *SAVED, *argv, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(two_nodes: RayCluster) -> list[tuple[str, str]]:
+    """The losses of a run of two ranks without a fault."""
+    training = start_two_ranks(two_nodes, "without")
+    assert training.wait() == 0, training.log.read_text()
+    assert len(training.losses()) == NUM_STEPS
+    return training.losses()
+
+
+def check_recovery(training: Training, expected: list[tuple[str, str]]) -> None:
+    """The run has ended well, after one restart that the record counts."""
+    assert training.wait() == 0, training.log.read_text()
+    assert training.losses() == expected
+    first, restart = training.events("begin")
+    assert first["step"] == 0
+    assert restart["step"] in {save["step"] for save in training.events("save")}
+    assert 0 < restart["step"] < NUM_STEPS
+    assert restart["down_s"] > 0
+    record = load_record(training.folder)
+    assert (record["status"], record["ranks"]["restarts"]) == ("ok", 1)
+    figures = ("num_restarts", "num_lost_steps", "lost_s", "down_s")
+    costs = {"num_restarts": 1, **{name: restart[name] for name in figures[1:]}}
+    assert {name: record["summary"][name] for name in figures} == costs
+
+
+def test_a_killed_rank_is_replaced(cluster, expected):
+    training = start_two_ranks(cluster, "rank", "--max_failures", "1")
+    training.wait_for_save()
+    kill_rank(cluster, node=1)
+    check_recovery(training, expected)
+
+
+def kill_rank(cluster: RayCluster, *, node: int) -> None:
+    (rank,) = cluster.processes(node, WORKER + RANK)
+    rank.kill()
+
+
+def test_a_killed_rank_ends_a_run_without_restarts(cluster):
+    training = start_two_ranks(cluster, "last", num_steps=ENDLESS)
+    training.wait_for_save()
+    kill_rank(cluster, node=0)
+    assert training.wait() == 1
+    check_failure(training)
+    reason = load_record(training.folder)["reason"]
+    assert re.match("rank [01] was lost", reason)
+    assert "--max_failures" in reason
+
+
+def test_a_killed_node_that_comes_back(cluster, expected):
+    training = start_two_ranks(cluster, "node", "--max_failures", "1")
+    training.wait_for_save()
+    cluster.kill_raylet(1)
+    cluster.repair()
+    check_recovery(training, expected)
+
+
+def test_a_node_that_stays_away_leaves_a_run_of_fewer_ranks(cluster, expected):
+    elastic = ("--min_ray_workers", "1", "--max_failures", "1")
+    training = start_two_ranks(cluster, "elastic", *elastic)
+    training.wait_for_save()
+    cluster.kill_raylet(1)
+    assert training.wait() == 0, training.log.read_text()
+    _, restart = training.events("begin")
+    assert 0 < restart["step"] < NUM_STEPS
+    # Until then with two ranks, each of which draws noise of its own.
+    assert training.losses()[: restart["step"]] == expected[: restart["step"]]
+    assert [int(step) for step, _ in training.losses()] == list(range(1, NUM_STEPS + 1))
+    record = load_record(training.folder)
+    assert record["ranks"]["world_size"] == 1
+    assert record["config"]["batch_size"] == 4
+    assert record["config"]["device_train_microbatch_size"] == 4
+
+
+def test_ctrl_c_ends_all_ranks_behind_a_step(cluster):
+    training = start_two_ranks(cluster, "ctrl-c", num_steps=ENDLESS)
+    training.wait_for_save()
+    interrupt(training, signal.SIGINT, exit_code=130)
+
+
+def interrupt(training: Training, number: signal.Signals, *, exit_code: int) -> None:
+    """End a run by a signal: all that was trained is saved."""
+    training.driver.send_signal(number)
+    assert training.wait() == exit_code, training.log.read_text()
+    assert load_record(training.folder)["status"] == "interrupted"
+    assert training.events("save")[-1]["step"] == len(training.losses())
+
+
+def test_a_run_in_an_empty_folder_goes_on_from_copies_in_a_store(cluster, store, expected):
+    storage = ("--ray_storage_path", f"s3://{BUCKET}/runs")
+    first = start_two_ranks(cluster, "stored", *storage)
+    first.wait_for_save()
+    interrupt(first, signal.SIGTERM, exit_code=1)
+    num_steps = len(first.losses())
+    assert 0 < num_steps < NUM_STEPS
+    second = start_two_ranks(cluster, "stored", *storage, results="elsewhere")
+    assert second.wait() == 0, second.log.read_text()
+    assert first.losses() + second.losses() == expected
+
+
+def test_encoders_on_one_node_and_ranks_on_another(cluster):
+    without = start_online(cluster, "online")
+    assert without.wait() == 0, without.log.read_text()
+    assert len(without.losses()) == NUM_STEPS
+    ranks, encoders = (actors_of_last_run(cluster, name) for name in (RANK, ENCODER))
+    assert {rank["node"] for rank in ranks} == {address_of(0)}
+    assert {encoder["node"] for encoder in encoders} == {address_of(1)}
+
+    training = start_online(cluster, "encoder")
+    training.wait_for_save()
+    (encoder,) = (each for each in cluster.processes(1, WORKER) if ENCODER in each.name())
+    encoder.kill()
+    assert training.wait() == 0, training.log.read_text()
+    assert training.losses() == without.losses()
+    (encoder,) = actors_of_last_run(cluster, ENCODER)
+    assert encoder["num_restarts"] == 1
+    assert load_record(training.folder)["workload"]["num_failed_blocks"] == 0
+
+
+def start_online(cluster: RayCluster, name: str) -> Training:
+    """Start one rank on the head, for which the other node encodes."""
+    ranks = ("--num_ray_workers", "1", "--ray_worker_resources", '{"CPU": 1, "trainer": 1}')
+    encoders = ("--online_preprocessing", "--encoder_resources", '{"CPU": 1, "encoder": 1}')
+    return start(cluster, name, *ranks, *encoders, *SAVED)
+
+
+def actors_of_last_run(cluster: RayCluster, name: str) -> list[dict]:
+    """What the cluster knows of the actors of the last run, the dead ones included.
+
+    Args:
+        cluster: Where the run was.
+        name: Of their class, or a part of it.
+    """
+    log = cluster.folder / "actors.log"
+    assert cluster.start([sys.executable, "-c", LIST_ACTORS], log).wait(ENDS_WITHIN_S) == 0
+    actors = json.loads(log.read_text().splitlines()[-1])
+    last = max(actor["job"] for actor in actors if actor["class"] == CONTROLLER)
+    return [actor for actor in actors if actor["job"] == last and name in actor["class"]]
+
+
+def test_the_end_of_ray_on_the_head_ends_a_run_with_a_reason(cluster):
+    training = start_two_ranks(cluster, "head", "--max_failures", "-1", num_steps=ENDLESS)
+    training.wait_for_save()
+    cluster.kill_node(0, spare=[training.driver.pid])
+    assert training.wait() == 1
+    check_failure(training)
+
+
+def test_the_death_of_the_cluster_s_directory_ends_a_run_with_a_reason(cluster):
+    training = start_two_ranks(cluster, "directory", "--max_failures", "-1", num_steps=ENDLESS)
+    training.wait_for_save()
+    (directory,) = cluster.processes(0, GCS)
+    directory.kill()
+    # Ranks and driver are alive and hear of each other; Ray would end them after 60 s.
+    assert training.wait() == 1
+    check_failure(training)
+    assert cluster.address in load_record(training.folder)["reason"]
+
+
+def check_failure(training: Training) -> None:
+    """The run has failed, with a reason and without a traceback behind it."""
+    record = load_record(training.folder)
+    assert record["status"] == "failed"
+    printed = training.log.read_text()
+    assert f"failed: {record['reason']}\n" in printed
+    assert "Traceback" not in printed[printed.rindex(record["reason"]) :], printed
