@@ -101,7 +101,7 @@ def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str], folde
         to_markdown(make_table(medians)),
         f"Ratio to {baseline}, with its 95 % interval between runs:",
         to_markdown(make_table(ratios)),
-        "Start-up is from the start of the rank's process to the first measured step; outside the "
+        "Start-up is from the command to the first measured step; outside the "
         "window is all of the command but the measured steps. Runs:",
         "\n".join(records),
     ]
