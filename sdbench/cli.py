@@ -37,6 +37,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.tasks.score.command:main",
         "FID and CLIP score of drawn pictures, by networks in local files",
     ),
+    "before-after": (
+        "sdbench.tasks.score.before_after:main",
+        "set pictures of a subject before and after its training side by side, and score them",
+    ),
     "precompute": (
         "sdbench.tasks.encode.precompute:main",
         "encode images and captions once, to train without the encoders",

@@ -1,16 +1,27 @@
-"""Small networks that judge pictures, as the files that users have."""
+"""Small networks that judge pictures, as the files that users have, and pictures to judge."""
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+from PIL import Image
+from transformers import (
+    BitImageProcessor,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    Dinov2Config,
+    Dinov2Model,
+)
 
 from sdbench.data.pipeline.tokenizer import load_carried_tokenizer
 
 CLIP_SIZE_PX = 16
+SIDE_PX = 64
+NUM_PICTURES = 9
 
 
 class MeansAndSpreads(torch.nn.Module):
@@ -76,4 +87,43 @@ def write_clip(folder: Path) -> Path:
     side = {"height": CLIP_SIZE_PX, "width": CLIP_SIZE_PX}
     CLIPImageProcessor(size={"shortest_edge": CLIP_SIZE_PX}, crop_size=side).save_pretrained(folder)
     load_carried_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_dino(folder: Path) -> Path:
+    """Write a DINOv2 with random weights: 14 px, width 8."""
+    config = Dinov2Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=14, patch_size=7
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = Dinov2Model(config)
+        for weight in model.parameters():
+            weight.data.normal_(std=0.5)
+    model.save_pretrained(folder, safe_serialization=True)
+    side = {"height": 14, "width": 14}
+    BitImageProcessor(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
+    return folder
+
+
+def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:
+    """Noise of a contrast and a colour of each picture's own."""
+    generator = np.random.default_rng(seed)
+    pictures = []
+    for _ in range(num):
+        colour, contrast = generator.uniform(60, 190, 3), generator.uniform(5, 60)
+        noise = generator.normal(colour, contrast, (SIDE_PX, SIDE_PX, 3))
+        pictures.append(noise.clip(0, 255).astype(np.uint8))
+    return pictures
+
+
+def write_pictures(folder: Path, pictures: list[np.ndarray], captions: list[str]) -> Path:
+    """A data set with a table of captions."""
+    folder.mkdir()
+    with (folder / "captions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("file", "caption"))
+        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+            Image.fromarray(picture).save(folder / f"{number:02d}.png")
+            table.writerow((f"{number:02d}.png", caption))
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
@@ -38,16 +37,17 @@ from sdbench.tasks.score.scores import frechet_distance
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
 from tests.score_networks import (
+    SIDE_PX,
     OfAnotherSize,
     OneByOne,
     OnRequest,
     features_of,
+    make_pictures,
     write_clip,
     write_fid_network,
+    write_pictures,
 )
 
-SIDE_PX = 64
-NUM_PICTURES = 9
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONG = "a caption of far more tokens than CLIP reads " * 20
 TINY = ("--model_name", "tiny", "--engine", "torch", "--batch_size", "4", "--use_synth_data")
@@ -61,29 +61,6 @@ def clip(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def fid(tmp_path_factory) -> Path:
     return write_fid_network(tmp_path_factory.mktemp("networks") / "fid.pt")
-
-
-def make_pictures(seed: int, num: int = NUM_PICTURES) -> list[np.ndarray]:
-    """Noise of a contrast and a colour of each picture's own."""
-    generator = np.random.default_rng(seed)
-    pictures = []
-    for _ in range(num):
-        colour, contrast = generator.uniform(60, 190, 3), generator.uniform(5, 60)
-        noise = generator.normal(colour, contrast, (SIDE_PX, SIDE_PX, 3))
-        pictures.append(noise.clip(0, 255).astype(np.uint8))
-    return pictures
-
-
-def write_pictures(folder: Path, pictures: list[np.ndarray], captions: list[str]) -> Path:
-    """A data set with a table of captions."""
-    folder.mkdir()
-    with (folder / "captions.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(("file", "caption"))
-        for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-            Image.fromarray(picture).save(folder / f"{number:02d}.png")
-            table.writerow((f"{number:02d}.png", caption))
-    return folder
 
 
 def captions_of(num: int) -> list[str]:

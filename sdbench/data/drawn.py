@@ -1,11 +1,13 @@
-"""`list_pictures`: the pictures of a folder, with the captions of its table."""
+"""The pictures of a folder, with the captions of its table: `list_pictures`, `reader_of`."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.samples import ImageSample
 
 # Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
 TABLES = {"prompts.csv": "pictures", "captions.csv": "."}
@@ -33,6 +35,16 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
         if not path.is_file():
             raise _refusal("a picture of the table is missing", path)
     return rows
+
+
+def reader_of(rows: Sequence[tuple[Path, str]]) -> Callable[[int], ImageSample]:
+    """Reads the pictures of `list_pictures` by number."""
+
+    def read(number: int) -> ImageSample:
+        path, caption = rows[number]
+        return ImageSample(str(path), path.read_bytes(), caption)
+
+    return read
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -80,9 +80,8 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
     from PIL import Image
 
     from sdbench import data
-    from sdbench.data.drawn import list_pictures
+    from sdbench.data.drawn import list_pictures, reader_of
     from sdbench.data.prepare.rows import describe_source
-    from sdbench.data.samples import ImageSample
     from sdbench.ranks.distributed import Ranks
     from sdbench.tasks.score.networks import open_networks, try_out
     from sdbench.tasks.score.scores import Scores, read_pictures
@@ -108,12 +107,7 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
     networks = open_networks(flags, device=device)
     try_out(networks, image_size=image_size)
     scores = Scores(networks)
-
-    def read_drawn(number: int) -> ImageSample:
-        path, caption = rows[number]
-        return ImageSample(str(path), path.read_bytes(), caption)
-
-    sources = [(read_drawn, len(rows), scores.add_drawn)]
+    sources = [(reader_of(rows), len(rows), scores.add_drawn)]
     if flags.reference is not None:
         try:
             samples = data.open_samples(describe_source(flags.reference, data_format="auto"))

@@ -1,7 +1,7 @@
-"""The networks that judge pictures, from local files: one with features for FID, and CLIP.
+"""The networks that judge pictures, from local files: one with features for FID, CLIP, and DINO.
 
-Neither file is unpickled. TorchScript is a program nevertheless, which torch runs: it deserves the
-trust that a program gets, and its sha256 is in every result. CLIP comes from safetensors.
+No file is unpickled. TorchScript is a program nevertheless, which torch runs: it deserves the trust
+that a program gets, and its sha256 is in every result. CLIP and DINO come from safetensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import CLIPImageProcessor, CLIPModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImageProcessor, CLIPModel
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
 
-FID_FLAG, CLIP_FLAG = "--fid_network", "--clip_network"
+FID_FLAG, CLIP_FLAG, DINO_FLAG = "--fid_network", "--clip_network", "--dino_network"
 FID_NETWORK = (
     "a TorchScript file that turns uint8 pictures (N, 3, H, W) into features (N, D), e.g. NVIDIA's "
     "inception-2015-12-05.pt"
@@ -31,7 +31,13 @@ CLIP_NETWORK = (
     "a folder of transformers' CLIPModel: config.json, model.safetensors, preprocessor_config.json "
     "and tokenizer.json, or vocab.json with merges.txt"
 )
-CLIP_WEIGHTS = "model.safetensors"
+DINO_NETWORK = (
+    "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors and "
+    "preprocessor_config.json"
+)
+WEIGHTS_NAME = "model.safetensors"
+# Types of transformers' models whose first token stands for the whole picture.
+DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
 
 class FidNetwork:
@@ -91,37 +97,64 @@ class FidNetwork:
         return ConfigError(what, value=str(self._file), allowed=FID_NETWORK, flag=FID_FLAG)
 
 
-class ClipNetwork:
-    """How near pictures are to their captions, by a CLIP model."""
+class _TransformersNetwork:
+    """A model in a folder of transformers, its weights in safetensors."""
+
+    flag: ClassVar[str]
+    allowed: ClassVar[str]
 
     def __init__(self, folder: Path, *, device: torch.device | str) -> None:
-        """Load model, tokenizer and the sizes of pictures.
+        """Load what the folder holds.
 
         Raises:
             ConfigError: A file is missing or damaged, or weights are.
         """
         self._folder, self._device = folder, device
-        has_tables = (folder / "vocab.json").is_file()
-        needed = ["config.json", CLIP_WEIGHTS, "preprocessor_config.json"]
-        needed.append("merges.txt" if has_tables else "tokenizer.json")
-        missing = [name for name in needed if not (folder / name).is_file()]
+        missing = [name for name in self._needed_files() if not (folder / name).is_file()]
         if missing:
             raise self._refusal(f"the folder has no {' and no '.join(missing)}")
-        local = {"local_files_only": True}
         try:
             # transformers draws random numbers while it loads, which are those of the training.
             with torch.random.fork_rng(devices=[]):
-                model, report = CLIPModel.from_pretrained(
-                    folder, use_safetensors=True, output_loading_info=True, **local
-                )
-            self._processor = CLIPImageProcessor.from_pretrained(folder, **local)
-            self._tokenize = CaptionTokenizer(folder=folder, pad_token_id=EOS_TOKEN_ID)
+                model, absent = self._load()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
-            raise self._refusal(f"the folder holds no CLIP that loads ({reason})") from None
-        if report["missing_keys"]:  # transformers makes them up
-            raise self._refusal(f"{len(report['missing_keys'])} weights of CLIP are missing")
+            raise self._refusal(f"the folder holds no network that loads ({reason})") from None
+        if absent:  # transformers makes them up
+            raise self._refusal(f"{len(absent)} weights of the network are missing")
         self._model = model.eval().float().to(device)
+
+    def _needed_files(self) -> list[str]:
+        return ["config.json", WEIGHTS_NAME, "preprocessor_config.json"]
+
+    def _load(self) -> tuple[nn.Module, Sequence[str]]:
+        """Load model and processor; returns the model and the names of missing weights."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, str]:
+        """Name of the folder, and sha256 of its weights."""
+        return _describe(self._folder, self._folder / WEIGHTS_NAME)
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(what, value=str(self._folder), allowed=self.allowed, flag=self.flag)
+
+
+class ClipNetwork(_TransformersNetwork):
+    """How near pictures are to their captions and to each other, by a CLIP model."""
+
+    flag, allowed = CLIP_FLAG, CLIP_NETWORK
+
+    def _needed_files(self) -> list[str]:
+        has_tables = (self._folder / "vocab.json").is_file()
+        return [*super()._needed_files(), "merges.txt" if has_tables else "tokenizer.json"]
+
+    def _load(self) -> tuple[nn.Module, Sequence[str]]:
+        model, report = CLIPModel.from_pretrained(
+            self._folder, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+        self._processor = CLIPImageProcessor.from_pretrained(self._folder, local_files_only=True)
+        self._tokenize = CaptionTokenizer(folder=self._folder, pad_token_id=EOS_TOKEN_ID)
+        return model, report["missing_keys"]
 
     def try_out(self) -> None:
         """Look at a blank picture.
@@ -144,24 +177,68 @@ class ClipNetwork:
             pictures: uint8 (B, 3, H, W).
             captions: As many; of a longer one the first 77 tokens count.
         """
+        tokens = torch.from_numpy(self._tokenize(captions))
+        with _whole_fp32():
+            of_captions = self._model.get_text_features(tokens.to(self._device))
+        return (self.embeddings(pictures) * _unit_length(of_captions)).sum(1)
+
+    @torch.no_grad()
+    def embeddings(self, pictures: Tensor) -> np.ndarray:
+        """Embeddings (B, D) of uint8 pictures (B, 3, H, W), of length 1, in fp64."""
         pixels = self._processor(
             list(pictures.permute(0, 2, 3, 1).cpu().numpy()),
             input_data_format="channels_last",
             return_tensors="pt",
         )["pixel_values"]
-        tokens = torch.from_numpy(self._tokenize(captions))
         with _whole_fp32():
-            of_pictures = self._model.get_image_features(pixels.to(self._device))
-            of_captions = self._model.get_text_features(tokens.to(self._device))
-        cosines = torch.cosine_similarity(of_pictures.double(), of_captions.double())
-        return cosines.cpu().numpy()
+            return _unit_length(self._model.get_image_features(pixels.to(self._device)))
 
-    def describe(self) -> dict[str, str]:
-        """Name of the folder, and sha256 of its weights."""
-        return _describe(self._folder, self._folder / CLIP_WEIGHTS)
 
-    def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(what, value=str(self._folder), allowed=CLIP_NETWORK, flag=CLIP_FLAG)
+class DinoNetwork(_TransformersNetwork):
+    """How near pictures are to each other, by a DINO model."""
+
+    flag, allowed = DINO_FLAG, DINO_NETWORK
+
+    def _load(self) -> tuple[nn.Module, Sequence[str]]:
+        kind = AutoConfig.from_pretrained(self._folder, local_files_only=True).model_type
+        if kind not in DINO_TYPES:
+            raise ValueError(f"its type is {kind}, and not {', '.join(DINO_TYPES)}")
+        model, report = AutoModel.from_pretrained(
+            self._folder, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+        self._processor = AutoImageProcessor.from_pretrained(
+            self._folder, local_files_only=True, use_fast=True
+        )
+        # What pools the tokens is not looked at: DINO's own files lack its weights.
+        return model, [name for name in report["missing_keys"] if not name.startswith("pooler.")]
+
+    def try_out(self) -> None:
+        """Look at a blank picture.
+
+        Raises:
+            ConfigError: The model does not take pictures of the size that its folder asks for.
+        """
+        try:
+            self.embeddings(torch.zeros((1, 3, 8, 8), dtype=torch.uint8))
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = str(error).splitlines()[0]
+            raise self._refusal(f"the network fails on a picture ({reason})") from None
+
+    @torch.no_grad()
+    def embeddings(self, pictures: Tensor) -> np.ndarray:
+        """Embeddings (B, D) of uint8 pictures (B, 3, H, W), of length 1, in fp64.
+
+        The class token of the last layer is the embedding, as in the paper of DINO.
+        """
+        pixels = self._processor(list(pictures), return_tensors="pt")["pixel_values"]
+        with _whole_fp32():
+            states = self._model(pixels.to(self._device)).last_hidden_state
+        return _unit_length(states[:, 0])
+
+
+def _unit_length(vectors: Tensor) -> np.ndarray:
+    """Vectors (B, D) of length 1, in fp64."""
+    return nn.functional.normalize(vectors.double(), dim=1).cpu().numpy()
 
 
 class Networks(NamedTuple):

@@ -1,0 +1,30 @@
+"""`LikenessSettings`: what a subject is called, and the networks that judge pictures of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdbench.settings.kinds import TEXT
+from sdbench.settings.recipe import WatchSettings
+from sdbench.settings.setting import REQUIRED, setting, shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LikenessSettings:
+    """What a subject is called, and the networks that judge pictures of it."""
+
+    prompt: str = setting(
+        TEXT, REQUIRED, 'what the pictures show, with a rare word: "photo of a unqtkn dog"'
+    )
+    class_prompt: str | None = setting(
+        TEXT, None, 'what the subject is one of: "photo of a dog"; its pictures tell of drift'
+    )
+    clip_network: str | None = shared(
+        WatchSettings,
+        "clip_network",
+        help="folder with a CLIPModel, in safetensors: scores how alike pictures are",
+        acts_beside=(),
+    )
+    dino_network: str | None = setting(
+        TEXT, None, "folder of transformers with a DINO, in safetensors: scores the same"
+    )
