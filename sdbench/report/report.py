@@ -14,8 +14,15 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
 from sdbench.record.row import COLUMNS, format_csv, make_row
-from sdbench.record.store import BENCHMARK, OK, kind_of
-from sdbench.report import feed_table, loss_band, result_page, run_plots, throughput_plots
+from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
+from sdbench.report import (
+    feed_table,
+    loss_band,
+    result_page,
+    run_plots,
+    throughput_plots,
+    training_times,
+)
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
@@ -34,7 +41,7 @@ RUNS, NUMERICS = "runs", "numerics"
 LADDER_PAGE = "ladder.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
-PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES)
+PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
 EPILOG = """\
 examples:
   python -m sdbench report
@@ -88,7 +95,8 @@ def rebuild(results: Path) -> str:
     """
     records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
     trained = [record for record in records if kind_of(record) == BENCHMARK]
-    loaded = [record for record in records if kind_of(record) != BENCHMARK]
+    whole_runs = [record for record in records if kind_of(record) == TRAIN]
+    loaded = [record for record in records if kind_of(record) not in (BENCHMARK, TRAIN)]
     ended_well = [record for record in trained if record["status"] == OK]
     quoted = load_figures(results / "quoted", kind="quoted")
     modelled = load_figures(results / "modelled", kind="modelled")
@@ -100,11 +108,15 @@ def rebuild(results: Path) -> str:
     ]
 
     plots = _draw_plots(ended_well, figures, results / RUNS)
+    times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
+    time_table = training_times.make_time_table(times)
+    with plain_style():
+        time_plots = [plot for plot in [training_times.draw(times)] if plot is not None]
     seed_table = make_seed_table(quoted, map(make_row, ended_well))
     tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
     data_table = feed_table.make_data_table(loaded)
     ladder = _make_ladder(ended_well, load_losses(results))
-    sections = _make_sections(tables, data_table, ladder, make_other_tables(quoted))
+    sections = _make_sections(tables, data_table, time_table, ladder, make_other_tables(quoted))
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
@@ -113,7 +125,9 @@ def rebuild(results: Path) -> str:
     generated = {
         "throughput": _format_throughput(tables, plots),
         "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
+        "training-times": _format_times(time_table, time_plots),
     }
+    plots += time_plots
     texts = {
         readme: fill_blocks(_read_text(readme), generated, path=readme),
         results / "throughput.csv": format_csv(rows, columns=columns),
@@ -211,13 +225,24 @@ def _read_text(path: Path) -> str:
 def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
     if not tables:
         return "No figures yet."
-    pictures = [f"**{plot.title}**\n\n![{plot.title}](plots/{plot.name}.png)" for plot in plots]
+    pictures = [f"**{plot.title}**\n\n{_as_picture(plot)}" for plot in plots]
     return "\n\n".join([to_captioned_markdown(tables), *pictures])
+
+
+def _format_times(table: Table | None, plots: Sequence[Plot]) -> str:
+    if table is None:
+        return NO_RUNS
+    return "\n\n".join([to_markdown(table), *map(_as_picture, plots)])
+
+
+def _as_picture(plot: Plot) -> str:
+    return f"![{plot.title}](plots/{plot.name}.png)"
 
 
 def _make_sections(
     tables: Sequence[Table],
     data_table: Table,
+    time_table: Table | None,
     ladder: Mapping[str, Sequence[Table]],
     other_tables: Sequence[Table],
 ) -> list[Section]:
@@ -240,6 +265,11 @@ def _make_sections(
             "How fast a data source alone was read, without a model, and how fast data sets were "
             "encoded beforehand.",
             [data_table] if data_table.rows else [],
+        ),
+        Section(
+            "Time of training runs",
+            "A whole run of train.py against the number of workers, from its start to its end.",
+            [] if time_table is None else [time_table],
         ),
         Section(
             "Other figures of other people",

@@ -92,7 +92,8 @@ def rows_of(table: Table) -> list[dict[str, str]]:
 
 def make_readme(results: Path) -> None:
     """A README.md with places for the tables."""
-    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in ("throughput", "data")]
+    names = ("throughput", "data", "training-times")
+    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in names]
     (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
 
 

@@ -49,7 +49,9 @@ def test_rebuilding_keeps_the_text_around_the_tables(tmp_path):
     rebuild(tmp_path)
     assert readme.read_text() == text.replace(
         "throughput -->\n<!-- end", "throughput -->\nNo figures yet.\n<!-- end"
-    ).replace("data -->\n<!-- end", "data -->\nNo runs yet.\n<!-- end")
+    ).replace("data -->\n<!-- end", "data -->\nNo runs yet.\n<!-- end").replace(
+        "training-times -->\n<!-- end", "training-times -->\nNo runs yet.\n<!-- end"
+    )
 
 
 def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):

@@ -1,0 +1,77 @@
+"""Times of training runs against the number of workers: seed 001's table, and runs beside it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train
+from sdbench.cli import main as sdbench
+from sdbench.report.quoted import load_figures
+from sdbench.report.training_times import collect, draw, make_time_table
+from tests.report.results_folder import RESULTS, make_results, rows_of
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> dict:
+    """The record of a run of four pictures, as `sdbench publish` keeps it."""
+    place = tmp_path_factory.mktemp("published")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        argv = ["--model_name", "tiny", "--use_synth_data", "--engine", "torch"]
+        assert train.main([*argv, "--batch_size", "2", "--max_duration", "2ba"]) == 0
+        make_results(place / "results")
+        (run,) = Path("runs").iterdir()
+        assert sdbench(["publish", "--results", "results", str(run)]) == 0
+        (path,) = Path("results", "runs").glob("*/record.json")
+        readme = Path("results", "README.md").read_text()
+        assert "| measured | pretrain |" in readme and "plots/training_times.png" in readme
+        return json.loads(path.read_text())
+
+
+@pytest.fixture
+def run_of(published) -> Callable[..., dict]:
+    def make(number: int, duration_s: float, *, rate: float = 1.0, **settings: object) -> dict:
+        record = copy.deepcopy(published)
+        record["ranks"]["world_size"], record["duration_s"] = number, duration_s
+        record["summary"]["images_per_second"] = rate
+        record["config"].update(batch_size=2 * number, **settings)
+        return record
+
+    return make
+
+
+def test_the_seeds_table_and_ours_beside_it(run_of) -> None:
+    quoted = load_figures(RESULTS / "quoted", kind="quoted")["ray_dreambooth_l4"]
+    resumed = run_of(4, 1.0)
+    resumed["summary"]["num_restarts"] = 1
+    failed = {**run_of(4, 1.0), "status": "failed"}
+    runs = [run_of(2, 60.0), run_of(1, 90.0, rate=0.5), run_of(1, 100.0), run_of(1, 110.0)]
+    series = collect([*runs, run_of(1, 70.0, lr=0.5), resumed, failed], quoted)
+    rows = rows_of(make_time_table(series))
+    columns = ("workers", "runs", "time of the run, s", "speed-up", "efficiency, %")
+    # Logs of 90, 100, 110 have mean 4.60182 and sd 0.10038: exp(4.60182 +- 4.302653 x 0.05795).
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        ("1", "3", "802.14", "1", "100"),
+        ("2", "3", "487.82", "1.64", "82.2"),
+        ("4", "3", "313.25", "2.56", "64"),
+        ("1", "3", "median 100 (77.67 to 127.9, between-runs)", "1", "100"),
+        ("2", "1", "60", "1.67", "83.3"),
+        ("1", "1", "70", "1", "100"),
+    ]
+    assert {row["pictures"] for row in rows[3:]} == {"4"}
+    assert rows[3]["images/s while it trains"] == "1"  # the median of 0.5, 1 and 1
+    # Two of the three series are lines.
+    svg = draw(series).svg
+    for text in ("802.14", "313.25", "100", "60", "L4, CompVis/stable-diffusion-v1-4"):
+        assert text in svg
+    assert svg.count("time of the run, s") == 2
+
+
+def test_without_runs_and_figures_there_is_nothing_to_show() -> None:
+    series = collect([], [])
+    assert make_time_table(series) is None and draw(series) is None
