@@ -27,7 +27,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.setting import SINCE_FIRST_RECORD
+from sdbench.settings.setting import NO_OLDER_RECORD
 
 SCHEMA_VERSION = 1
 # Kinds of records, named as their tasks. Benchmark records have no key "kind".
@@ -47,7 +47,7 @@ SCHEMA_FILES = {
 CAME_LATER = {
     name: declared.before
     for name, declared in SETTINGS.items()
-    if declared.before is not SINCE_FIRST_RECORD
+    if declared.before is not NO_OLDER_RECORD
 }
 
 OK = "ok"
