@@ -11,7 +11,7 @@ from sdbench.plan.speedups import settle
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import PRESETS, SETTINGS, parse_request
 from sdbench.settings.kinds import SWITCH
-from sdbench.settings.setting import ANY_NUMBER, PerDevice
+from sdbench.settings.setting import ANY_NUMBER, NO_OLDER_RECORD, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
 CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")
@@ -142,7 +142,7 @@ def test_a_declaration_speaks_of_values_that_its_setting_takes(name):
     for value in values:
         of_devices = (value.gpu, value.cpu) if isinstance(value, PerDevice) else (value,)
         for one in of_devices:
-            assert one is None or declared.parse(one) == one
+            assert one in (None, NO_OLDER_RECORD) or declared.parse(one) == one
     for rung in declared.rungs:
         for other, value in {**rung.together, **rung.needs}.items():
             assert SETTINGS[other].parse(value) == value

@@ -42,6 +42,7 @@ class SourceConfig(DataSettings):
         pad_token_id: Fills captions up to 77 tokens: 0 for SD 2, 49407 for SD 1.
         text_embedding_dim: Width of the text encoder; used by precomputed latents alone.
         num_images: Length of an epoch of synthetic data; None for `NUM_SYNTHETIC_IMAGES`.
+        caption: Of every sample, in place of its own; None: each has its own.
     """
 
     data_format: str = field()  # required, unlike the setting
@@ -57,6 +58,7 @@ class SourceConfig(DataSettings):
     pad_token_id: int = 0
     text_embedding_dim: int = 1024
     num_images: int | None = None
+    caption: str | None = None
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:

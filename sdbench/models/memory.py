@@ -105,7 +105,8 @@ def estimate_peak_memory(
         use_ema: Whether a moving average of the trained weights is kept, in fp32.
         num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
         device_type: `cpu` or `cuda`.
-        encoders: Whether the encoders run in the step; precomputed latents need none.
+        encoders: Whether images and captions are encoded in the step. Without, it has a text
+            encoder only where that is trained.
         trained: The sub-models that are trained: ``unet``, with or without ``text_encoder``; or
             ``vae`` alone, without the others.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients

@@ -138,7 +138,7 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
         architecture: The model.
         **options: As of `estimate_peak_memory`: `trained`, `image_size`, `precision`,
             `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`, whether to
-            allocate as on CUDA; `online`, whether the encoders are in the step.
+            allocate as on CUDA; `online`, whether images are encoded in the step.
     """
     try:
         folder = private_folder(REPLAYS_FOLDER)
@@ -189,9 +189,16 @@ def _replay_step(
     with FakeTensorMode():
         model: StableDiffusion | Autoencoder
         if "unet" in trained:
+            trains_text = "text_encoder" in trained
             model = build_stable_diffusion(
-                bare, encoder_dtype=encoder_dtype, encoders=online, trained=trained, **alike
+                bare,
+                encoder_dtype=encoder_dtype,
+                encoders=online or trains_text,
+                trained=trained,
+                **alike,
             )
+            if not online:
+                model.vae = None
             # Recomputation in the backward pass does not see the modes that are active around it.
             rules = _CudaAutocastRules if on_cuda else None
             checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
@@ -199,7 +206,12 @@ def _replay_step(
             model = build_autoencoder(bare, kl_weight=1.0, **alike)
         num_images = _choose_num_images(model)
         make_batch = functools.partial(
-            _make_batch, architecture, num_images=num_images, image_size=image_size, online=online
+            _make_batch,
+            architecture,
+            num_images=num_images,
+            image_size=image_size,
+            has_images=online,
+            has_captions=online or "text_encoder" in trained,
         )
         modules = [model.get_submodule(name) for name in trained]
         timeline, trained_start = _replay(
@@ -258,23 +270,29 @@ def _replay(
 
 
 def _make_batch(
-    architecture: Architecture, *, num_images: int, image_size: int, online: bool
+    architecture: Architecture,
+    *,
+    num_images: int,
+    image_size: int,
+    has_images: bool,
+    has_captions: bool,
 ) -> dict[str, torch.Tensor]:
+    """A batch of images or moments, and of captions or text embeddings."""
     num_tokens = architecture.text_encoder["max_position_embeddings"]
-    if online:
-        image_shape = (num_images, architecture.vae["in_channels"], image_size, image_size)
-        return {
-            "image": torch.empty(image_shape, dtype=torch.uint8),
-            "input_ids": torch.empty(num_images, num_tokens, dtype=torch.int64),
-        }
     latent_size = image_size // architecture.latent_factor
     latent_shape = (num_images, architecture.unet["in_channels"], latent_size, latent_size)
+    image_shape = (num_images, architecture.vae["in_channels"], image_size, image_size)
     width = architecture.unet["cross_attention_dim"]
-    return {
-        "latent_mean": torch.empty(latent_shape),
-        "latent_logvar": torch.empty(latent_shape),
-        "text_embedding": torch.empty(num_images, num_tokens, width),
-    }
+    if has_images:
+        pictures = {"image": torch.empty(image_shape, dtype=torch.uint8)}
+    else:
+        pictures = {
+            "latent_mean": torch.empty(latent_shape),
+            "latent_logvar": torch.empty(latent_shape),
+        }
+    if has_captions:
+        return pictures | {"input_ids": torch.empty(num_images, num_tokens, dtype=torch.int64)}
+    return pictures | {"text_embedding": torch.empty(num_images, num_tokens, width)}
 
 
 def _num_gathered_bytes(model: torch.nn.Module) -> int:

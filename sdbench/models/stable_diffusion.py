@@ -103,11 +103,13 @@ class StableDiffusion(nn.Module):
         Args:
             batch: `image` (B, 3, H, W), uint8 in 0..255 or float in [-1, 1], and `input_ids`
                 (B, 77); or `latent` (B, 4, H/8, W/8), scaled, or the VAE's own moments
-                `latent_mean` and `latent_logvar` of that shape, and `text_embedding` (B, 77, D).
+                `latent_mean` and `latent_logvar` of that shape, and `text_embedding` (B, 77, D);
+                captions may be `input_ids` here too. With `loss_weight` (B,) the samples count
+                differently.
 
         Returns:
             What `loss` takes: the prediction in the compute type and the target in fp32, both
-            (B, 4, H/8, W/8), and with min-SNR weighting the weights (B,).
+            (B, 4, H/8, W/8), and with min-SNR weighting or `loss_weight` the weights (B,).
         """
         with torch.no_grad():
             latents = self._latents(batch, draw=_draw_noise)
@@ -118,7 +120,11 @@ class StableDiffusion(nn.Module):
         if self.offset_noise:
             noise = noise + self.offset_noise * _draw_noise(latents[:, :, :1, :1])
         output = self.predict(latents, text_states, timesteps=timesteps, noise=noise)
-        return output if self.loss_weights is None else (*output, self.loss_weights[timesteps])
+        weights = batch.get("loss_weight")
+        if self.loss_weights is not None:
+            of_timesteps = self.loss_weights[timesteps]
+            weights = of_timesteps if weights is None else weights * of_timesteps
+        return output if weights is None else (*output, weights)
 
     def predict(
         self, latents: Tensor, text_states: Tensor, *, timesteps: Tensor, noise: Tensor
@@ -197,7 +203,7 @@ class StableDiffusion(nn.Module):
             them.
         """
         assert self.text_encoder is not None
-        moments = [self._moments(images) for images in batch["image"].split(encoder_batch_size)]
+        moments = [self.moments(images) for images in batch["image"].split(encoder_batch_size)]
         means, logvars = zip(*moments, strict=True)
         encoded = {"latent_mean": torch.cat(means), "latent_logvar": torch.cat(logvars)}
         if _is_trained(self.text_encoder):
@@ -240,11 +246,18 @@ class StableDiffusion(nn.Module):
         if "latent_mean" in batch:
             mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         else:
-            mean, logvar = self._moments(batch["image"])
+            mean, logvar = self.moments(batch["image"])
         return sample_latents(mean, logvar, noise=draw(mean), scaling_factor=self.scaling_factor)
 
-    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance of the latents of images, (B, 4, H/8, W/8) in fp32, not scaled."""
+    def moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-variance of the latents of images.
+
+        Args:
+            images: As `forward` takes them.
+
+        Returns:
+            Both (B, 4, H/8, W/8) in fp32, not scaled.
+        """
         assert self.vae is not None, "images need a model that was built with its encoders"
         with self._phase("vae_encode"), self._encoder_autocast(self.vae):
             return encode_images(self.vae, images, memory_format=self.memory_format)

@@ -11,6 +11,9 @@ from sdbench.plan.memory_limit import estimate_memory, per_rank_gib
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark): 2048 images a step.
 GPU_BATCH_SIZE = 2048
 CPU_MICROBATCH = 2
+# Of a rank, with --task dreambooth: two pictures of the subject and two of its class, as
+# dreambooth_run.sh of Ray's example has it.
+SUBJECT_BATCH_SIZE = 4
 # `auto` leaves a tenth of the memory free: estimates may be 15 % off, and fragmentation grows.
 AUTO_MEMORY_FRACTION = 0.9
 MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -24,6 +27,9 @@ def resolve_batch(draft: Draft) -> None:
     """
     world_size = draft.ranks.world_size
     microbatch = draft.config.device_train_microbatch_size
+    if draft.config.batch_size is None and draft.config.has_subject:
+        size = SUBJECT_BATCH_SIZE * world_size
+        draft.choose("batch_size", size, f"{SUBJECT_BATCH_SIZE} pictures a rank, as the seed's")
     if draft.config.batch_size is None and draft.on_gpu:
         draft.choose("batch_size", *_largest_even_batch(world_size, microbatch))
     if draft.config.batch_size is None:

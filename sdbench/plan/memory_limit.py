@@ -24,7 +24,8 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
     """Estimated peak of one rank with this micro-batch."""
     config, encoder_batch = draft.config, draft.config.encoder_batch_size
     device_batch = config.batch_size // draft.ranks.world_size
-    is_ahead = encoder_batch != "microbatch" and config.step_has_encoders
+    encodes_images = config.step_has_encoders and not config.has_subject
+    is_ahead = encoder_batch != "microbatch" and encodes_images
     return estimate_peak_memory(
         draft.architecture,
         image_size=config.image_size,
@@ -36,7 +37,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         use_ema=config.use_ema,
         num_ranks=draft.ranks.world_size,
         device_type=draft.machine.device_type,
-        encoders=config.step_has_encoders,
+        encoders=encodes_images,
         trained=config.trained_parts,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,

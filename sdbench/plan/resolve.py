@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data import subject
 from sdbench.data.source import SourceConfig
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -33,6 +34,7 @@ from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.online import check_online_settings
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
+from sdbench.settings.subject import check_subject_settings
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
@@ -51,6 +53,7 @@ class Plan:
         chosen: The reason for each setting that the program chose.
         architecture: The model to train.
         source: The data source of this rank.
+        class_source: That of the pictures of a subject's class; None: there are none.
         ranks: The rank of this process.
         machine: The machine of this process.
         memory: Estimated peak memory of one rank.
@@ -63,6 +66,7 @@ class Plan:
     chosen: dict[str, str]
     architecture: Architecture
     source: SourceConfig
+    class_source: SourceConfig | None
     ranks: Ranks
     machine: Machine
     memory: MemoryEstimate
@@ -74,6 +78,8 @@ class Plan:
     def name(self) -> str:
         """Name of the run as part of a file name, e.g. ``sd2-base-256px-fast``."""
         name = f"{self.architecture.name}-{self.config.image_size}px-{self.config.preset}"
+        if self.config.has_subject:
+            name += f"-{self.config.task}"
         return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
 
 
@@ -100,6 +106,8 @@ def resolve(
     """
     check_ray_settings(request)
     check_online_settings(request)
+    check_subject_settings(request)
+    _check_text_encoder(request.config)
     architecture, note = resolve_architecture(
         request.config.model_name,
         revision=request.config.model_revision,
@@ -119,7 +127,9 @@ def resolve(
     _resolve_data(draft)
     resolve_batch(draft)
     source = _make_source(draft)
-    num_steps, max_num_steps = resolve_steps(draft, num_samples=_check_source(source))
+    class_source = _make_class_source(draft, source)
+    num_samples = _count_samples(draft, source, class_source)
+    num_steps, max_num_steps = resolve_steps(draft, num_samples=num_samples)
     memory = check_memory(draft)
     _check_results_dir(draft.config.results_dir)
     if source.wants_latents:
@@ -134,6 +144,7 @@ def resolve(
         chosen=draft.chosen,
         architecture=architecture,
         source=source,
+        class_source=class_source,
         ranks=ranks,
         machine=machine,
         memory=memory,
@@ -141,6 +152,16 @@ def resolve(
         max_num_steps=max_num_steps,
         notes=tuple(notes),
     )
+
+
+def _check_text_encoder(config: BenchmarkConfig) -> None:
+    if config.train_text_encoder and not config.step_has_encoders:
+        raise ConfigError(
+            "captions that are encoded already cannot train a text encoder",
+            value=getattr(config, config.place_of_encoders),
+            allowed="encoders in the step, or no --train_text_encoder",
+            flag=f"--{config.place_of_encoders} or --train_text_encoder",
+        )
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -168,6 +189,8 @@ def _resolve_data(draft: Draft) -> None:
         draft.choose("data_format", data_format, reason)
     if config.num_workers is None and config.online_preprocessing:
         draft.choose("num_workers", 0, "actors of Ray Data read the samples")
+    elif config.num_workers is None and config.has_subject:
+        draft.choose("num_workers", 0, "latents of a subject are on the device")
     elif config.num_workers is None and draft.on_gpu:
         draft.choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
     elif config.num_workers is None:
@@ -185,6 +208,28 @@ def _make_source(draft: Draft) -> SourceConfig:
         tokenizer_folder=architecture.tokenizer_folder,
         pad_token_id=architecture.tokenizer["pad_token_id"],
         text_embedding_dim=architecture.unet["cross_attention_dim"],
+        num_images=subject.NUM_SYNTHETIC_INSTANCES if config.has_subject else None,
+        caption=config.instance_prompt,
+    )
+
+
+def _make_class_source(draft: Draft, source: SourceConfig) -> SourceConfig | None:
+    config = draft.config
+    if config.has_subject and source.data_format == "synthetic":
+        # A seed of its own, or the pictures would be those of the subject.
+        return dataclasses.replace(
+            source, seed=source.seed + 1, num_images=subject.NUM_SYNTHETIC_CLASS
+        )
+    if config.class_remote is None:
+        return None
+    return dataclasses.replace(
+        source,
+        remote=config.class_remote,
+        local=None,
+        data_format=data.resolve_format(
+            data_format="auto", use_synth_data=False, remote=config.class_remote, local=None
+        ),
+        caption=config.class_prompt,
     )
 
 
@@ -206,10 +251,15 @@ def default_image_size(architecture: Architecture, *, on_gpu: bool) -> int:
     return size if on_gpu else min(size, CPU_IMAGE_SIZE)
 
 
-def _check_source(source: SourceConfig) -> int | None:
-    """Check the data, and count its samples; a damaged file is bad input before a run."""
+def _count_samples(
+    draft: Draft, source: SourceConfig, class_source: SourceConfig | None
+) -> int | None:
+    """Check the data, and count the samples of an epoch; a damaged file is bad input."""
+    config = draft.config
     try:
-        return data.check(source)
+        if not config.has_subject:
+            return data.check(source)
+        num_pictures = subject.check(source, class_source)
     except RunError as error:
         raise ConfigError(
             str(error).rstrip("."),
@@ -217,6 +267,12 @@ def _check_source(source: SourceConfig) -> int | None:
             allowed="whole data that can be reached",
             flag="--remote, --local or --streams",
         ) from error
+    num_batches = num_pictures.num_batches(config.batch_size)
+    draft.notes.append(
+        f"Pictures of the subject: {num_pictures.instances}, of its class: "
+        f"{num_pictures.of_class}; steps of an epoch, in which each is used: {num_batches}."
+    )
+    return num_batches * config.batch_size
 
 
 def _check_results_dir(results_dir: str) -> None:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from sdbench.settings.config import SETTINGS
+from sdbench.settings.subject import DREAMBOOTH
 
 Item = TypeVar("Item")
 
 # Encoders that run in other processes while a step is trained.
 BESIDE = "beside"
+# Latents of a subject, made when its run begins and never loaded.
+SUBJECT = "subject"
 
 # Settings of how and how long to measure, and of where to write.
 HOW_MEASURED = frozenset(name for name, declared in SETTINGS.items() if declared.only_measures)
@@ -30,6 +33,7 @@ IN_COLUMNS = frozenset(
         "precision",
         "latents",
         "online_preprocessing",
+        "task",
         "use_ema",
         "batch_size",
         "device_train_microbatch_size",
@@ -41,11 +45,15 @@ IN_COLUMNS = frozenset(
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where a run has its images from: ``online``, ``precomputed``, or ``beside`` of the training.
+    """Where a step has its latents from.
+
+    It is ``online``, ``precomputed``, ``beside`` of the training, or those of a ``subject``.
 
     Args:
         config: Of its record.
     """
+    if config.get("task") == DREAMBOOTH:
+        return SUBJECT
     return BESIDE if config.get("online_preprocessing") else config["latents"]
 
 

@@ -16,6 +16,7 @@ LATENTS_IN_WORDS = {
     "online": "the encoders run in the step (online)",
     "precomputed": "latents and text embeddings made beforehand (precomputed)",
     "beside": "the encoders run in other processes while the ranks train (beside)",
+    "subject": "one subject is learned from latents that stay on the device (dreambooth)",
     "moments": "VAE moments made beforehand, text encoder in the step (moments)",
 }
 

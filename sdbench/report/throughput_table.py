@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.record.configuration import as_key, describe_other_settings, settings_of
+from sdbench.record.configuration import (
+    as_key,
+    describe_other_settings,
+    place_of_encoders,
+    settings_of,
+)
 from sdbench.report.figures import describe_source, device_of
 from sdbench.report.runs import (
     describe_device,
@@ -45,7 +50,7 @@ def make_tables(
     for runs, scaling in zip(groups, scalings, strict=True):
         config = runs[0]["config"]
         row = _measured_row(runs, scaling=scaling)
-        rows.setdefault((config["image_size"], config["latents"]), []).append(row)
+        rows.setdefault((config["image_size"], place_of_encoders(config)), []).append(row)
     for figure in figures:
         if figure.get("images_per_second") is not None:
             key = (figure.get("image_size"), figure.get("latents"))

@@ -13,6 +13,7 @@ from sdbench.settings.parallel import RankSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import SPEED, declarations, presets_of
+from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
 
@@ -30,6 +31,7 @@ class BenchmarkConfig(
     OnlineSettings,
     BatchSettings,
     ModelSettings,
+    SubjectSettings,
     MeasuringSettings,
     RaySettings,
     RunSettings,

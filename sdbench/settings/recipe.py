@@ -29,6 +29,7 @@ from sdbench.settings.parallel import RankSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import setting
+from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
 
@@ -106,9 +107,6 @@ class PartSettings:
         "VAE: weight of the latents' divergence from a normal distribution, beside the squared "
         "error of the pixels",
         acts_beside=("train",),
-    )
-    train_text_encoder: bool = setting(
-        SWITCH, False, "train the text encoder with the U-Net", identifies=True
     )
     text_encoder_lr_factor: float = setting(
         POSITIVE_NUMBER,
@@ -294,6 +292,7 @@ class TrainConfig(
     BatchSettings,
     PartSettings,
     ModelSettings,
+    SubjectSettings,
     LengthSettings,
     RaySettings,
     RunSettings,

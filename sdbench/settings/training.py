@@ -50,10 +50,14 @@ class ModelSettings:
         identifies=True,
     )
 
+    train_text_encoder: bool = setting(
+        SWITCH, False, "train the text encoder with the U-Net", before=False, identifies=True
+    )
+
     @property
     def trained_parts(self) -> tuple[str, ...]:
         """The sub-models that are trained."""
-        return ("unet",)
+        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Benchmark(TrainingTask):
         """Build the job, train it, and merge what all ranks measured."""
         from sdbench.engines import load_engine
         from sdbench.measure.summary import merge_measurements, summarize
-        from sdbench.tasks import pretrain, tuning
+        from sdbench.tasks import dreambooth, pretrain, tuning
 
         plan, clock = self.plan, run.clock
         config, ranks, machine = plan.config, plan.ranks, plan.machine
@@ -78,7 +78,7 @@ class Benchmark(TrainingTask):
         progress = StepProgress(images_per_step=config.batch_size, enabled=ranks.rank == 0)
         watch = _make_watch(plan, run, observers=[clock, run.heartbeat, progress, wandb_log])
         self._watch = watch
-        job = pretrain.build(plan, phase=watch.phases.phase)
+        job = dreambooth.encode_once(pretrain.build(plan, phase=watch.phases.phase), plan)
         if ranks.rank == 0:
             print(
                 f"Model has {job.num_parameters / 1e6} M parameters and "

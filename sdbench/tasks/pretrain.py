@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdbench import data
+from sdbench.data import subject
 from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 # mosaicml/diffusion-benchmark @c7f3cff: EMA(half_life="1000ba").
 EMA_HALF_LIFE_BATCHES = 1000
-# Sub-models of `StableDiffusion` that are trained, with the factors of their learning rates; the
-# others stay as they are.
-UNET_ALONE = {"unet": 1.0}
 
 
 def build(
@@ -33,7 +31,7 @@ def build(
     *,
     phase: PhaseObserver,
     objective: Objective = PLAIN,
-    rate_factors: dict[str, float] = UNET_ALONE,
+    text_encoder_lr_factor: float = 1.0,
 ) -> TrainJob:
     """Build model and loader, and describe the rest.
 
@@ -41,7 +39,7 @@ def build(
         plan: The resolved run.
         phase: The model enters it around the work of each sub-model.
         objective: What the U-Net learns.
-        rate_factors: The sub-models that are trained, each with its learning rate as a multiple of
+        text_encoder_lr_factor: Learning rate of a text encoder that is trained, as a multiple of
             the config's.
 
     Returns:
@@ -57,7 +55,7 @@ def build(
         memory_format=config.memory_format,
         attention=config.attention,
         encoders=config.step_has_encoders,
-        trained=rate_factors,
+        trained=config.trained_parts,
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
@@ -65,15 +63,20 @@ def build(
     tune_model(model, config)
     flops = count_flops(plan.architecture, image_size=config.image_size)
     flops_per_image = flops.unet_forward_backward
-    if config.step_has_encoders:
-        # A backward pass takes twice the operations of the forward pass.
-        num_passes = 3 if "text_encoder" in rate_factors else 1
-        flops_per_image += flops.vae_encode + num_passes * flops.text_encode
+    if config.step_has_encoders and not config.has_subject:
+        flops_per_image += flops.vae_encode + flops.text_encode
+    if config.train_text_encoder:
+        # A backward pass takes twice the operations of the forward pass, which a subject's step has
+        # for this alone.
+        flops_per_image += (3 if config.has_subject else 2) * flops.text_encode
+    rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
         model=model,
         trained={
-            name: TrainedModule(getattr(model, name), config.lr * factor, config.weight_decay)
-            for name, factor in rate_factors.items()
+            name: TrainedModule(
+                getattr(model, name), config.lr * rate_factors.get(name, 1.0), config.weight_decay
+            )
+            for name in config.trained_parts
         },
         loss=_loss,
         loader=_build_loader(plan, weights_seed=weights_seed),
@@ -94,6 +97,10 @@ def build(
 
 def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
     config = plan.config
+    if config.has_subject:
+        return subject.build(
+            plan.source, plan.class_source, prior_loss_weight=config.prior_loss_weight
+        )
     if not config.online_preprocessing:
         return data.build(plan.source)
     from sdbench.ranks import ray_cluster
@@ -116,7 +123,9 @@ def _ema_spec(config: Any) -> EmaSpec:
 
 
 def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
-    if config.encoder_batch_size == "microbatch" or not config.step_has_encoders:
+    # `dreambooth.encode_once` encodes a subject.
+    encodes_images = config.step_has_encoders and not config.has_subject
+    if config.encoder_batch_size == "microbatch" or not encodes_images:
         return None
     return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 

@@ -39,11 +39,12 @@ class FolderSamples:
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, needs_captions: bool = True) -> None:
         """List the folder, and read its table of captions if it has one.
 
         Args:
             folder: Of images.
+            needs_captions: Whether some image must have a caption.
 
         Raises:
             ConfigError: There is no such folder, no image in it, or no image with a caption.
@@ -64,7 +65,7 @@ class FolderSamples:
             has_caption = any(path.with_suffix(".txt").is_file() for path in self._images)
         else:
             has_caption = any(map(clean_caption, self._captions or ()))
-        if not has_caption:
+        if needs_captions and not has_caption:
             _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
         if not any(path.is_file() for path in self._images):
             _raise_missing(f"None of the files that {table} names is there", folder)
@@ -223,4 +224,4 @@ def open_samples(config: SourceConfig) -> FolderSamples:
     Raises:
         ConfigError: As `FolderSamples`.
     """
-    return FolderSamples(Path(config.remote or config.local))
+    return FolderSamples(Path(config.remote or config.local), needs_captions=config.caption is None)

@@ -249,6 +249,8 @@ class ImageBatchReader(SampleBatchReader):
         with report.phase("read"):
             sample = self.samples.read(key.index)
         augmentation = self._augmentation(key)
+        if self.config.caption is not None:
+            sample = sample._replace(caption=self.config.caption)
         check_whole(sample)
         report.bytes_read += len(sample.image) + len(sample.caption)
         try:

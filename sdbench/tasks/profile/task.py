@@ -140,7 +140,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     import torch
 
     from sdbench.engines import load_engine
-    from sdbench.tasks import pretrain, tuning
+    from sdbench.tasks import dreambooth, pretrain, tuning
     from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps, make_watch
 
     config, device_type = plan.config, plan.machine.device_type
@@ -167,7 +167,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
         device_type=device_type,
         observers=[progress],
     )
-    job = pretrain.build(plan, phase=phases.phase)
+    job = dreambooth.encode_once(pretrain.build(plan, phase=phases.phase), plan)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
     with contextlib.closing(progress), steps:
         measurements = load_engine(config.engine)(job, config, watch)

@@ -63,11 +63,11 @@ def _build_parts(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
     config: Any = plan.config
     if config.train == "vae":
         return autoencoding.build(plan)
-    rate_factors = pretrain.UNET_ALONE
-    if config.train_text_encoder:
-        rate_factors = rate_factors | {"text_encoder": config.text_encoder_lr_factor}
     return pretrain.build(
-        plan, phase=phase, objective=make_objective(config), rate_factors=rate_factors
+        plan,
+        phase=phase,
+        objective=make_objective(config),
+        text_encoder_lr_factor=config.text_encoder_lr_factor,
     )
 
 

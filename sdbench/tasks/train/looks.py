@@ -71,6 +71,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
         streams=None,
         data_format=data_format,
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
+        caption=None,  # that of a subject is not theirs
     )
     try:
         data.check(dataclasses.replace(source, device_batch_size=1))

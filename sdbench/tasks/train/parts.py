@@ -31,19 +31,12 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
 
 
 def check_parts(request: Request[TrainConfig]) -> None:
-    """Check the settings of a request against --train and --train_text_encoder.
+    """Check the settings of a request against --train.
 
     Raises:
         ConfigError: One of them has no meaning there.
     """
     config = request.config
-    if config.train_text_encoder and not config.step_has_encoders:
-        raise ConfigError(
-            "captions that are encoded already cannot train a text encoder",
-            value=getattr(config, config.place_of_encoders),
-            allowed="encoders in the step, or no --train_text_encoder",
-            flag=f"--{config.place_of_encoders} or --train_text_encoder",
-        )
     if config.train != "vae":
         return
     for name, allowed in SUITS_VAE.items():

@@ -111,7 +111,7 @@ class Train(TrainingTask):
         """Build the job, go on from its checkpoint, and train it."""
         from sdbench.engines import load_engine
         from sdbench.state.checkpoints import Checkpoints
-        from sdbench.tasks import tuning
+        from sdbench.tasks import dreambooth, tuning
         from sdbench.tasks.train import job as train_job
         from sdbench.tasks.train.bad_loss import BadLosses
         from sdbench.tasks.train.hooks import TrainHooks
@@ -160,6 +160,9 @@ class Train(TrainingTask):
             job = dataclasses.replace(job, kept=kept)
             if is_first:
                 print(told)
+        job = dreambooth.encode_once(
+            job, plan, folder=run.folder, keeps_encoders=self._looks_at_model
+        )
         clock.ends(startup.BUILD)
         trackers = (wandb_log, tensorboard_log)
         log = TrainLog(run.folder, trackers=trackers) if is_first else None
@@ -235,11 +238,15 @@ class Train(TrainingTask):
         before = checkpoint.facts["config"]
         return compare_settings(before, self._settings(), folder=checkpoint.folder)
 
+    @property
+    def _looks_at_model(self) -> bool:
+        return any(getattr(self.plan.config, interval) for interval in LOOKS)
+
     def _check_looks(self) -> None:
         """Find mistakes about held-out samples and prompts before any weights are built."""
         config: Any = self.plan.config
         self._held_out = None
-        if not any(getattr(config, interval) for interval in LOOKS):
+        if not self._looks_at_model:
             return
         from sdbench.tasks.train.looks import describe_overlap, held_out_source, read_prompts
 

@@ -1,0 +1,118 @@
+"""The loader of pairs: pictures of a subject, each with one of its class, by their numbers.
+
+The pictures are encoded once, so a batch only says which they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sdbench.data.pipeline.batches import BatchReader, BatchReport, GoodBatch
+from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.data.pipeline.order import EpochOrder, Key, Keys
+from sdbench.data.source import SourceConfig
+from sdbench.data.subject import NumPictures
+
+
+class PairOrder(EpochOrder):
+    """An order in which every picture comes at least once an epoch.
+
+    A picture of the subject and one of its class take turns. Each kind comes in shuffles of all its
+    pictures, one after the other, until the epoch's batches are full: a few pictures are repeated
+    until all of the other kind were used, and no batch is cut.
+    """
+
+    def __init__(self, num_pictures: NumPictures, *, config: SourceConfig) -> None:
+        """Set the order up.
+
+        Args:
+            num_pictures: Of both kinds.
+            config: Batch size, ranks, seed and whether to shuffle.
+        """
+        super().__init__([sum(num_pictures)], config=config)
+        self._num_pictures = num_pictures
+        self._num_batches = num_pictures.num_batches(config.global_batch_size)
+        self.num_samples = self._num_batches * config.device_batch_size
+
+    def _order(self, epoch: int) -> np.ndarray:
+        generator = np.random.default_rng([self._config.seed, epoch])
+        counts = [count for count in self._num_pictures if count]
+        num_each = self._num_batches * self._config.global_batch_size // len(counts)
+        first = 0
+        kinds = []
+        for count in counts:
+            kinds.append(first + self._repeat(count, num_each, generator))
+            first += count
+        return np.stack(kinds, axis=1).ravel()
+
+    def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
+        """Shuffles of the numbers below `count`, one after the other, up to a length."""
+        num_rounds = -(-length // count)
+        if not self._config.shuffle:
+            return np.tile(np.arange(count), num_rounds)[:length]
+        return np.concatenate([generator.permutation(count) for _ in range(num_rounds)])[:length]
+
+
+class PairReader(BatchReader):
+    """Makes ``{index: (B,) int64, loss_weight: (B,) float32}``; reads nothing."""
+
+    def __init__(
+        self,
+        readers: Sequence[BatchReader],
+        *,
+        num_pictures: NumPictures,
+        prior_loss_weight: float,
+        config: SourceConfig,
+    ) -> None:
+        """Set up.
+
+        Args:
+            readers: Of the pictures of the subject, and of those of its class if there are any.
+            num_pictures: Of both kinds.
+            prior_loss_weight: As `subject.build` takes it.
+            config: Of the loader.
+        """
+        super().__init__(readers[0].sample_type, blocks=[sum(num_pictures)], config=config)
+        self._readers = readers
+        self._num_instances = num_pictures.instances
+        # Half of a batch is of each kind: twice the weight makes the mean over any part of it that
+        # part's share of mean(subject) + prior_loss_weight * mean(class).
+        self._weights = (2.0, 2.0 * prior_loss_weight) if num_pictures.of_class else (1.0, 0.0)
+
+    def name(self, index: int) -> str:
+        """Where the picture is stored."""
+        is_class = index >= self._num_instances
+        return self._readers[is_class].name(index - is_class * self._num_instances)
+
+    def read_good(self, keys: Sequence[Key]) -> GoodBatch:
+        """Say which pictures the keys are."""
+        report = BatchReport(num_images=len(keys))
+        with report.phase("collate"):
+            index = torch.tensor([key.index for key in keys])
+            of_subject, of_class = self._weights
+            loss_weight = torch.where(index < self._num_instances, of_subject, of_class)
+        return GoodBatch({"index": index, "loss_weight": loss_weight}, list(keys), report)
+
+
+def build(
+    readers: Sequence[BatchReader],
+    *,
+    num_pictures: NumPictures,
+    prior_loss_weight: float,
+    config: SourceConfig,
+) -> CheckedLoader:
+    """Build the loader of `subject.build`."""
+    return CheckedLoader(
+        Keys(sum(num_pictures)),
+        batches=PairReader(
+            readers,
+            num_pictures=num_pictures,
+            prior_loss_weight=prior_loss_weight,
+            config=config,
+        ),
+        order=PairOrder(num_pictures, config=config),
+        config=config,
+    )

@@ -1,0 +1,125 @@
+"""The pictures of a subject and of its class: their check, their reader and the loader of pairs.
+
+Nothing here imports torch until a reader or a loader is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, NamedTuple
+
+from sdbench import data
+from sdbench.base.errors import ConfigError
+from sdbench.data.source import SourceConfig
+
+if TYPE_CHECKING:
+    from sdbench.data.pipeline.batches import BatchReader
+    from sdbench.data.pipeline.loader import CheckedLoader
+
+# Synthetic pictures: as many as Ray's DreamBooth example has of its dog, and draws of its class
+# (ray-project/ray, doc/source/templates/05_dreambooth_finetuning).
+NUM_SYNTHETIC_INSTANCES, NUM_SYNTHETIC_CLASS = 5, 200
+
+
+class NumPictures(NamedTuple):
+    """How many pictures there are, of the subject and of its class."""
+
+    instances: int
+    of_class: int
+
+    def num_batches(self, batch_size: int) -> int:
+        """Global batches of an epoch, in which each picture comes at least once.
+
+        Args:
+            batch_size: Pictures of a global batch; where there are class pictures, half of them are
+                such.
+        """
+        num_pairs = batch_size // 2 if self.of_class else batch_size
+        return -(-max(self) // num_pairs)
+
+
+def check(source: SourceConfig, class_source: SourceConfig | None) -> NumPictures:
+    """Find the user's mistakes about the pictures, as `data.check`, and count them.
+
+    Args:
+        source: The pictures of the subject.
+        class_source: Those of its class; None: there are none.
+
+    Raises:
+        ConfigError: As `data.check`; or the batch cannot have as many class pictures as others.
+    """
+    num_instances = _check(source, flag="--remote", prompt_flag="--instance_prompt")
+    if class_source is None:
+        return NumPictures(num_instances, 0)
+    if source.global_batch_size % 2:
+        raise ConfigError(
+            "half of the pictures of a batch are class pictures",
+            value=source.global_batch_size,
+            allowed="an even number: Ray's batch of 2 pairs is 4 here",
+            flag="--batch_size",
+        )
+    return NumPictures(
+        num_instances, _check(class_source, flag="--class_remote", prompt_flag="--class_prompt")
+    )
+
+
+def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
+    flags = flag if source.caption is not None else f"{flag} or {prompt_flag}"
+    try:
+        num_pictures = data.check(_one_by_one(source))
+    except ConfigError as error:  # it names the flags of the training data
+        raise ConfigError(
+            error.what, value=error.value, allowed=error.allowed, flag=flags
+        ) from None
+    if num_pictures is None:
+        raise ConfigError(
+            "the pictures of a subject have to be counted before its run",
+            value=source.remote,
+            allowed="a folder, or a data set that tells its length",
+            flag=flag,
+        )
+    return num_pictures
+
+
+def open_pictures(source: SourceConfig) -> BatchReader:
+    """Open the reader of all pictures, the same on every rank.
+
+    Raises:
+        ConfigError: As `data.check`.
+    """
+    return data.open_batches(_one_by_one(source))
+
+
+def build(
+    source: SourceConfig, class_source: SourceConfig | None, *, prior_loss_weight: float
+) -> CheckedLoader:
+    """Build this rank's loader of pairs.
+
+    Args:
+        source: The pictures of the subject, with the batch and the rank.
+        class_source: Those of its class; None: there are none.
+        prior_loss_weight: Of the mean loss of the class pictures beside that of the others.
+
+    Returns:
+        A loader of ``{index: (B,) int64, loss_weight: (B,) float32}``: which picture, those of the
+        subject first, then those of the class, and the factor of its loss. It is deterministic
+        under the seed, disjoint over ranks in each batch, and can be resumed, as that of
+        `data.build`.
+
+    Raises:
+        ConfigError: As `check`.
+    """
+    sources = [source] if class_source is None else [source, class_source]
+    build_loader = resolve_name("sdbench.data.pipeline.pairs:build")
+    return build_loader(
+        [open_pictures(one) for one in sources],
+        num_pictures=check(source, class_source),
+        prior_loss_weight=prior_loss_weight,
+        config=source,
+    )
+
+
+def _one_by_one(source: SourceConfig) -> SourceConfig:
+    """The source as it is read without batches and ranks."""
+    return dataclasses.replace(source, device_batch_size=1, rank=0, world_size=1)
