@@ -61,6 +61,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.tasks.profile.profile:main",
         "which operators a step spends its time in, and how far each is from its ceiling",
     ),
+    "dreambooth": (
+        "sdbench.launch.dreambooth:main",
+        "teach a model a subject by a few pictures: class pictures, training, pictures of it",
+    ),
     "repeat": (
         "sdbench.launch.repeat:main",
         "measure one command several times in fresh processes: an interval between runs",

@@ -9,8 +9,12 @@ from pathlib import Path
 from sdbench.base.errors import ConfigError
 from sdbench.data.samples import ImageSample
 
+# Where generate.py puts pictures, in the folder that it is given.
+PICTURES_NAME = "pictures"
 # Tables of captions, each with the folder that its files are in: of generate.py, and of data sets.
-TABLES = {"prompts.csv": "pictures", "captions.csv": "."}
+TABLES = {"prompts.csv": PICTURES_NAME, "captions.csv": "."}
+# Pictures of a subject from before and after its training, and all of them at a glance.
+BEFORE, AFTER, SHEET_NAME = "before", "after", "before_after.png"
 
 
 def list_pictures(folder: Path) -> list[tuple[Path, str]]:

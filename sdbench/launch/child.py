@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -12,9 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import ConfigError
@@ -155,11 +156,108 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
+@contextlib.contextmanager
+def only_one_in(folder: Path, *, what: str) -> Iterator[None]:
+    """Keep a second program out of the folder while the block runs.
+
+    Args:
+        folder: Made if it does not exist.
+        what: The program, for the error.
+
+    Raises:
+        ConfigError: Another one is at work there.
+    """
+    import filelock
+
+    make_folder(folder)
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConfigError(
+            f"another {what} is at work in this folder",
+            value=str(folder),
+            allowed="one at a time",
+            flag="--folder",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a process ended.
+
+    Attributes:
+        exit_code: One that a signal ended has 128 plus its number.
+        duration_s: From its start to its end.
+        has_timed_out: Whether its time-out ended it.
+    """
+
+    exit_code: int
+    duration_s: float
+    has_timed_out: bool
+
+
+def run_guarded(
+    command: Sequence[str],
+    *,
+    lock_file: Path,
+    cause_file: Path,
+    output: IO[bytes] | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
+) -> End:
     """Run a command in a process of its own to its end.
 
     The command and all that it has started end with this process, however this one ends. Another
-    command in the same parent folder begins only when no process of the one before is left.
+    command with the same lock begins only when no process of the one before is left.
+
+    Args:
+        command: Program and arguments.
+        lock_file: Made if it does not exist.
+        cause_file: Where the command tells what ended it badly, for `read_cause`.
+        output: Gets what it prints; None: this process's own.
+        timeout_s: The command is ended after so many seconds; None waits.
+        grace_s: How long it may take to end when it is asked to.
+    """
+    guard = [sys.executable, str(GUARD), str(grace_s)]
+    with lock_file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the command before may still be ending its ranks
+        started_s = time.perf_counter()
+        process = subprocess.Popen(
+            [*guard, *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env={**os.environ, VARIABLE: str(cause_file.absolute())},
+            pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
+            # Ctrl-C reaches this process only, which ends the command itself.
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    has_timed_out = False
+    try:
+        exit_code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        has_timed_out = True
+        process.stdin.close()
+        exit_code = process.wait()
+    except BaseException:  # Ctrl-C or SIGTERM: no rank may outlive the program
+        process.stdin.close()
+        process.wait()
+        raise
+    finally:
+        process.stdin.close()
+        if process.returncode is not None and process.returncode < 0:
+            _end_session(process.pid)  # the guard itself was killed
+    return End(exit_code, time.perf_counter() - started_s, has_timed_out)
+
+
+def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
+    """Run a measuring command as `run_guarded`, one at a time in the same parent folder.
 
     Args:
         command: Program and arguments; ``--results_dir FOLDER`` is added.
@@ -170,41 +268,18 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
         How it ended.
     """
     folder.mkdir(parents=True)
-    guard = [sys.executable, str(GUARD), str(GRACE_S)]
-    with (folder / OUTPUT_NAME).open("wb") as output:
-        with (folder.parent / LOCK_NAME).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the run before may still be ending its ranks
-            started_s = time.perf_counter()
-            process = subprocess.Popen(
-                [*guard, *command, "--results_dir", str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, VARIABLE: str((folder / CAUSE_NAME).absolute())},
-                pass_fds=[lock.fileno()],  # the guard's copy keeps the lock until it ends
-                # Ctrl-C reaches this process only, which ends the command itself.
-                start_new_session=True,
-            )
-        assert process.stdin is not None
-        has_timed_out = False
-        try:
-            exit_code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            has_timed_out = True
-            process.stdin.close()
-            exit_code = process.wait()
-        except BaseException:  # Ctrl-C or SIGTERM: no rank may outlive the program
-            process.stdin.close()
-            process.wait()
-            raise
-        finally:
-            process.stdin.close()
-            if process.returncode is not None and process.returncode < 0:
-                _end_session(process.pid)  # the guard itself was killed
-    duration_s = time.perf_counter() - started_s
     log = folder / OUTPUT_NAME
+    with log.open("wb") as output:
+        end = run_guarded(
+            [*command, "--results_dir", str(folder)],
+            lock_file=folder.parent / LOCK_NAME,
+            cause_file=folder / CAUSE_NAME,
+            output=output,
+            timeout_s=timeout_s,
+        )
     replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
-    return _explain(folder, exit_code, duration_s, exceeded_s=timeout_s if has_timed_out else None)
+    exceeded_s = timeout_s if end.has_timed_out else None
+    return _explain(folder, end.exit_code, end.duration_s, exceeded_s=exceeded_s)
 
 
 def tail(folder: Path) -> str:
@@ -240,7 +315,7 @@ def _explain(
     cause = reported.get("error")
     if _signal_of(exit_code) == signal.SIGKILL:
         cause = KILLED
-    ended = f"it {_describe_exit(exit_code)}"
+    ended = f"it {describe_exit(exit_code)}"
     if exceeded_s is not None:
         status, reason = TIMEOUT, f"it did not end within {exceeded_s:g} s"
     elif record is not None and record["duration_s"] is not None:  # the record has an end
@@ -275,7 +350,8 @@ def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str 
     return None, None, None
 
 
-def _describe_exit(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
+    """An exit code in words, as what a command did."""
     number = _signal_of(exit_code)
     if number is None:
         return f"ended with exit code {exit_code}"

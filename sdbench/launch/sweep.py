@@ -21,9 +21,9 @@ from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import run_child, tail
+from sdbench.launch.child import only_one_in, run_child, tail
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
-from sdbench.launch.sweep_state import Run, check_environment, list_runs, only_sweep_in
+from sdbench.launch.sweep_state import Run, check_environment, list_runs
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import FAILED, INVALID, OK, OOM, TIMEOUT
 from sdbench.report.tables import Table, make_cell, make_table, to_terminal
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(_describe(sweep, runs, _pending(runs, flags.retry), folder=folder))
         return 0
-    with only_sweep_in(folder):
+    with only_one_in(folder, what="sweep"):
         check_environment(folder, allow_other=flags.allow_mixed)
         pending = _pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)

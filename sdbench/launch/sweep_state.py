@@ -6,24 +6,21 @@ piece. A run without this file is made again; all others stay as they are.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.launch.child import Outcome, make_folder
+from sdbench.launch.child import Outcome
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
 from sdbench.record.store import OK, RECORD_NAME, load_record
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
-LOCK_NAME = ".lock"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,32 +92,6 @@ def list_runs(sweep: SweepFile, *, folder: Path) -> list[Run]:
         for repeat in range(1, sweep.repeats + 1)
         for cell in sweep.cells
     ]
-
-
-@contextlib.contextmanager
-def only_sweep_in(folder: Path) -> Iterator[None]:
-    """Keep a second sweep out of the folder while the block runs.
-
-    Raises:
-        ConfigError: Another one is at work there.
-    """
-    import filelock
-
-    make_folder(folder)
-    lock = filelock.FileLock(folder / LOCK_NAME)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ConfigError(
-            "another sweep is at work in this folder",
-            value=str(folder),
-            allowed="one at a time",
-            flag="--folder",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def check_environment(folder: Path, *, allow_other: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
+from sdbench.data.drawn import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture
@@ -34,18 +35,13 @@ from sdbench.settings.kinds import (
     RowOf,
     one_of,
 )
+from sdbench.settings.likeness import PROMPT_SEPARATOR
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
 from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_file
 
-PICTURES_NAME, TAR_NAME, TABLE_NAME, GRID_NAME = (
-    "pictures",
-    "pictures.tar",
-    "prompts.csv",
-    "grid.png",
-)
-PROMPT_SEPARATOR = "|"
+TAR_NAME, TABLE_NAME, GRID_NAME = "pictures.tar", "prompts.csv", "grid.png"
 PROMPT_FLAG = "--prompts or --prompt_file"
 # A rank that has drawn its share waits for the others.
 RANK_TIMEOUT_S = 24 * 3600.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.drawn import list_pictures, reader_of
+from sdbench.data.drawn import AFTER, BEFORE, SHEET_NAME, list_pictures, reader_of
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from sdbench.tasks.score.likeness import Pictures
 
-BEFORE, AFTER = "before", "after"
-SHEET_NAME, RESULT_NAME = "before_after.png", "dreambooth.json"
+RESULT_NAME = "dreambooth.json"
 EPILOG = """\
 examples:
   python -m sdbench before-after runs/my-dog --subject my-dog --prompt "photo of a unqtkn dog" \\
@@ -166,7 +165,9 @@ def _open_subject(flags: BeforeAfterFlags) -> Pictures:
     from sdbench.tasks.score.likeness import Pictures
 
     try:
-        samples = data.open_samples(describe_source(flags.subject, data_format="auto"))
+        samples = data.open_samples(
+            describe_source(flags.subject, data_format="auto", caption=flags.prompt)
+        )
     except ConfigError as error:  # it names the flag of the training data
         raise ConfigError(
             error.what, value=error.value, allowed=error.allowed, flag="--subject"

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImagePro
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
+from sdbench.settings.likeness import NETWORK_FILES
 
 FID_FLAG, CLIP_FLAG, DINO_FLAG = "--fid_network", "--clip_network", "--dino_network"
 FID_NETWORK = (
@@ -35,7 +36,6 @@ DINO_NETWORK = (
     "a folder of transformers with a DINO, DINOv2 or DINOv3: config.json, model.safetensors and "
     "preprocessor_config.json"
 )
-WEIGHTS_NAME = "model.safetensors"
 # Types of transformers' models whose first token stands for the whole picture.
 DINO_TYPES = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit")
 
@@ -125,7 +125,7 @@ class _TransformersNetwork:
         self._model = model.eval().float().to(device)
 
     def _needed_files(self) -> list[str]:
-        return ["config.json", WEIGHTS_NAME, "preprocessor_config.json"]
+        return [*NETWORK_FILES]
 
     def _load(self) -> tuple[nn.Module, Sequence[str]]:
         """Load model and processor; returns the model and the names of missing weights."""
@@ -133,7 +133,7 @@ class _TransformersNetwork:
 
     def describe(self) -> dict[str, str]:
         """Name of the folder, and sha256 of its weights."""
-        return _describe(self._folder, self._folder / WEIGHTS_NAME)
+        return _describe(self._folder, self._folder / "model.safetensors")
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(what, value=str(self._folder), allowed=self.allowed, flag=self.flag)

@@ -1,0 +1,423 @@
+"""The command `python -m sdbench dreambooth`: from pictures of a subject to pictures drawn of it.
+
+Each step is a program of ours in a process of its own, printed as a command that a person can type.
+What a step has made is kept, and made once: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench import data
+from sdbench.base.cause import read_cause
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.files import write_json
+from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.data.drawn import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
+from sdbench.data.source import VAE_FACTOR, SourceConfig
+from sdbench.launch.child import (
+    LOCK_NAME,
+    describe_exit,
+    find_program,
+    only_one_in,
+    run_guarded,
+)
+from sdbench.models.architecture import built_in_names, resolve_architecture
+from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
+from sdbench.settings.likeness import NETWORK_FILES, PROMPT_SEPARATOR, LikenessSettings
+from sdbench.settings.measuring import RunSettings
+from sdbench.settings.ray import RAY
+from sdbench.settings.recipe import TrainConfig, parse_request
+from sdbench.settings.request import Request, parse
+from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.training import ModelSettings
+
+FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
+PROGRAMS = ("train.py", "generate.py", FULL_CONFIG, LORA_CONFIG)
+CLASS, RUN = "class", "train"
+MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
+EXPORTED_NAME = "exported.json"
+# Of seed 001, its first figure, and of the documentation of its code
+# (ray-project/ray, doc/source/train/examples/pytorch/dreambooth_finetuning.rst).
+SCENES = ("on the moon", "at the beach", "in a bucket")
+# No class picture that the model is trained on has the seed of one that it is judged by.
+SAMPLE_SEED = 1_000_000
+# A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s.
+SAVING_GRACE_S = 120.0
+EPILOG = """\
+examples:
+  python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
+      --class_prompt "photo of a dog" --model stable-diffusion-2-base --num_ranks 2
+  python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
+      --class_prompt "photo of a dog" --model stable-diffusion-2-base --lora_rank 4 \\
+      -- --max_duration 400ba --precision bf16
+
+Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
+run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
+moment, the same command goes on; a longer --max_duration behind -- trains on.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DreamboothFlags(LikenessSettings):
+    """Flags of the command."""
+
+    subject: str = setting(
+        TEXT,
+        REQUIRED,
+        "the subject's own pictures: a folder, or another data set as training takes it",
+        is_positional=True,
+    )
+    model: str = setting(TEXT, REQUIRED, "diffusers folder of the model that learns the subject")
+    folder: Path | None = setting(
+        PATH, None, "for all that is made (default: runs/<name of SUBJECT>)"
+    )
+    prior: bool = setting(
+        SWITCH, True, "train on pictures of the class as well, so that the model keeps it"
+    )
+    num_class_images: int = setting(POSITIVE, 200, "pictures of the class that are drawn for that")
+    lora_rank: int | None = shared(
+        TrainConfig, "lora_rank", help="train LoRA weights of this rank in place of all weights"
+    )
+    image_size: int | None = shared(
+        ModelSettings, "image_size", help="side of all pictures in pixels (default: the model's)"
+    )
+    sample_prompts: str | None = setting(
+        TEXT,
+        None,
+        "what is drawn before and after besides the two prompts; several are separated by "
+        f"{PROMPT_SEPARATOR} (default: the prompt with {', '.join(SCENES)})",
+    )
+    num_samples: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
+    num_ranks: int = setting(POSITIVE, 1, "processes that draw and train, each on a GPU of its own")
+    engine: str = shared(RunSettings, "engine")
+    generate_flags: str | None = setting(
+        TEXT, None, 'flags for generate.py in one text, e.g. "--guidance_scale 5 --num_steps 50"'
+    )
+    dry_run: bool = setting(SWITCH, False, "print the commands and stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A program that makes a part of the folder.
+
+    Attributes:
+        what: What it makes, in a few words.
+        command: As a person types it.
+        target: What it writes in one piece and must not be there before; None: it takes up itself
+            what is there.
+    """
+
+    what: str
+    command: tuple[str, ...]
+    target: Path | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Teach a model a subject, or go on with it.
+
+    Args:
+        argv: Command-line arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0 ok, that of the step that failed, 2 bad input, 130 Ctrl-C.
+
+    Raises:
+        ConfigError: Something cannot be used; found before anything is started.
+    """
+    request = parse(
+        DreamboothFlags,
+        argv,
+        prog="python -m sdbench dreambooth",
+        description="Teach a Stable Diffusion model a subject by a few pictures, and draw it.",
+        epilog=EPILOG,
+        rest="FLAGS OF train.py ...",
+    )
+    flags = request.config
+    folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
+    _check(request)
+    steps = plan_steps(flags, request.rest, folder=folder)
+    if flags.dry_run:
+        print("\n".join(shlex.join(step.command) for step in steps))
+        return 0
+    with only_one_in(folder, what="dreambooth"):
+        try:
+            with stop_signals_raise():
+                return _run(steps, folder=folder)
+        except (KeyboardInterrupt, Terminated):
+            print("interrupted: the same command goes on here", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+
+def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> list[Step]:
+    """The steps in their order.
+
+    Args:
+        flags: Of the command, checked.
+        rest: Flags for train.py.
+        folder: For all that is made.
+
+    Raises:
+        ConfigError: train.py does not take the flags.
+    """
+    untrained = ["--model_name", flags.model]
+    samples = ["--prompts", PROMPT_SEPARATOR.join(_sample_prompts(flags))]
+    samples += ["--num_images_per_prompt", str(flags.num_samples), "--seed", str(SAMPLE_SEED)]
+    exported = folder / (MODEL if flags.lora_rank is None else LORA)
+    export = ["python", "-m", "sdbench", "export", str(folder / RUN), "--folder", str(exported)]
+    trained = ["--model_name", str(exported)]
+    if flags.lora_rank is not None:
+        export += ["--lora", "diffusers"]
+        trained = [*untrained, "--lora", str(exported / LORA_NAME)]
+    compare = ["python", "-m", "sdbench", "before-after", str(folder), "--subject", flags.subject]
+    names = declarations(LikenessSettings)
+    compare += [
+        word
+        for name, declared in names.items()
+        if (value := getattr(flags, name)) is not None
+        for word in (declared.flag, value)
+    ]
+    steps = [
+        Step("pictures before", _draw([*untrained, *samples], flags, folder / BEFORE)),
+        Step("training", _train(flags, rest, folder=folder)),
+        Step("export", tuple(export), target=exported),
+        Step("pictures after", _draw([*trained, *samples], flags, folder / AFTER)),
+        Step("before and after", tuple(compare)),
+    ]
+    if flags.prior:
+        assert flags.class_prompt is not None
+        drawn = ["--prompts", flags.class_prompt]
+        drawn += ["--num_images_per_prompt", str(flags.num_class_images)]
+        step = Step("pictures of the class", _draw([*untrained, *drawn], flags, folder / CLASS))
+        steps.insert(0, step)
+    return steps
+
+
+def _launcher(num_ranks: int) -> list[str]:
+    if num_ranks == 1:
+        return ["python"]
+    return ["torchrun", "--standalone", "--nproc_per_node", str(num_ranks)]
+
+
+def _sample_prompts(flags: DreamboothFlags) -> list[str]:
+    """The prompts that are drawn before and after, each once."""
+    if flags.sample_prompts is None:
+        others = [f"{flags.prompt} {scene}" for scene in SCENES]
+    else:
+        others = [text.strip() for text in flags.sample_prompts.split(PROMPT_SEPARATOR)]
+    prompts = [flags.prompt, flags.class_prompt, *others]
+    return list(dict.fromkeys(prompt for prompt in prompts if prompt))
+
+
+def _draw(arguments: Sequence[str], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
+    """The command that draws pictures into a folder."""
+    command = [*_launcher(flags.num_ranks), "generate.py", *arguments, "--folder", str(folder)]
+    if flags.image_size is not None:
+        command += ["--image_size", str(flags.image_size)]
+    return (*command, *shlex.split(flags.generate_flags or ""))
+
+
+def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tuple[str, ...]:
+    """The command that trains.
+
+    Raises:
+        ConfigError: train.py does not take the flags, or one of `rest` is the command's own.
+    """
+    own: dict[str, Any] = {
+        "model_name": flags.model,
+        "remote": flags.subject,
+        "instance_prompt": flags.prompt,
+        "results_dir": str(folder),
+        "run_name": RUN,
+        "resume": "auto",
+        "engine": flags.engine,
+    }
+    if flags.prior:
+        own |= {
+            "class_remote": str(folder / CLASS / PICTURES_NAME),
+            "class_prompt": flags.class_prompt,
+        }
+    if flags.lora_rank is not None:
+        own["lora_rank"] = flags.lora_rank
+    if flags.image_size is not None:
+        own["image_size"] = flags.image_size
+    if flags.engine == RAY:
+        own["num_ray_workers"] = flags.num_ranks
+    config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
+    arguments = ["--config", config]
+    arguments += [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    arguments += rest
+    trained = parse_request(arguments, description="", epilog="").config
+    for name, value in own.items():
+        if getattr(trained, name) != value:
+            raise ConfigError(
+                f"the command itself sets --{name}",
+                value=getattr(trained, name),
+                allowed="other flags of train.py",
+                flag="what stands behind --",
+            )
+    return (*_launcher(1 if flags.engine == RAY else flags.num_ranks), "train.py", *arguments)
+
+
+def _check(request: Request[DreamboothFlags]) -> None:
+    """Find mistakes before anything is started.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    flags = request.config
+    missing = [name for name in PROGRAMS if not Path(name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"the steps are programs of the suite, and {missing[0]} is not here",
+            value=str(Path.cwd()),
+            allowed="the folder that holds the suite",
+            flag="cd",
+        )
+    _check_prompts(request)
+    try:
+        data.check(_describe_subject(flags))
+    except ConfigError as error:  # it names the flag of the training data
+        raise ConfigError(
+            error.what, value=error.value, allowed=error.allowed, flag="SUBJECT"
+        ) from None
+    if flags.model not in built_in_names() and not Path(flags.model).is_dir():
+        raise ConfigError(
+            "there is no such model here, and nothing is downloaded",
+            value=flags.model,
+            allowed=f"a diffusers folder, or for a trial {', '.join(built_in_names())}",
+            flag="--model",
+        )
+    try:
+        architecture, _ = resolve_architecture(flags.model)
+    except ConfigError as error:
+        raise ConfigError(
+            error.what, value=error.value, allowed=error.allowed, flag="--model"
+        ) from None
+    if flags.image_size is not None:
+        architecture.check_image_size(flags.image_size)
+    for name in ("clip_network", "dino_network"):
+        place = getattr(flags, name)
+        absent = [file for file in NETWORK_FILES if place and not Path(place, file).is_file()]
+        if absent:
+            raise ConfigError(
+                f"the network has no {' and no '.join(absent)}",
+                value=place,
+                allowed=f"a folder of transformers with {', '.join(NETWORK_FILES)}",
+                flag=f"--{name}",
+            )
+
+
+def _check_prompts(request: Request[DreamboothFlags]) -> None:
+    flags = request.config
+    if flags.prior and flags.class_prompt is None:
+        raise ConfigError(
+            "pictures of the class are drawn for a prompt",
+            value=None,
+            allowed='a prompt such as "photo of a dog", or --no_prior: no such pictures',
+            flag="--class_prompt or --no_prior",
+        )
+    if not flags.prior and request.is_users("num_class_images"):
+        raise ConfigError(
+            "without a prior no pictures of the class are drawn",
+            value=flags.num_class_images,
+            allowed="nothing beside --no_prior",
+            flag="--num_class_images or --no_prior",
+        )
+    for name in ("prompt", "class_prompt"):
+        if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
+            raise ConfigError(
+                f"{PROMPT_SEPARATOR} separates prompts, and this is one",
+                value=getattr(flags, name),
+                allowed=f"a prompt without {PROMPT_SEPARATOR}",
+                flag=f"--{name}",
+            )
+    if flags.class_prompt is not None and not _words(flags.prompt) - _words(flags.class_prompt):
+        raise ConfigError(
+            "the prompt has no word of its own, by which the model could tell the subject from its "
+            f"class {flags.class_prompt!r}",
+            value=flags.prompt,
+            allowed='a rare word for the subject beside its class: "photo of a unqtkn dog"',
+            flag="--prompt",
+        )
+
+
+def _words(prompt: str) -> set[str]:
+    return set(prompt.lower().split())
+
+
+def _describe_subject(flags: DreamboothFlags) -> SourceConfig:
+    return SourceConfig(
+        data_format=data.detect_format(flags.subject),
+        remote=flags.subject,
+        caption=flags.prompt,
+        image_size=VAE_FACTOR,
+        device_batch_size=1,
+        seed=0,
+    )
+
+
+def _run(steps: Sequence[Step], *, folder: Path) -> int:
+    """Run the steps; returns the exit code of the first that fails, or 0."""
+    for number, step in enumerate(steps, start=1):
+        print(f"\n[{number}/{len(steps)}] {step.what}")
+        print(for_terminal(shlex.join(step.command)), flush=True)
+        if step.target is not None and _is_made(step.target, folder):
+            print(f"{step.target} is there already, from the newest checkpoint.")
+            continue
+        cause_file = folder / ".cause.json"
+        cause_file.unlink(missing_ok=True)
+        end = run_guarded(
+            find_program(step.command),
+            lock_file=folder / LOCK_NAME,
+            cause_file=cause_file,
+            grace_s=SAVING_GRACE_S,
+        )
+        if end.exit_code != 0:
+            reason = (read_cause(cause_file) or {}).get("message") or describe_exit(end.exit_code)
+            print(f"error: {step.what}: {for_terminal(reason)}", file=sys.stderr)
+            return end.exit_code
+    print(f"\nAll is in {folder}; before and after: {folder / SHEET_NAME}")
+    return 0
+
+
+def _is_made(target: Path, folder: Path) -> bool:
+    """Whether an export of the newest checkpoint is there; an older one of ours is removed.
+
+    What is about to be exported is noted before, as the export is there as a whole or not at all.
+
+    Raises:
+        ConfigError: There is something that is not ours.
+    """
+    newest = max((folder / RUN / "checkpoints").glob("step_*/checkpoint.json"))
+    made_of = {
+        "checkpoint": newest.parent.name,
+        "sha256": hashlib.sha256(newest.read_bytes()).hexdigest(),
+        "target": target.name,
+    }
+    note = folder / EXPORTED_NAME
+    before = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    if target.exists():
+        if before == made_of:
+            return True
+        if before is None or before["target"] != target.name:
+            raise ConfigError(
+                "there is something in the place of the export that this command has not made",
+                value=str(target),
+                allowed="nothing there, or another folder",
+                flag="--folder",
+            )
+        print(f"{target} is of {before['checkpoint']}: it is made again, and so is {AFTER}/.")
+        shutil.rmtree(target)
+        shutil.rmtree(folder / AFTER, ignore_errors=True)
+    write_json(note, made_of)
+    return False
