@@ -1,0 +1,300 @@
+"""The task dreambooth in train.py and benchmark.py: its loss, what it changes, what it keeps."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import CLIPTextModel, CLIPTokenizer
+
+import benchmark
+import train
+from sdbench.cli import main as sdbench
+from sdbench.engines import load_engine
+from sdbench.record.row import make_row
+from sdbench.record.store import load_record
+from sdbench.settings.setting import SAME_FP32
+from tests.forked import exit_codes, forked_ranks, log_of
+from tests.refusals import printed_refusal
+
+SEED = 17
+PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
+FP32 = ("--engine", "torch", "--precision", "fp32", "--encoder_dtype", "fp32")
+SUBJECT = ("--remote", "subject", "--instance_prompt", PROMPTS["subject"])
+CLASS = ("--class_remote", "class", "--class_prompt", PROMPTS["class"])
+DREAMBOOTH = ("--task", "dreambooth", *SUBJECT, *CLASS, *FP32, "--log_every_batches", "1")
+
+
+def write_pictures(**counts: int) -> None:
+    """Folders of square pictures, each of one colour, in the working folder."""
+    for row, (name, count) in enumerate(counts.items()):
+        Path(name).mkdir(exist_ok=True)
+        for number in range(count):
+            colour = (40 * number, 100 * row, 255 - 30 * number)
+            Image.new("RGB", (64, 64), colour).save(f"{name}/{number}.png")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A miniature model in a folder, as diffusers has it."""
+    runs = tmp_path_factory.mktemp("runs")
+    argv = ("--model_name", "tiny", "--use_synth_data", *FP32, "--batch_size", 2)
+    argv += ("--max_duration", "1ba", "--results_dir", runs, "--run_name", "base")
+    assert train.main([str(argument) for argument in argv]) == 0
+    assert sdbench(["export", str(runs / "base")]) == 0
+    return runs / "base" / "model"
+
+
+def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
+    """Train in this process, in the working folder, and return the folder of the run."""
+    line = [*DREAMBOOTH, "--run_name", name, "--max_duration", f"{num_steps}ba"]
+    assert train.main([*line, *map(str, argv)]) == code
+    return Path("runs", name)
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "steps.csv").open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> float:
+    """Of the first step on two pictures of the subject and two of its class, in turns.
+
+    As train_dreambooth.py of diffusers has it, and Ray's train.py.
+    """
+    unet, vae, text_encoder = (
+        kind.from_pretrained(model, subfolder=folder)
+        for kind, folder in (
+            (UNet2DConditionModel, "unet"),
+            (AutoencoderKL, "vae"),
+            (CLIPTextModel, "text_encoder"),
+        )
+    )
+    scheduler = DDPMScheduler.from_pretrained(model, subfolder="scheduler")
+    tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
+    kinds = ["subject", "class"] * 2
+    files = [f"{kind}/{position // 2}.png" for position, kind in enumerate(kinds)]
+    pixels = np.stack([np.asarray(Image.open(file)) for file in files]) / 127.5 - 1.0
+    ids = tokenizer([PROMPTS[kind] for kind in kinds], padding="max_length", return_tensors="pt")
+    with torch.no_grad():
+        moments = vae.encode(torch.tensor(pixels).permute(0, 3, 1, 2).float()).latent_dist
+        torch.manual_seed(SEED)
+        drawn = []
+        for part in moments.mean.split(microbatch):  # in the order in which the program draws
+            of_latents = torch.randn(part.shape)
+            timesteps = torch.randint(0, 1000, part.shape[:1])
+            drawn.append((of_latents, timesteps, torch.randn(part.shape)))
+        of_latents, timesteps, noise = map(torch.cat, zip(*drawn, strict=True))
+        latents = (moments.mean + moments.std * of_latents) * vae.config.scaling_factor
+        noised = scheduler.add_noise(latents, noise, timesteps)
+        predicted = unet(noised, timesteps, text_encoder(ids.input_ids)[0]).sample
+    of_subject, of_class = (
+        torch.nn.functional.mse_loss(predicted[first::2], noise[first::2]) for first in (0, 1)
+    )
+    return float(of_subject + prior_loss_weight * of_class)
+
+
+@pytest.mark.parametrize("microbatch", [3, 4])
+def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model, microbatch):
+    write_pictures(subject=2, **{"class": 2})
+    argv = ("--model_name", model, "--batch_size", 4, "--no_shuffle", "--allow_uneven_batch")
+    argv += ("--device_train_microbatch_size", microbatch, "--prior_loss_weight", 0.25)
+    expected = loss_by_hand(model, microbatch=microbatch, prior_loss_weight=0.25)
+    assert losses(run("one", 1, *argv)) == [pytest.approx(expected, rel=SAME_FP32)]
+
+
+def weights(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    (file,) = (folder / part).glob("*.safetensors")
+    return load_file(file)
+
+
+def changed_parts(before: Path, after: Path) -> set[str]:
+    """The parts of a model of which a weight differs."""
+    return {
+        part
+        for part in ("unet", "vae", "text_encoder")
+        if any(
+            not torch.equal(weight, weights(after, part)[name])
+            for name, weight in weights(before, part).items()
+        )
+    }
+
+
+@pytest.mark.parametrize("trains_text", [True, False])
+def test_what_is_trained_changes_and_the_rest_stays(model, trains_text):
+    write_pictures(subject=3, **{"class": 2})
+    argv = ("--train_text_encoder",) if trains_text else ()
+    folder = run("one", 2, "--model_name", model, "--batch_size", 4, *argv)
+    assert sdbench(["export", str(folder)]) == 0
+    expected = {"unet", "text_encoder"} if trains_text else {"unet"}
+    assert changed_parts(model, folder / "model") == expected
+
+
+def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypatch):
+    write_pictures(subject=2, **{"class": 2})
+    norms, num_tensors = [], []
+
+    def listen(optimizer, args, kwargs):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        num_tensors.append(len(gradients))
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    handle = register_optimizer_step_pre_hook(listen)
+    argv = ("--model_name", model, "--batch_size", 4, "--train_text_encoder")
+    try:
+        run("free", 2, *argv)
+        free, norms[:] = norms[-2:], []
+        run("clipped", 2, *argv, "--clip_norm", 0.01)
+    finally:
+        handle.remove()
+    assert min(free) > 0.1
+    assert norms[-2:] == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert set(num_tensors) == {len(weights(model, "unet")) + len(weights(model, "text_encoder"))}
+
+
+def test_latents_are_made_once_and_kept(model, monkeypatch, capsys):
+    write_pictures(subject=3, **{"class": 4})
+    encoded = []
+    encode = AutoencoderKL.encode
+
+    def count(vae, images):
+        if images.device.type != "meta":  # FLOPs are counted there
+            encoded.append(len(images))
+        return encode(vae, images)
+
+    monkeypatch.setattr(AutoencoderKL, "encode", count)
+    argv = ("--model_name", model, "--batch_size", 4, "--resume", "auto")
+    run("one", 2, *argv)
+    assert sum(encoded) == 7
+    del encoded[:]
+    folder = run("one", 3, *argv)
+    assert encoded == []
+    Image.new("RGB", (64, 64), "white").save("subject/0.png")
+    capsys.readouterr()
+    run("one", 4, *argv)
+    assert sum(encoded) == 7
+    assert "other pictures" in capsys.readouterr().out
+    (folder / "latents.safetensors").write_bytes(b"no tensors")
+    run("one", 5, *argv)
+    assert sum(encoded) == 14
+
+
+def test_encoders_leave_the_memory_unless_the_model_is_looked_at(model, monkeypatch):
+    write_pictures(subject=2, **{"class": 2})
+    there = []
+    engine = importlib.import_module("sdbench.engines.torch")
+    fit = engine.fit
+
+    def spied(job, *args):
+        there.append([name for name, module in job.model.named_children() if module is not None])
+        return fit(job, *args)
+
+    monkeypatch.setattr(engine, "fit", spied)
+    argv = ("--model_name", model, "--batch_size", 4)
+    run("frozen", 1, *argv)
+    run("trained", 1, *argv, "--train_text_encoder")
+    Path("prompts.txt").write_text(PROMPTS["subject"])
+    drawing = ("--sample_every_batches", 1, "--sample_prompts", "prompts.txt", "--sample_steps", 1)
+    folder = run("looked_at", 1, *argv, *drawing)
+    assert there == [["unet"], ["unet", "text_encoder"], ["unet", "vae", "text_encoder"]]
+    assert len(list((folder / "samples").glob("*.png"))) == 1
+
+
+def test_two_ranks_share_the_encoding_and_go_on_as_one(model):
+    write_pictures(subject=3, **{"class": 4})
+    load_engine("torch")
+    importlib.import_module("sdbench.tasks.dreambooth")
+    argv = ("--model_name", model, "--batch_size", 4, "--device_train_microbatch_size", 2)
+    argv += ("--resume", "auto")
+
+    def train_in_two(num_steps):
+        with forked_ranks(lambda: run("two", num_steps, *argv) and 0, Path()) as ranks:
+            codes = exit_codes(ranks, timeout_s=240)
+        assert codes == [0, 0], [log_of(Path(), rank).read_text() for rank in range(2)]
+
+    alone = load_file(run("alone", 1, *argv) / "latents.safetensors")
+    train_in_two(2)
+    together = load_file(Path("runs", "two", "latents.safetensors"))
+    assert all(
+        torch.equal(alone[name], together[name]) for name in ("latent_mean", "latent_logvar")
+    )
+    first = losses(Path("runs", "two"))
+    train_in_two(3)
+    assert losses(Path("runs", "two"))[:2] == first
+    assert len(losses(Path("runs", "two"))) == 3
+
+
+def test_a_measurement_says_what_it_is_of(tmp_path):
+    argv = ["--model_name", "tiny", "--use_synth_data", "--task", "dreambooth", *FP32]
+    argv += ["--train_text_encoder", "--no_measure_peak", "--profile_batches", "1"]
+    argv += ["--warmup_batches", "0", "--measure_batches", "2", "--results_dir", "runs"]
+    assert benchmark.main(argv) == 0
+    (path,) = Path("runs").glob("*dreambooth/record.json")
+    record = load_record(path)
+    assert record["config"]["task"] == "dreambooth"
+    assert (record["config"]["batch_size"], record["workload"]["num_images"]) == (4, 12)
+    assert make_row(record)["latents"] == "subject"
+    seconds = record["summary"]["breakdown"]["seconds"]
+    assert seconds["vae_encode"] == 0 < seconds["text_encode"]
+
+
+TINY = ("--model_name", "tiny", "--max_duration", "1ba")
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "value"),
+    [
+        (("--task", "dreambooth", *SUBJECT, "--latents", "precomputed"), "latents", "precomputed"),
+        (("--task", "dreambooth", *SUBJECT, "--train", "vae"), "train", "vae"),
+        (("--task", "dreambooth", *SUBJECT, "--num_workers", "1"), "num_workers", 1),
+        (
+            ("--task", "dreambooth", *SUBJECT, "--caption_drop_probability", "0.1"),
+            "caption_drop_probability",
+            0.1,
+        ),
+        (("--task", "dreambooth", *SUBJECT, "--on_bad_sample", "skip"), "on_bad_sample", "skip"),
+    ],
+)
+def test_what_a_subject_cannot_have_is_refused(argv, flag, value, capsys):
+    write_pictures(subject=2)
+    assert train.main([*TINY, *argv]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == (f"--{flag} or --task", value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--use_synth_data", "--instance_prompt", "a dog"), "--instance_prompt or --task"),
+        (("--task", "dreambooth", *SUBJECT, *CLASS[2:]), "--class_prompt or --class_remote"),
+        (
+            ("--task", "dreambooth", *SUBJECT, "--prior_loss_weight", "2"),
+            "--prior_loss_weight or --class_remote",
+        ),
+        (("--task", "dreambooth", "--use_synth_data", *CLASS), "--class_remote or --remote"),
+        (("--task", "dreambooth", *SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
+        (("--task", "dreambooth", "--remote", "subject"), "--remote or --instance_prompt"),
+    ],
+)
+def test_what_has_no_effect_or_is_missing_is_refused(argv, flag, capsys):
+    write_pictures(subject=2, **{"class": 2})
+    assert train.main([*TINY, *argv]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag
+
+
+def test_a_picture_that_cannot_be_read_ends_the_run(capsys):
+    write_pictures(subject=2)
+    Path("subject/1.png").write_bytes(b"no picture")
+    argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
+    assert train.main([*TINY, *argv]) == 1
+    assert "subject/1.png" in json.loads(Path("runs/one/record.json").read_text())["reason"]
