@@ -74,24 +74,33 @@ class Outcome:
         return self.record["summary"] if self.status == OK and self.record else {}
 
 
+def measuring_command(command: Sequence[str]) -> list[str]:
+    """A user's command for `run_child`, with its program as `find_program` finds it.
+
+    Raises:
+        ConfigError: There is no command, it names a results folder, or its program is not there.
+    """
+    if any(argument.split("=")[0] == "--results_dir" for argument in command):
+        raise ConfigError(
+            "each run gets a folder of its own",
+            value="--results_dir",
+            allowed="a command without it",
+            flag="COMMAND",
+        )
+    return find_program(command)
+
+
 def find_program(command: Sequence[str]) -> list[str]:
     """The command with its program as a path: this Python, beside it, or on PATH.
 
     Raises:
-        ConfigError: There is no command, it names a results folder, or its program is not there.
+        ConfigError: There is no command, or its program is not there.
     """
     if not command:
         raise ConfigError(
             "there is no command to run",
             value="",
             allowed="a command behind --, e.g. -- composer benchmark.py --use_synth_data",
-            flag="COMMAND",
-        )
-    if any(argument.split("=")[0] == "--results_dir" for argument in command):
-        raise ConfigError(
-            "each run gets a folder of its own",
-            value="--results_dir",
-            allowed="a command without it",
             flag="COMMAND",
         )
     if command[0] in ("python", "python3"):  # not another one with other packages

@@ -19,7 +19,7 @@ from sdbench.base.stop import Terminated, stop_signals_raise
 from sdbench.launch.child import (
     ChildFlags,
     Outcome,
-    find_program,
+    measuring_command,
     new_folder,
     run_child,
     tail,
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         rest="COMMAND ...",
     )
-    flags, command = request.config, find_program(request.rest)
+    flags, command = request.config, measuring_command(request.rest)
     folder = new_folder(flags.folder, prefix="repeat")
     outcomes: list[Outcome] = []
     is_interrupted = False

@@ -17,7 +17,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, MemoryEstimateErr
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.stop import Terminated, stop_signals_raise
-from sdbench.launch.child import ChildFlags, Outcome, find_program, new_folder, run_child
+from sdbench.launch.child import ChildFlags, Outcome, measuring_command, new_folder, run_child
 from sdbench.record.store import FAILED, OK, OOM
 from sdbench.report.terminal import format_number
 from sdbench.settings.compiling import NUM_GRAPH_STEPS
@@ -274,4 +274,4 @@ def _parse(argv: Sequence[str] | None) -> tuple[SearchFlags, list[str]]:
             allowed="a command without it",
             flag="COMMAND",
         )
-    return request.config, find_program(request.rest)
+    return request.config, measuring_command(request.rest)

@@ -1,0 +1,239 @@
+"""`sdbench dreambooth`: from pictures of a subject to pictures drawn of it, on the tiny model."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import generate
+import train
+from sdbench.base.cause import VARIABLE
+from sdbench.cli import main as sdbench
+from sdbench.launch import dreambooth
+from sdbench.launch.child import LOCK_NAME, End
+from sdbench.record.store import load_record
+from sdbench.settings.likeness import NETWORK_FILES
+from tests.refusals import refusal_of
+from tests.score_networks import write_clip
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT, CLASS_PROMPT = "photo of a unqtkn dog", "photo of a dog"
+SUBJECT = ("my-dog", "--prompt", PROMPT)
+SMALL = ("--model", "tiny", "--engine", "torch", "--generate_flags", "--num_steps 2")
+SMALL += ("--num_samples", "1", "--num_class_images", "2", "--sample_prompts", "unqtkn on the moon")
+COMMAND = (*SUBJECT, "--class_prompt", CLASS_PROMPT, *SMALL)
+FOLDER = Path("runs", "my-dog")
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path) -> None:
+    """A folder that looks like the checkout, with four pictures of a subject without captions."""
+    for name in ("train.py", "generate.py", "sdbench", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    Path("my-dog").mkdir()
+    for number in range(4):
+        picture = Image.new("RGB", (70 + number, 64), (60 * number, 90, 30))
+        picture.save(Path("my-dog", f"{number}.png"))
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[str]:
+    """The commands that were started, each in this process: others would only import once more."""
+    commands: list[str] = []
+    programs: dict[str, Callable[[Sequence[str]], int]] = {
+        "train.py": train.main,
+        "generate.py": generate.main,
+    }
+
+    def run(command: Sequence[str], *, cause_file: Path, **others: object) -> End:
+        python, program, *arguments = command
+        assert python == sys.executable
+        commands.append(shlex.join([program, *arguments]))
+        monkeypatch.setenv(VARIABLE, str(cause_file))
+        if program == "-m":
+            assert arguments.pop(0) == "sdbench"
+        return End(programs.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
+
+    monkeypatch.setattr(dreambooth, "run_guarded", run)
+    return commands
+
+
+def times(*patterns: str) -> dict[str, int]:
+    """When the files of the folder were last written, in ns."""
+    paths = [path for pattern in patterns for path in FOLDER.glob(pattern) if path.is_file()]
+    assert paths
+    return {str(path): path.stat().st_mtime_ns for path in paths}
+
+
+KEPT = ("*/pictures/*.png", "train/checkpoints/**/*", "model/**/*", "train/latents*")
+
+
+def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, tmp_path) -> None:
+    command = [*COMMAND, "--clip_network", str(write_clip(tmp_path / "clip")), "--"]
+    assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python ")]
+    assert [line.removeprefix("python ") for line in shown] == started
+    programs = [line.split()[0] if line[0] != "-" else line.split()[2] for line in started]
+    assert programs == ["generate.py"] * 2 + ["train.py", "export", "generate.py", "before-after"]
+    record = load_record(FOLDER / "train")
+    assert (record["config"]["task"], record["config"]["instance_prompt"]) == ("dreambooth", PROMPT)
+    assert record["config"]["class_remote"] == str(FOLDER / "class" / "pictures")
+    drawn = {name: [*(FOLDER / name / "pictures").iterdir()] for name in ("class", "before")}
+    assert (len(drawn["class"]), len(drawn["before"])) == (2, 3)
+    changed = [
+        (FOLDER / "before" / "pictures" / path.name).read_bytes() != path.read_bytes()
+        for path in (FOLDER / "after" / "pictures").iterdir()
+    ]
+    assert changed == [True] * 3
+    with Image.open(FOLDER / "before_after.png") as sheet:
+        assert sheet.size == (4 + 2 * 116, 4 + 3 * 84)  # a row for each prompt
+    facts = json.loads((FOLDER / "dreambooth.json").read_text())
+    assert (facts["num_subject_pictures"], facts["num_drawn_class_pictures"]) == (4, 1)
+    assert facts["scores"]["clip"]["subject"]["num_pairs_after"] == 4
+
+    before = times(*KEPT)
+    assert sdbench(["dreambooth", *command, "--max_duration", "2ba"]) == 0
+    assert times(*KEPT) == before
+    assert "export" not in "".join(started[6:])  # it is not even started
+
+    longer = [*command, "--max_duration", "3ba"]
+    assert sdbench(["dreambooth", *longer]) == 0
+    assert "it is made again" in capsys.readouterr().out
+    assert load_record(FOLDER / "train")["summary"]["first_step"] == 2
+    after = times(*KEPT)
+    kept = {name for name, time_ns in before.items() if after.get(name) == time_ns}
+    assert {name.split("/")[2] for name in kept} == {"class", "before", "train"}
+    again = {name for name in before if "/model/" in name or "/after/" in name}
+    assert again and not kept & again
+
+
+def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys) -> None:
+    command = ["dreambooth", *SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1", "--"]
+    command += ["--max_duration", "1ba"]
+    # In the way of the pictures before.
+    other = ["--model_name", "tiny", "--prompts", "a cat", "--num_steps", "2", "--folder"]
+    assert generate.main([*other, str(FOLDER / "before")]) == 0
+    assert sdbench(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: pictures before: the folder has pictures of another job")
+    assert len(started) == 1
+    for path in (FOLDER / "before" / "pictures").iterdir():
+        path.unlink()
+    assert sdbench(command) == 0
+    assert "class" not in "".join(started) and not (FOLDER / "class").exists()
+    before = (FOLDER / "before" / "prompts.csv").read_text()
+    for text in (PROMPT, "on the moon", "at the beach", "in a bucket"):
+        assert f"{PROMPT} {text}".removesuffix(f" {PROMPT}") in before
+    # What somebody has put in the place of the model stays.
+    (FOLDER / "exported.json").unlink()
+    assert sdbench(command) == 2
+    assert (FOLDER / "model" / "model_index.json").is_file()
+
+
+def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
+    command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
+    # The pictures before are drawn already; the rest is done by processes of their own.
+    assert sdbench(["dreambooth", *command, "--dry_run", "--", "--max_duration", "9ba"]) == 0
+    assert started == [] and not FOLDER.exists()
+    endless = ["--", "--max_duration", "1000000ba", "--save_every_batches", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = ["-m", "sdbench", "dreambooth", *command, *endless]
+    process = subprocess.Popen([sys.executable, *arguments], env=environment)
+    try:
+        deadline_s = time.monotonic() + 120
+        while not list(FOLDER.glob("train/checkpoints/step_*2")):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    with (FOLDER / LOCK_NAME).open("a") as lock:  # all that was started has ended
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert load_record(FOLDER / "train")["status"] == "interrupted"
+    last = max(int(path.name[5:]) for path in FOLDER.glob("train/checkpoints/step_*"))
+    drawn = times("before/pictures/*.png")
+    assert sdbench(["dreambooth", *command, "--", "--max_duration", f"{last + 1}ba"]) == 0
+    assert load_record(FOLDER / "train")["summary"]["first_step"] == last
+    assert times("before/pictures/*.png") == drawn
+
+
+def planned(capsys, *argv: str) -> list[str]:
+    capsys.readouterr()
+    assert sdbench(["dreambooth", *COMMAND, "--dry_run", *argv]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_ranks_and_engines_get_their_launchers(capsys) -> None:
+    lines = planned(capsys, "--num_ranks", "2", "--image_size", "128")
+    launchers = [line.split(" ", 4)[:4] for line in lines]
+    of_ranks = ["torchrun", "--standalone", "--nproc_per_node", "2"]
+    alone = [line.split()[:4] for line in lines if line.startswith("python")]
+    assert [launcher == of_ranks for launcher in launchers] == [True] * 3 + [False, True, False]
+    assert alone == [["python", "-m", "sdbench", one] for one in ("export", "before-after")]
+    assert sum("--image_size 128" in line for line in lines) == 4
+    lines = planned(capsys, "--num_ranks", "2", "--engine", "ray", "--", "--max_failures", "1")
+    (training,) = (line for line in lines if " train.py " in line)
+    assert training.startswith("python train.py ") and training.endswith("--max_failures 1")
+    assert "--engine ray" in training and "--num_ray_workers 2" in training
+
+
+def test_what_is_drawn_to_judge_has_no_seed_of_a_class_picture(capsys) -> None:
+    lines = planned(capsys, "--num_class_images", "1000")
+    (seed,) = {found[1] for line in lines if (found := re.search(r"--seed (\d+)", line))}
+    assert int(seed) >= 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        (("--model", "stabilityai/stable-diffusion-2-base"), "--model"),
+        (("--model", "my-dog"), "--model"),
+        (("--prompt", "Photo of a dog"), "--prompt"),
+        (("--prompt", "a unqtkn | dog"), "--prompt"),
+        (("--class_prompt", "a | dog"), "--class_prompt"),
+        (("--no_prior",), "--num_class_images or --no_prior"),
+        (("--image_size", "100"), "--image_size"),
+        (("--clip_network", "my-dog"), "--clip_network"),
+        (("--dino_network", "none"), "--dino_network"),
+        (("--num_rank", "2"), "--num_ranks"),
+        (("--", "--max_durations", "2ba"), "--max_duration"),
+        (("--", "--lr", "much"), "--lr"),
+        (("--", "--run_name", "other"), "what stands behind --"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_found_before_anything_is_started(started, change, flag) -> None:
+    error = refusal_of("dreambooth", *COMMAND, *change)
+    assert error.flag == flag
+    assert started == [] and not FOLDER.exists()
+
+
+def test_a_subject_without_pictures_and_a_class_without_a_name_are_refused(tmp_path) -> None:
+    assert refusal_of("dreambooth", *SUBJECT, *SMALL).flag == "--class_prompt or --no_prior"
+    Path("empty").mkdir()
+    assert refusal_of("dreambooth", "empty", *COMMAND[1:]).flag == "SUBJECT"
+    assert refusal_of("dreambooth", "none", *COMMAND[1:]).flag == "SUBJECT"
+    network = Path("network")
+    network.mkdir()
+    (network / NETWORK_FILES[0]).touch()
+    error = refusal_of("dreambooth", *COMMAND, "--dino_network", "network")
+    assert (error.flag, error.what) == (
+        "--dino_network",
+        f"the network has no {NETWORK_FILES[1]} and no {NETWORK_FILES[2]}",
+    )
+    Path("train.py").unlink()
+    error = refusal_of("dreambooth", *COMMAND)
+    assert (error.flag, error.value) == ("cd", str(tmp_path))
