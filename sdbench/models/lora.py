@@ -1,9 +1,10 @@
-"""`add_lora`: LoRA (arXiv 2106.09685), small trained matrices beside frozen linear layers, by peft."""
+"""`add_lora`: LoRA (arXiv 2106.09685), trained matrices beside frozen linear layers, by peft."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,61 @@ from sdbench.models.weights import Weights, drawing_by
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-LAYERS_FLAG = "--lora_layers"
+# Sub-models that may have LoRA, each with what its layers are given by.
+LAYERS_FLAGS = {"unet": "--lora_layers", "text_encoder": "--lora_text_encoder_layers"}
+# Added to the seed of a model; those of U-Net, VAE and text encoder are the seed itself, 1 and 2.
+SEED_OFFSETS = {"unet": 3, "text_encoder": 4}
 # Of the only adapter; peft has it in the names of its weights.
 ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA of a model.
+
+    Attributes:
+        rank: Of its matrices.
+        alpha: It is multiplied by alpha / rank.
+        layers: Sub-model and layers, as `add_lora` takes them.
+    """
+
+    rank: int
+    alpha: float
+    layers: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @staticmethod
+    def of(config: Any) -> Lora | None:
+        """What the config of a training run asks for; None: all weights are trained."""
+        if config.lora_rank is None:
+            return None
+        layers = {"unet": config.lora_layers}
+        if "text_encoder" in config.trained_parts:
+            layers["text_encoder"] = config.lora_text_encoder_layers
+        return Lora(
+            rank=config.lora_rank,
+            alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
+            layers=tuple((part, tuple(names.split(","))) for part, names in layers.items()),
+        )
+
+    def add_to(self, parts: Mapping[str, nn.Module], *, seed: int | None) -> None:
+        """Add LoRA to sub-models in place, as `add_lora`.
+
+        Args:
+            parts: Among them those of `layers`.
+            seed: Of the model.
+
+        Raises:
+            ConfigError: As `check_layers`.
+        """
+        for part, layers in self.layers:
+            add_lora(
+                parts[part],
+                rank=self.rank,
+                alpha=self.alpha,
+                layers=layers,
+                seed=None if seed is None else seed + SEED_OFFSETS[part],
+                flag=LAYERS_FLAGS[part],
+            )
 
 
 class _LinearInTypeOfInput(nn.Linear):
@@ -40,7 +93,7 @@ def add_lora(
     alpha: float,
     layers: Sequence[str],
     seed: int | None,
-    flag: str = LAYERS_FLAG,
+    flag: str = LAYERS_FLAGS["unet"],
 ) -> None:
     """Add LoRA to a U-Net or text encoder in place, and freeze all its other weights.
 
@@ -63,8 +116,10 @@ def add_lora(
 
     check_layers(module, layers, flag=flag)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers))
-    # On the meta device: nothing is drawn, and nothing gets the type of the frozen weights.
-    inject_adapter_in_model(config, module, ADAPTER, low_cpu_mem_usage=True)
+    # On the meta device: nothing is drawn, and nothing gets the type of the frozen weights. peft's
+    # own way to it, low_cpu_mem_usage, fails for fake tensors.
+    with torch.device("meta"):
+        inject_adapter_in_model(config, module, ADAPTER)
     module.requires_grad_(False)
     with drawing_by(seed, torch.device("cpu")):
         for layer in lora_layers(module).values():
@@ -84,7 +139,7 @@ def add_lora(
             layer.cast_input_dtype_enabled = False
 
 
-def check_layers(module: nn.Module, layers: Sequence[str], *, flag: str = LAYERS_FLAG) -> None:
+def check_layers(module: nn.Module, layers: Sequence[str], *, flag: str) -> None:
     """Check that each of some names is the name, or its end, of linear layers of a module.
 
     Args:

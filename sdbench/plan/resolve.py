@@ -30,6 +30,7 @@ from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.lora import check_lora_settings
 from sdbench.settings.online import check_online_settings
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
@@ -100,6 +101,7 @@ def resolve(
     """
     check_ray_settings(request)
     check_online_settings(request)
+    check_lora_settings(request)
     architecture, note = resolve_architecture(
         request.config.model_name,
         revision=request.config.model_revision,

@@ -27,6 +27,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
+from sdbench.settings.setting import NO_OLDER_RECORD
 
 SCHEMA_VERSION = 1
 # Kinds of records, named as their tasks. Benchmark records have no key "kind".
@@ -44,7 +45,9 @@ SCHEMA_FILES = {
 }
 # Settings that were added after some records were written, with the behaviour before.
 CAME_LATER = {
-    name: declared.before for name, declared in SETTINGS.items() if declared.before is not None
+    name: declared.before
+    for name, declared in SETTINGS.items()
+    if declared.before is not NO_OLDER_RECORD
 }
 
 OK = "ok"

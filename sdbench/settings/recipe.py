@@ -22,6 +22,7 @@ from sdbench.settings.kinds import (
     one_of,
     whole_number,
 )
+from sdbench.settings.lora import NAMES, LoraSettings
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
@@ -115,6 +116,14 @@ class PartSettings:
         1.0,
         "learning rate of the text encoder, as a multiple of --lr",
         acts_beside=("train_text_encoder",),
+    )
+    # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
+    lora_text_encoder_layers: str = setting(
+        NAMES,
+        "q_proj,k_proj,v_proj,out_proj",
+        "the same of the text encoder",
+        acts_beside=("train_text_encoder",),
+        identifies=True,
     )
 
     @property
@@ -293,6 +302,7 @@ class TrainConfig(
     OnlineSettings,
     BatchSettings,
     PartSettings,
+    LoraSettings,
     ModelSettings,
     LengthSettings,
     RaySettings,

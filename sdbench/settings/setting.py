@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sdbench.settings.config import BenchmarkConfig
 
 REQUIRED = dataclasses.MISSING
+NO_OLDER_RECORD = object()
 SPEED = "speed-ups (each preset sets these; a flag overrides one of them)"
 
 MLPERF = "NVIDIA's submissions to MLPerf Training"
@@ -138,7 +139,7 @@ class Setting:
             effect; empty: there are none.
         only_measures: It decides how and how long to measure, or where to write, not what a step
             does.
-        before: Its value in records older than the setting; None: no record is older.
+        before: Its value in records older than the setting; `NO_OLDER_RECORD`: there are none.
         spelling: Its flag without the dashes, or its word in the usage, where that is not the name.
         is_positional: It is an argument without a flag.
         identifies: A run that is resumed must have the value that it began with.
@@ -156,7 +157,7 @@ class Setting:
     acts_with: str | None = None
     acts_beside: tuple[str, ...] = ()
     only_measures: bool = False
-    before: Any = None
+    before: Any = NO_OLDER_RECORD
     spelling: str | None = None
     is_positional: bool = False
     identifies: bool = False

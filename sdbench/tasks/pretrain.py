@@ -13,6 +13,7 @@ from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.flops import count_flops
+from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
@@ -49,6 +50,7 @@ def build(
     """
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
+    lora = Lora.of(config)
     model = build_stable_diffusion(
         plan.architecture,
         seed=weights_seed,
@@ -58,17 +60,18 @@ def build(
         attention=config.attention,
         encoders=config.step_has_encoders,
         trained=rate_factors,
+        lora=lora,
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
     )
     tune_model(model, config)
-    flops = count_flops(plan.architecture, image_size=config.image_size)
+    flops = count_flops(
+        plan.architecture, image_size=config.image_size, trained=tuple(rate_factors), lora=lora
+    )
     flops_per_image = flops.unet_forward_backward
     if config.step_has_encoders:
-        # A backward pass takes twice the operations of the forward pass.
-        num_passes = 3 if "text_encoder" in rate_factors else 1
-        flops_per_image += flops.vae_encode + num_passes * flops.text_encode
+        flops_per_image += flops.vae_encode + flops.text_encode
     return TrainJob(
         model=model,
         trained={
