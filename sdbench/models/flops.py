@@ -8,7 +8,7 @@ the backward pass, which is not work of the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.lora import Lora
 
 
 class FlopsPerImage(NamedTuple):
-    """Floating-point operations for one image; a multiply-add counts as two."""
+    """Floating-point operations for one image; a multiply-add counts as two.
+
+    Attributes:
+        unet_forward_backward: Of the U-Net.
+        vae_encode: Of the VAE's encoder.
+        text_encode: Of the text encoder, with its backward pass where it is trained.
+    """
 
     unet_forward_backward: int
     vae_encode: int
@@ -27,12 +34,20 @@ class FlopsPerImage(NamedTuple):
 
 
 @functools.cache  # counting takes about a second
-def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage:
+def count_flops(
+    architecture: Architecture,
+    *,
+    image_size: int,
+    trained: Sequence[str] = ("unet",),
+    lora: Lora | None = None,
+) -> FlopsPerImage:
     """Count matrix products and convolutions of one image, without computing them.
 
     Args:
         architecture: The model.
         image_size: Side of the square image in pixels.
+        trained: The U-Net, with or without the text encoder.
+        lora: Trained in place of their weights, whose gradients are not computed then.
 
     Returns:
         Operations per image of each part of a training step.
@@ -42,18 +57,25 @@ def count_flops(architecture: Architecture, *, image_size: int) -> FlopsPerImage
     width = architecture.unet["cross_attention_dim"]
     unet, vae = make_unet(architecture), make_vae(architecture)
     text_encoder = make_text_encoder(architecture)
+    if lora is not None:
+        lora.add_to({"unet": unet, "text_encoder": text_encoder}, seed=None)
+    trains_text = "text_encoder" in trained
     with torch.device("meta"):
         image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)
         ids = torch.empty(1, num_tokens, dtype=torch.int64)
         latent = torch.empty(1, architecture.unet["in_channels"], latent_size, latent_size)
-        text_states = torch.empty(1, num_tokens, width)
+        text_states = torch.empty(1, num_tokens, width, requires_grad=trains_text)
         timestep = torch.empty(1, dtype=torch.int64)
         flops = FlopsPerImage(
             unet_forward_backward=_count(
                 lambda: unet(latent, timestep, text_states).sample.sum().backward()
             ),
             vae_encode=_count(torch.no_grad()(lambda: vae.encode(image))),
-            text_encode=_count(torch.no_grad()(lambda: text_encoder(ids))),
+            text_encode=_count(
+                (lambda: text_encoder(ids)[0].sum().backward())
+                if trains_text
+                else torch.no_grad()(lambda: text_encoder(ids))
+            ),
         )
     return flops
 

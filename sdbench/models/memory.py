@@ -13,6 +13,7 @@ import torch
 
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.architecture import Architecture
+from sdbench.models.lora import Lora
 from sdbench.models.replay import profile_step
 
 # Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
@@ -31,7 +32,7 @@ class MemoryEstimate:
 
     Attributes:
         process: Libraries on a CPU; CUDA context and workspaces on a GPU.
-        trained_weights: Of the sub-models that are trained.
+        trained_weights: That get gradients.
         frozen_weights: Of the others in the step.
         optimizer_state: The two moments of Adam, and master weights.
         ema: Averaged copy of the trained weights.
@@ -84,6 +85,7 @@ def estimate_peak_memory(
     device_type: str,
     encoders: bool,
     trained: tuple[str, ...] = ("unet",),
+    lora: Lora | None = None,
     num_microbatches: int = 1,
     encoder_batch: int | None = None,
     activation_checkpointing: str = "none",
@@ -109,6 +111,7 @@ def estimate_peak_memory(
             encoder only where that is trained.
         trained: The sub-models that are trained: ``unet``, with or without ``text_encoder``; or
             ``vae`` alone, without the others.
+        lora: What is trained of them in place of their weights.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients
             outlive the backward pass.
         encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
@@ -126,6 +129,7 @@ def estimate_peak_memory(
     profile = profile_step(
         architecture,
         trained=trained,
+        lora=lora,
         image_size=image_size,
         precision=precision,
         encoder_dtype=encoder_dtype,
@@ -178,20 +182,26 @@ def estimate_peak_memory(
     is_fsdp = sharding not in ("none", "zero1")
     bucket_gradients = weights if num_ranks > 1 and not (gradient_as_bucket_view or is_fsdp) else 0
     held_weights, gradients = float(weights), peak.gradients + bucket_gradients
+    frozen_weights = float(profile.frozen_weights)
     if is_fsdp:
-        # grad_op gathers all weights for the whole step, the others a block at a time.
-        gathered = weights if sharding == "grad_op" else profile.gathered_weights
-        held_weights = weights / shared + gathered
+        # The frozen weights beside LoRA are shared out as well. grad_op gathers all weights for the
+        # whole step, the others a block at a time.
+        beside = profile.frozen_beside
+        gathers_all = sharding == "grad_op"
+        held_weights = weights / shared + (weights if gathers_all else profile.gathered_weights)
+        frozen_weights += beside / shared - beside
+        frozen_weights += beside if gathers_all else profile.gathered_beside
         # Over several micro-batches FSDP adds up unsharded gradients.
         if num_microbatches == 1:
             gradients = peak.gradients / shared + profile.gathered_weights
     # Adam's means of the gradient and of its square, and master weights.
     state = (2 + master_weights) * state_weights
-    ema_weights = weights * 2 if precision == "bf16" else weights
+    # The average is in fp32, as LoRA's weights are.
+    ema_weights = weights * 2 if precision == "bf16" and lora is None else weights
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if on_cuda else CPU_PROCESS_GIB,
         trained_weights=held_weights / BYTES_PER_GIB,
-        frozen_weights=profile.frozen_weights / BYTES_PER_GIB,
+        frozen_weights=frozen_weights / BYTES_PER_GIB,
         optimizer_state=state / shared / BYTES_PER_GIB,
         ema=use_ema * ema_weights / shared / BYTES_PER_GIB,
         gradients=gradients / BYTES_PER_GIB,

@@ -12,7 +12,8 @@ class NumberFormats:
     """Types of one precision.
 
     Attributes:
-        weights: Type of trained weights, their gradients and optimizer state.
+        weights: Type of trained weights, their gradients and optimizer state; with LoRA, which is
+            in fp32, of the frozen weights beside it.
         autocast: Type that autocast computes in; None: no autocast.
     """
 

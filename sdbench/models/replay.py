@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import peft
 import torch
 import transformers
 from torch._subclasses import FakeTensorMode
@@ -32,6 +33,7 @@ from sdbench.base.files import new_file
 from sdbench.models.architecture import Architecture
 from sdbench.models.autoencoder import Autoencoder, build_autoencoder
 from sdbench.models.blocks import SHARDED_BLOCKS, checkpoint_activations
+from sdbench.models.lora import Lora
 from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
 
 # In the user's cache folder.
@@ -66,15 +68,19 @@ class StepProfile:
         trained_start: Index of the first operation of a sub-model that is trained.
         trained_weights: Bytes of the trained weights, and so of all their gradients.
         frozen_weights: Bytes of the others.
+        frozen_beside: Bytes of frozen weights in sub-models with LoRA, which are among the others.
         gathered_weights: Bytes of the trained weights that FSDP gathers at the same time: those
             outside of blocks, and two blocks, one of which is gathered ahead.
+        gathered_beside: The same of the frozen weights beside them.
     """
 
     timeline: list[tuple[int, int, int]]
     trained_start: int
     trained_weights: int
     frozen_weights: int
+    frozen_beside: int
     gathered_weights: int
+    gathered_beside: int
 
 
 class _AllocationLog(TorchDispatchMode):
@@ -136,7 +142,7 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
 
     Args:
         architecture: The model.
-        **options: As of `estimate_peak_memory`: `trained`, `image_size`, `precision`,
+        **options: As of `estimate_peak_memory`: `trained`, `lora`, `image_size`, `precision`,
             `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`, whether to
             allocate as on CUDA; `online`, whether images are encoded in the step.
     """
@@ -157,7 +163,7 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
 def _fingerprint(architecture: Architecture, options: dict[str, Any]) -> str:
     """Hash of what a replay depends on: the step, this code, and the libraries."""
     parts = (architecture.unet, architecture.vae, architecture.text_encoder, architecture.scheduler)
-    modules = (torch, diffusers, transformers)
+    modules = (torch, diffusers, transformers, peft)
     versions = [sys.version, *(module.__version__ for module in modules)]
     digest = hashlib.sha256(repr((parts, architecture.tokenizer, options, versions)).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -169,6 +175,7 @@ def _replay_step(
     architecture: Architecture,
     *,
     trained: Sequence[str],
+    lora: Lora | None,
     image_size: int,
     precision: str,
     encoder_dtype: str,
@@ -195,6 +202,7 @@ def _replay_step(
                 encoder_dtype=encoder_dtype,
                 encoders=online or trains_text,
                 trained=trained,
+                lora=lora,
                 **alike,
             )
             if not online:
@@ -217,16 +225,15 @@ def _replay_step(
         timeline, trained_start = _replay(
             model, modules, make_batch, num_images=num_images, on_cuda=on_cuda
         )
-        trained_weights = sum(map(_num_bytes, modules))
-        frozen_weights = _num_bytes(model) - trained_weights
-        gathered_weights = sum(map(_num_gathered_bytes, modules))
-    return StepProfile(
-        timeline=timeline,
-        trained_start=trained_start,
-        trained_weights=trained_weights,
-        frozen_weights=frozen_weights,
-        gathered_weights=gathered_weights,
-    )
+        return StepProfile(
+            timeline=timeline,
+            trained_start=trained_start,
+            trained_weights=_num_bytes(model, trained=True),
+            frozen_weights=_num_bytes(model, trained=False),
+            frozen_beside=sum(_num_bytes(module, trained=False) for module in modules),
+            gathered_weights=sum(_num_gathered_bytes(module, trained=True) for module in modules),
+            gathered_beside=sum(_num_gathered_bytes(module, trained=False) for module in modules),
+        )
 
 
 def _choose_num_images(model: torch.nn.Module) -> int:
@@ -255,6 +262,7 @@ def _replay(
         handles += [
             parameter.register_post_accumulate_grad_hook(log.gradient_ready)
             for parameter in module.parameters()
+            if parameter.requires_grad
         ]
         handles.append(
             module.register_forward_pre_hook(lambda *_: starts.append(len(log.timeline)))
@@ -295,11 +303,14 @@ def _make_batch(
     return pictures | {"text_embedding": torch.empty(num_images, num_tokens, width)}
 
 
-def _num_gathered_bytes(model: torch.nn.Module) -> int:
+def _num_gathered_bytes(model: torch.nn.Module, *, trained: bool) -> int:
     blocks = [module for module in model.modules() if isinstance(module, SHARDED_BLOCKS)]
-    sizes = [_num_bytes(block) for block in blocks]
-    return _num_bytes(model) - sum(sizes) + 2 * max(sizes, default=0)
+    sizes = [_num_bytes(block, trained=trained) for block in blocks]
+    return _num_bytes(model, trained=trained) - sum(sizes) + 2 * max(sizes, default=0)
 
 
-def _num_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+def _num_bytes(module: torch.nn.Module, *, trained: bool) -> int:
+    """Bytes of the weights of a module that are trained, or of those that are not."""
+    return sum(
+        parameter.nbytes for parameter in module.parameters() if parameter.requires_grad == trained
+    )

@@ -17,6 +17,7 @@ from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
 from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
 from sdbench.models.weights import Weights
@@ -331,6 +332,7 @@ def build_stable_diffusion(
     attention: str,
     encoders: bool = True,
     trained: Collection[str] = ("unet",),
+    lora: Lora | None = None,
     device: str | torch.device = "cpu",
     objective: Objective = PLAIN,
     phase: PhaseObserver = _unobserved,
@@ -338,7 +340,7 @@ def build_stable_diffusion(
     """Build a model that is ready to train.
 
     Random weights of the U-Net are drawn on `device`, which is fast, and those of the encoders as
-    `build_encoders` says.
+    `build_encoders` says; with LoRA those of the U-Net, too.
 
     Args:
         architecture: What to build; with a weights folder its weights are loaded, else drawn.
@@ -350,16 +352,26 @@ def build_stable_diffusion(
         attention: One of `components.ATTENTION`.
         encoders: Whether to build VAE and text encoder; precomputed latents need none.
         trained: Names of the sub-models to train; the others are frozen.
+        lora: Trained in their place, beside their frozen weights; None: the weights are trained.
         device: Device of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
 
     Returns:
         The model in training mode.
+
+    Raises:
+        ConfigError: As `lora.check_layers`.
     """
     numbers = PRECISIONS[precision]
     layout = MEMORY_FORMATS[memory_format]
-    weights = Weights(seed=seed, device=device, dtype=numbers.weights, memory_format=layout)
+    weights = Weights(
+        seed=seed,
+        device=device,
+        dtype=numbers.weights,
+        memory_format=layout,
+        drawn_on=None if lora is None else "cpu",
+    )
     unet = make_unet(architecture, attention=attention, weights=weights)
     vae = text_encoder = None
     if encoders:
@@ -385,6 +397,8 @@ def build_stable_diffusion(
     )
     for name, module in model.named_children():
         module.requires_grad_(name in trained)
+    if lora is not None:
+        lora.add_to(dict(model.named_children()), seed=seed)
     model.train()
     # The sub-models are on the device already.
     for name, buffer in model.named_buffers(recurse=False):

@@ -74,7 +74,7 @@ def draw_weights(
     outside = [name for name, tensor in _tensors(model) if id(tensor) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
     device = torch.device(weights.drawn_on or weights.device)
-    with _drawing_by(weights.seed, device), torch.no_grad():
+    with drawing_by(weights.seed, device), torch.no_grad():
         for part in parts:
             if weights.seed is None:
                 weights.hold_places(part)
@@ -111,7 +111,7 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
+def drawing_by(seed: int | None, device: torch.device) -> Iterator[None]:
     """Seed the device's random generator, and restore its state after the block."""
     if seed is None:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, MemoryEstimateError
+from sdbench.models.lora import Lora
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER
 from sdbench.plan.draft import Draft
@@ -39,6 +40,8 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         device_type=draft.machine.device_type,
         encoders=encodes_images,
         trained=config.trained_parts,
+        # A mistake in its layers is found here, before any weights are built.
+        lora=Lora.of(config),
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
         activation_checkpointing=config.activation_checkpointing,

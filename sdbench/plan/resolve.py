@@ -31,6 +31,7 @@ from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.lora import check_lora_settings
 from sdbench.settings.online import check_online_settings
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
@@ -107,6 +108,7 @@ def resolve(
     check_ray_settings(request)
     check_online_settings(request)
     check_subject_settings(request)
+    check_lora_settings(request)
     _check_text_encoder(request.config)
     architecture, note = resolve_architecture(
         request.config.model_name,

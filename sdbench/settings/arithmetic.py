@@ -48,7 +48,8 @@ class ArithmeticSpeedups:
     precision: str | None = setting(
         one_of("fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"),
         None,
-        "number format of the training step; bf16 also keeps weights and gradients in bf16",
+        "number format of the training step; bf16 also keeps weights and gradients in bf16, with "
+        "--lora_rank the frozen weights alone",
         seed=PerDevice(gpu="amp_fp16", cpu="fp32"),
         fast="amp_bf16",
         rules=(
@@ -98,6 +99,12 @@ class ArithmeticSpeedups:
                 lambda s: s.config.precision == "bf16",
                 "only bf16 weights need a copy in fp32, and the precision is another",
                 "none, or fp32 with --precision bf16",
+            ),
+            Rule(
+                ("fp32",),
+                lambda s: s.config.lora_rank is None,
+                "LoRA's weights are in fp32 themselves",
+                "none, or no --lora_rank",
             ),
         ),
     )

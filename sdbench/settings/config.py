@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, MeasuringSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.parallel import RankSpeedups
@@ -30,6 +31,7 @@ class BenchmarkConfig(
     UpdateSettings,
     OnlineSettings,
     BatchSettings,
+    LoraSettings,
     ModelSettings,
     SubjectSettings,
     MeasuringSettings,

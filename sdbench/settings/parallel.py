@@ -68,6 +68,12 @@ class RankSpeedups:
                 "none | zero1, or another --precision",
             ),
             Rule(
+                FSDP,
+                lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
+                "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
+                "none | zero1, or another --precision",
+            ),
+            Rule(
                 SHARED,
                 lambda s: s.config.optimizer_params == "trainable",
                 "an optimizer that is shared out takes trained parameters only",

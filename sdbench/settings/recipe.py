@@ -22,6 +22,7 @@ from sdbench.settings.kinds import (
     one_of,
     whole_number,
 )
+from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
@@ -291,6 +292,7 @@ class TrainConfig(
     OnlineSettings,
     BatchSettings,
     PartSettings,
+    LoraSettings,
     ModelSettings,
     SubjectSettings,
     LengthSettings,

@@ -14,6 +14,7 @@ from sdbench.engines.job import EmaSpec, TrainedModule, TrainJob
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.models.blocks import SHARDED_BLOCKS
 from sdbench.models.flops import count_flops
+from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
@@ -47,6 +48,7 @@ def build(
     """
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
+    lora = Lora.of(config)
     model = build_stable_diffusion(
         plan.architecture,
         seed=weights_seed,
@@ -56,19 +58,20 @@ def build(
         attention=config.attention,
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
+        lora=lora,
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
     )
     tune_model(model, config)
-    flops = count_flops(plan.architecture, image_size=config.image_size)
+    flops = count_flops(
+        plan.architecture, image_size=config.image_size, trained=config.trained_parts, lora=lora
+    )
     flops_per_image = flops.unet_forward_backward
     if config.step_has_encoders and not config.has_subject:
-        flops_per_image += flops.vae_encode + flops.text_encode
-    if config.train_text_encoder:
-        # A backward pass takes twice the operations of the forward pass, which a subject's step has
-        # for this alone.
-        flops_per_image += (3 if config.has_subject else 2) * flops.text_encode
+        flops_per_image += flops.vae_encode
+    if config.train_text_encoder or (config.step_has_encoders and not config.has_subject):
+        flops_per_image += flops.text_encode
     rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
         model=model,

@@ -21,6 +21,7 @@ from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.measure.phases import PHASES
 from sdbench.measure.watch import make_watch
 from sdbench.record.store import load_record
+from sdbench.settings.setting import SAME_FP32
 from tests.engines.linear import (
     BATCH_SIZE,
     LEARNING_RATE,
@@ -404,17 +405,21 @@ def slow_items(getitem, sleep):
     return slowed
 
 
-def test_both_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path):
+@pytest.mark.parametrize("work", [(), ("--task", "dreambooth", "--train_text_encoder")])
+def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, launched, work):
     argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
     argv += ["--batch_size", "4", "--device_train_microbatch_size", "2", "--no_measure_peak"]
     argv += ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
     losses = {}
     for engine in ENGINES:
         folder = tmp_path / engine
-        assert benchmark.main([*argv, "--engine", engine, "--results_dir", str(folder)]) == 0
+        assert benchmark.main([*argv, *work, "--engine", engine, "--results_dir", str(folder)]) == 0
         (path,) = folder.glob("*/record.json")
         assert load_record(path)["config"]["engine"] == engine
         rows = path.with_name("steps.csv").read_text().splitlines()
         losses[engine] = [row.split(",")[rows[0].split(",").index("loss")] for row in rows[1:]]
     assert len(losses["torch"]) == 5
     assert losses["torch"] == losses["composer"]  # to the last digit
+    assert list(map(float, losses["ray"])) == pytest.approx(
+        list(map(float, losses["torch"])), rel=SAME_FP32
+    )

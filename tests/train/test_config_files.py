@@ -365,6 +365,8 @@ TINY = {
     "init_from": "null",
     "class_prompts": "classes.json",
     "sample_prompts": "prompts.txt",
+    "instance_prompt": "a photo of unqtkn dog",
+    "class_prompt": "a photo of a dog",
     "filters": "{original_width: '>=100'}",
 }
 
@@ -378,7 +380,7 @@ def test_a_recipe_is_a_plan(recipe, tmp_path, capsys):
         changes |= {"data_format": "synthetic", "remote": "null"}
     else:
         write = write_tars if content.get("data_format") == "webdataset" else write_folder
-        for name in {"remote", "validation_remote"} & content.keys():
+        for name in {"remote", "validation_remote", "class_remote"} & content.keys():
             write(tmp_path / name)
             changes[name] = name
     (tmp_path / "classes.json").write_text('{"0": "a tench"}')

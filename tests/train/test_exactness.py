@@ -59,21 +59,31 @@ FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
 # The others are marked slow: all engines read data in the same way.
 QUICK = {("torch", 0, "synthetic"), ("torch", 0, "parquet"), ("torch", 0, "folder")}
 QUICK |= {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 2, "mds")}
-QUICK |= {("ray", 2, "parquet")}
+QUICK |= {("ray", 2, "parquet"), ("torch", 0, "subject")}
 
 
-@pytest.fixture(autouse=True)
-def launched(monkeypatch):
-    """A launcher's place for the single rank, or --engine ray would start a Ray cluster."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-        monkeypatch.setenv(name, str(value))
+pytestmark = pytest.mark.usefixtures("launched")
 
 
 def combinations():
     """Engine, workers and format of a run."""
     rays = (("ray", 0, "synthetic"), ("ray", 2, "parquet"))
-    for each in (*itertools.product(("torch", "composer"), (0, 2), FORMATS), *rays):
+    subjects = tuple((engine, 0, "subject") for engine in ENGINES)
+    for each in (*itertools.product(("torch", "composer"), (0, 2), FORMATS), *rays, *subjects):
         yield pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+
+
+def write_subject(folder: Path) -> list[str]:
+    """Pictures of a subject and of its class; an epoch is three batches of eight pairs."""
+    for name, count in (("subject", 3), ("class", 24)):
+        (folder / name).mkdir()
+        for number in range(count):
+            (folder / name / f"{number}.png").write_bytes(datasets.make_ramp_png(number))
+    return [
+        *("--task", "dreambooth", "--train_text_encoder"),
+        *("--remote", str(folder / "subject"), "--instance_prompt", "a photo of unqtkn dog"),
+        *("--class_remote", str(folder / "class"), "--class_prompt", "a photo of a dog"),
+    ]
 
 
 @pytest.mark.parametrize(("engine", "num_workers", "data_format"), combinations())
@@ -83,6 +93,8 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
     argv = ["--engine", engine, "--num_workers", str(num_workers)]
     if data_format == "synthetic":
         argv += ["--use_synth_data"]
+    elif data_format == "subject":
+        argv += write_subject(tmp_path)
     else:
         place = tmp_path / "data"
         datasets.WRITERS[data_format](place)

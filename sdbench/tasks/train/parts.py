@@ -16,6 +16,7 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "latents": (ONLINE,),
     "online_preprocessing": (False,),
     "train_text_encoder": (False,),
+    "lora_rank": (None,),
     "sample_every_batches": (None,),
     "score_every_batches": (None,),
     "prediction_type": (None,),

@@ -1,0 +1,77 @@
+"""`LoraSettings`: training small matrices beside frozen weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind
+from sdbench.settings.ray import refuse_without_effect
+from sdbench.settings.request import Request
+from sdbench.settings.setting import declarations, setting
+from sdbench.settings.training import ModelSettings
+
+
+def _parse_names(value: Any) -> str:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(
+        isinstance(name, str) and name.strip() for name in names
+    ):
+        raise ValueError
+    return ",".join(name.strip() for name in names)
+
+
+NAMES = Kind("names with commas between them", _parse_names, "NAME,...")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """LoRA in place of training all weights."""
+
+    GROUP = ModelSettings.GROUP
+
+    lora_rank: int | None = setting(
+        POSITIVE,
+        None,
+        "train LoRA of this rank in fp32 beside the weights, which stay as they are (default: "
+        "train the weights)",
+        before=None,
+        identifies=True,
+    )
+    lora_alpha: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "LoRA is multiplied by alpha / rank (default: the rank, a factor of 1)",
+        before=None,
+        identifies=True,
+    )
+    # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
+    lora_layers: str = setting(
+        NAMES,
+        "to_q,to_k,to_v,to_out.0",
+        "linear layers of the U-Net that get LoRA: their names, or the ends of them behind a dot",
+        before="to_q,to_k,to_v,to_out.0",
+        identifies=True,
+    )
+    lora_text_encoder_layers: str = setting(
+        NAMES,
+        "q_proj,k_proj,v_proj,out_proj",
+        "the same of the text encoder (--train_text_encoder)",
+        before="q_proj,k_proj,v_proj,out_proj",
+        identifies=True,
+    )
+
+
+def check_lora_settings(request: Request) -> None:
+    """Refuse settings of LoRA where there is none.
+
+    Raises:
+        ConfigError: One of them has no effect.
+    """
+    if request.config.lora_rank is None:
+        names = [name for name in declarations(type(request.config)) if name.startswith("lora_")]
+        refuse_without_effect(request, names, needed="--lora_rank")
+    elif not request.config.train_text_encoder:
+        names = ["lora_text_encoder_layers"]
+        refuse_without_effect(request, names, needed="--train_text_encoder")
