@@ -298,7 +298,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     results.mkdir()
     markers = [
         f"<!-- {edge} generated: {table} -->"
-        for table in ("throughput", "data")
+        for table in ("throughput", "data", "training-times")
         for edge in ("begin", "end")
     ]
     (results / "README.md").write_text("\n".join(["# Results", *markers, "end\n"]))

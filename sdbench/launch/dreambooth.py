@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags = request.config
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
-    _check(request)
+    flags = dataclasses.replace(flags, image_size=_check(request))
     steps = plan_steps(flags, request.rest, folder=folder)
     if flags.dry_run:
         print("\n".join(shlex.join(step.command) for step in steps))
@@ -162,7 +162,7 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
     """The steps in their order.
 
     Args:
-        flags: Of the command, checked.
+        flags: Of the command, checked, with the size of the pictures.
         rest: Flags for train.py.
         folder: For all that is made.
 
@@ -220,9 +220,8 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
 
 def _draw(arguments: Sequence[str], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
     """The command that draws pictures into a folder."""
-    command = [*_launcher(flags.num_ranks), "generate.py", *arguments, "--folder", str(folder)]
-    if flags.image_size is not None:
-        command += ["--image_size", str(flags.image_size)]
+    command = [*_launcher(flags.num_ranks), "generate.py", *arguments]
+    command += ["--image_size", str(flags.image_size), "--folder", str(folder)]
     return (*command, *shlex.split(flags.generate_flags or ""))
 
 
@@ -240,22 +239,23 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         "run_name": RUN,
         "resume": "auto",
         "engine": flags.engine,
+        "image_size": flags.image_size,
     }
+    unsaid = ["class_remote=null", "class_prompt=null"]
     if flags.prior:
+        unsaid = []
         own |= {
             "class_remote": str(folder / CLASS / PICTURES_NAME),
             "class_prompt": flags.class_prompt,
         }
     if flags.lora_rank is not None:
         own["lora_rank"] = flags.lora_rank
-    if flags.image_size is not None:
-        own["image_size"] = flags.image_size
     if flags.engine == RAY:
         own["num_ray_workers"] = flags.num_ranks
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
     arguments = ["--config", config]
     arguments += [word for name, value in own.items() for word in (f"--{name}", str(value))]
-    arguments += rest
+    arguments += [*unsaid, *rest]
     trained = parse_request(arguments, description="", epilog="").config
     for name, value in own.items():
         if getattr(trained, name) != value:
@@ -268,8 +268,8 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     return (*_launcher(1 if flags.engine == RAY else flags.num_ranks), "train.py", *arguments)
 
 
-def _check(request: Request[DreamboothFlags]) -> None:
-    """Find mistakes before anything is started.
+def _check(request: Request[DreamboothFlags]) -> int:
+    """Find mistakes before anything is started; returns the side of all pictures in pixels.
 
     Raises:
         ConfigError: There is one.
@@ -303,8 +303,8 @@ def _check(request: Request[DreamboothFlags]) -> None:
         raise ConfigError(
             error.what, value=error.value, allowed=error.allowed, flag="--model"
         ) from None
-    if flags.image_size is not None:
-        architecture.check_image_size(flags.image_size)
+    image_size = flags.image_size or architecture.default_image_size
+    architecture.check_image_size(image_size)
     for name in ("clip_network", "dino_network"):
         place = getattr(flags, name)
         absent = [file for file in NETWORK_FILES if place and not Path(place, file).is_file()]
@@ -315,6 +315,7 @@ def _check(request: Request[DreamboothFlags]) -> None:
                 allowed=f"a folder of transformers with {', '.join(NETWORK_FILES)}",
                 flag=f"--{name}",
             )
+    return image_size
 
 
 def _check_prompts(request: Request[DreamboothFlags]) -> None:

@@ -86,7 +86,7 @@ def workplace(tmp_path, picture_folder) -> Path:
     """A folder that looks like the checkout, with a few images of a user's in it."""
     scripts = ("benchmark.py", "data.py", "calculate_number_of_parameters.py")
     scripts += ("train.py", "generate.py")
-    for name in (*scripts, "sdbench", "results", "sweeps"):
+    for name in (*scripts, "sdbench", "results", "sweeps", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
@@ -96,9 +96,15 @@ def is_tool(command: str) -> bool:
     return any(f"-m sdbench {name} " in command for name in DATA_TOOLS)
 
 
+def is_of_subject(command: str) -> bool:
+    """Whether it teaches a model a subject, or draws what it has learned."""
+    return "unqtkn" in command
+
+
 def is_of_training(command: str) -> bool:
     """Whether it is a step from pictures to a picture drawn; each needs the one before."""
-    return any(name in command for name in ("train.py", "generate.py", "-m sdbench export"))
+    names = ("train.py", "generate.py", "-m sdbench export")
+    return any(name in command for name in names) and not is_of_subject(command)
 
 
 def is_quick(command: str) -> bool:
@@ -133,7 +139,8 @@ def test_the_readme_has_its_commands():
     [
         command
         for command in launched()
-        if is_quick(command) and not is_tool(command) and not is_of_training(command)
+        if is_quick(command)
+        and not (is_tool(command) or is_of_training(command) or is_of_subject(command))
     ],
 )
 def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypatch):
@@ -154,6 +161,41 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
         assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
     drawn = list((workplace / "circle" / "pictures").iterdir())
     assert [path.name for path in drawn] == ["00000.png"]
+
+
+def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch):
+    """With a tiny model in the place of the real one, and little of everything."""
+    import generate
+    from sdbench.cli import main as sdbench
+    from sdbench.models.architecture import resolve_architecture
+    from sdbench.models.export import export
+    from sdbench.models.stable_diffusion import build_stable_diffusion
+    from sdbench.tasks.prompts import make_tokenizer
+    from tests.launch.steps_here import run_steps_here
+
+    monkeypatch.chdir(workplace)
+    run_steps_here(monkeypatch)
+    Path("my-images").rename("my-dog")
+    for caption in Path("my-dog").glob("*.txt"):
+        caption.unlink()
+    architecture, _ = resolve_architecture("tiny")
+    how = dict(precision="fp32", encoder_dtype="fp32", memory_format="contiguous")
+    model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
+    tokenizer = make_tokenizer(architecture).for_diffusers()
+    export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
+    few = "--num_class_images 2 --num_samples 1 --sample_prompts unqtkn --engine torch"
+    few += " --generate_flags '--num_steps 2' -- --max_duration 1ba --batch_size 2"
+    of_subject = [command for command in launched() if is_of_subject(command)]
+    assert len(of_subject) == 4
+    for command in of_subject:
+        if command.startswith("python generate.py "):
+            code = generate.main([*shlex.split(command)[2:], "--num_steps", "2"])
+        else:
+            code = sdbench(shlex.split(f"{command} {few}")[3:])
+        assert code == 0, capsys.readouterr()
+    for folder in ("asleep", "asleep-lora"):
+        assert [path.name for path in Path(folder, "pictures").iterdir()] == ["00000.png"]
+    assert len(list(Path("runs").glob("my-dog*/before_after.png"))) == 2
 
 
 @pytest.mark.ray
@@ -245,7 +287,7 @@ def wait_for(port: int) -> None:
 def test_commands_in_order_do_not_draw_into_one_folder():
     text = (ROOT / "README.md").read_text()
     folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
-    assert len(folders) == len(set(folders)) == 2
+    assert len(folders) == len(set(folders)) == 4
 
 
 def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(

@@ -1,0 +1,39 @@
+"""The steps of `sdbench dreambooth` in this process: others would only import once more."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import generate
+import train
+from sdbench.base.cause import VARIABLE
+from sdbench.cli import main as sdbench
+from sdbench.launch import dreambooth
+from sdbench.launch.child import End
+
+PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train.py": train.main,
+    "generate.py": generate.main,
+}
+
+
+def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on steps are calls; the list gets what they were called with."""
+    commands: list[str] = []
+
+    def run(command: Sequence[str], *, cause_file: Path, **others: object) -> End:
+        python, program, *arguments = command
+        assert python == sys.executable
+        commands.append(shlex.join([program, *arguments]))
+        monkeypatch.setenv(VARIABLE, str(cause_file))
+        if program == "-m":
+            assert arguments.pop(0) == "sdbench"
+        return End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
+
+    monkeypatch.setattr(dreambooth, "run_guarded", run)
+    return commands
