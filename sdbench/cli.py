@@ -103,6 +103,7 @@ examples:
   python -m sdbench verify-data my-mds/ --deep
   torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
   srun python -m sdbench doctor
+  python -m sdbench dreambooth --help
   python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench render eks --help

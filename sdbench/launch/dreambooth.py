@@ -51,6 +51,8 @@ EXPORTED_NAME = "exported.json"
 SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.
 SAMPLE_SEED = 1_000_000
+# Of generate.py: other pictures than the steps behind them look for.
+UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s.
 SAVING_GRACE_S = 120.0
 EPILOG = """\
@@ -219,10 +221,30 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
 
 
 def _draw(arguments: Sequence[str], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
-    """The command that draws pictures into a folder."""
-    command = [*_launcher(flags.num_ranks), "generate.py", *arguments]
-    command += ["--image_size", str(flags.image_size), "--folder", str(folder)]
-    return (*command, *shlex.split(flags.generate_flags or ""))
+    """The command that draws pictures into a folder.
+
+    Raises:
+        ConfigError: A flag of the user's is the command's own.
+    """
+    own = [*arguments, "--image_size", str(flags.image_size), "--folder", str(folder)]
+    try:
+        users = shlex.split(flags.generate_flags or "")
+    except ValueError as error:
+        raise ConfigError(
+            f"the flags for generate.py cannot be read ({error})",
+            value=flags.generate_flags,
+            allowed="flags as in a shell",
+            flag="--generate_flags",
+        ) from None
+    clash = [word for word in users if word.split("=")[0] in {*own, *UNFIT_FLAGS}]
+    if clash:
+        raise ConfigError(
+            "the command itself says what is drawn and where",
+            value=clash[0],
+            allowed="other flags of generate.py",
+            flag="--generate_flags",
+        )
+    return (*_launcher(flags.num_ranks), "generate.py", *own, *users)
 
 
 def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tuple[str, ...]:
