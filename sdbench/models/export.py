@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,7 @@ def export(
         RunError: A weight is not finite in this type.
     """
     assert model.vae is not None and model.text_encoder is not None
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            "there is something at the place of the model folder",
-            value=str(folder),
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
+    check_folder(folder)
     weights = model.state_dict() | trained
     # Made of configurations alone: what training has changed in the modules stays out of it.
     with torch.device("meta"):
@@ -97,7 +92,7 @@ def export(
             "text_encoder": CLIPTextModel(model.text_encoder.config),
         }
     for name, module in modules.items():
-        _fill(module, weights, prefix=f"{name}.", dtype=ENCODER_DTYPES[dtype])
+        _fill(module, weights, prefix=f"{name}.", dtype=dtype)
     pipeline = StableDiffusionPipeline(
         **modules,
         scheduler=make_sampler(sampler, model.scheduler.config),
@@ -106,10 +101,40 @@ def export(
         feature_extractor=None,
         requires_safety_checker=False,
     )
+    with in_one_piece(folder, card=card) as partial:
+        pipeline.save_pretrained(partial, safe_serialization=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder is new or empty.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            "there is something at the place of the model folder",
+            value=str(folder),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
+
+
+@contextlib.contextmanager
+def in_one_piece(folder: Path, *, card: str) -> Iterator[Path]:
+    """Where to write what becomes a folder, with a card in it, when it is whole.
+
+    Args:
+        folder: New or empty.
+        card: Text of README.md.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        pipeline.save_pretrained(partial, safe_serialization=True)
+        yield partial
         replace_file(partial / CARD_NAME, card)
         partial.replace(folder)  # over an empty folder, too
     except OSError as error:
@@ -123,22 +148,34 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fill(
-    module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: torch.dtype
-) -> None:
+def convert(name: str, weight: Tensor, *, dtype: str) -> Tensor:
+    """A weight on the CPU, as a file has it, in this type.
+
+    Raises:
+        RunError: It is not finite in this type.
+    """
+    converted = weight.detach().to("cpu", ENCODER_DTYPES[dtype]).contiguous()
+    if not torch.isfinite(converted).all():
+        raise RunError(f"the weight {name} is not finite in {dtype}")
+    return converted
+
+
+def _fill(module: nn.Module, weights: Mapping[str, Tensor], *, prefix: str, dtype: str) -> None:
     """Give a module on the meta device its weights; they are copied only to be converted."""
     own = {}
     for name, weight in weights.items():
         if name.startswith(prefix):
-            converted = weight.detach().to("cpu", dtype).contiguous()
-            if not torch.isfinite(converted).all():
-                raise RunError(f"the weight {name} is not finite in {dtype}")
-            own[name.removeprefix(prefix)] = converted
+            own[name.removeprefix(prefix)] = convert(name, weight, dtype=dtype)
     module.load_state_dict(own, assign=True)
 
 
 def make_card(
-    name: str, *, sections: Mapping[str, Mapping[str, Any]], commit: str | None, sampler: str
+    name: str,
+    *,
+    sections: Mapping[str, Mapping[str, Any]],
+    commit: str | None,
+    sampler: str | None,
+    lora_file: str | None = None,
 ) -> str:
     """The model card: where a model comes from, for those who find the folder.
 
@@ -146,11 +183,24 @@ def make_card(
         name: Of the model.
         sections: Heading (Data, Settings, Figures) to facts.
         commit: Of the suite that trained it; None if nobody knows.
-        sampler: What it was exported with.
+        sampler: What the model was exported with.
+        lora_file: Name of the file with its LoRA; None: the folder has the whole model.
 
     Returns:
         Markdown, without secrets.
     """
+    trained = f"trained by sdbench at commit {commit or 'unknown'}"
+    told = (
+        f"A Stable Diffusion model {trained}, with the sampler {sampler}. It has no safety checker."
+    )
+    pipeline = 'StableDiffusionPipeline.from_pretrained("THIS_FOLDER", local_files_only=True)'
+    loading = [f"pipeline = {pipeline}"]
+    if lora_file is not None:
+        told = f"LoRA for a Stable Diffusion model, {trained}."
+        loading = [
+            'pipeline = StableDiffusionPipeline.from_pretrained("THE_MODEL")',
+            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{lora_file}")',
+        ]
     lines = [
         "---",
         "library_name: diffusers",
@@ -159,13 +209,12 @@ def make_card(
         "",
         f"# {name}",
         "",
-        f"A Stable Diffusion model trained by sdbench at commit {commit or 'unknown'}, with the "
-        f"sampler {sampler}. It has no safety checker.",
+        told,
         "",
         "```python",
         "from diffusers import StableDiffusionPipeline",
         "",
-        'pipeline = StableDiffusionPipeline.from_pretrained("THIS_FOLDER", local_files_only=True)',
+        *loading,
         'pipeline("a prompt").images[0].save("picture.png")',
         "```",
     ]

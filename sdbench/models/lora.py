@@ -23,6 +23,8 @@ LAYERS_FLAGS = {"unet": "--lora_layers", "text_encoder": "--lora_text_encoder_la
 SEED_OFFSETS = {"unet": 3, "text_encoder": 4}
 # Of the only adapter; peft has it in the names of its weights.
 ADAPTER = "default"
+# In the names of the weights of layers that have LoRA: the frozen weight, and the two matrices.
+BASE, MATRICES = ".base_layer.", (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
 
 
 @dataclass(frozen=True)
@@ -177,3 +179,29 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
     from peft.tuners.lora import LoraLayer
 
     return {name: inner for name, inner in module.named_modules() if isinstance(inner, LoraLayer)}
+
+
+def merge_lora(module: nn.Module, *, weight: float = 1.0) -> None:
+    """Add LoRA to the weights beside it, and take it out of a module; in place.
+
+    Args:
+        module: In fp32.
+        weight: Factor of LoRA.
+    """
+    for name, layer in lora_layers(module).items():
+        layer.set_scale(ADAPTER, weight)
+        layer.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, layer.get_base_layer())
+    for attribute in ("peft_config", "_hf_peft_config_loaded"):  # by which libraries look for LoRA
+        vars(module).pop(attribute, None)
+
+
+def is_lora(name: str) -> bool:
+    """Whether a weight of this name is one of LoRA."""
+    return any(matrix in name for matrix in MATRICES)
+
+
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a model; those beside LoRA by the names that they have without it."""
+    return {name.replace(BASE, "."): weight for name, weight in model.named_parameters()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind
 from sdbench.settings.ray import refuse_without_effect
@@ -22,6 +23,32 @@ def _parse_names(value: Any) -> str:
     return ",".join(name.strip() for name in names)
 
 
+class LoraFile(NamedTuple):
+    """LoRA to draw with.
+
+    Attributes:
+        path: Of the file.
+        weight: Its share; 1 is as it was trained.
+    """
+
+    path: str
+    weight: float = 1.0
+
+
+def _parse_file(value: Any) -> LoraFile:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    path, _, weight = value.rpartition(":")
+    try:
+        share = float(weight)
+    except ValueError:  # a name with a colon in it, or none
+        return LoraFile(value)
+    if not path or not math.isfinite(share):
+        raise ValueError
+    return LoraFile(path, share)
+
+
+LORA_FILE = Kind("FILE, or FILE:WEIGHT with a number", _parse_file, "FILE[:WEIGHT]")
 NAMES = Kind("names with commas between them", _parse_names, "NAME,...")
 
 

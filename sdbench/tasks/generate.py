@@ -32,8 +32,10 @@ from sdbench.settings.kinds import (
     SWITCH,
     TEXT,
     RowOf,
+    list_of,
     one_of,
 )
+from sdbench.settings.lora import LORA_FILE, LoraFile
 from sdbench.settings.request import Request
 from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
@@ -59,6 +61,12 @@ class GenerateFlags:
         ModelSettings, "model_name", default=REQUIRED, help="a diffusers folder, or a hub id"
     )
     model_revision: str | None = shared(ModelSettings, "model_revision")
+    lora: tuple[LoraFile, ...] = setting(
+        list_of(LORA_FILE),
+        (),
+        "LoRA that is added to the model's weights: safetensors in diffusers' or kohya's format, "
+        "each with a weight (default: 1); several add up",
+    )
     prompts: str | None = setting(
         TEXT, None, f"what to draw; several prompts are separated by {PROMPT_SEPARATOR}"
     )
@@ -183,6 +191,10 @@ class Generate(Task):
             dtype=flags.dtype or ("fp16" if on_gpu else "fp32"),
         )
         self._architecture.check_image_size(self._flags.image_size)
+        if flags.lora:
+            from sdbench.models.lora_files import check_lora_files
+
+            check_lora_files(flags.lora, self._architecture)
         self._pictures = list_pictures(
             prompts, num_images_per_prompt=flags.num_images_per_prompt, seed=flags.seed
         )
@@ -220,6 +232,7 @@ class Generate(Task):
             earlier = {}
         # Compared as JSON has it.
         job = json.loads(json.dumps(self._job()))
+        earlier = {"lora": [], **earlier}  # a folder may be older than the flag
         unlike = sorted(name for name, value in job.items() if earlier.get(name) != value)
         if unlike:
             raise ConfigError(
@@ -240,6 +253,7 @@ class Generate(Task):
             "model_name": str(weights or self._architecture.name),
             "model_revision": self._architecture.revision,
             "weights": [[file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "lora": [[zlib.crc32(Path(path).read_bytes()), share] for path, share in flags.lora],
             "prompts_crc32": zlib.crc32(rows.encode()),
             **{name: getattr(flags, name) for name in (*names, "seed", "batch_size", "dtype")},
         }
@@ -253,6 +267,9 @@ class Generate(Task):
             f"steps, guidance {flags.guidance_scale:g}, {flags.dtype}, ranks "
             f"{self._ranks.world_size}"
         ]
+        if flags.lora:
+            files = ", ".join(f"{path} ({share:g})" for path, share in flags.lora)
+            lines.append(f"With LoRA: {files}.")
         if self._architecture.weights_folder is None:
             lines.append(f"{self._architecture.name} has random weights: the pictures will be too.")
         if self._note is not None:
@@ -390,13 +407,19 @@ def _build(
         architecture,
         seed=flags.seed,
         precision="fp32",
-        encoder_dtype=flags.dtype,
+        # A small change would be lost in the rounding of half-precision weights.
+        encoder_dtype="fp32" if flags.lora else flags.dtype,
         memory_format="contiguous",
         attention="sdpa",
         trained=(),
         device=f"cuda:{ranks.local_rank}" if machine.device_type == "cuda" else "cpu",
     )
-    torch.nn.Module.to(model.unet, ENCODER_DTYPES[flags.dtype])
+    if flags.lora:
+        from sdbench.models.lora_files import fuse_lora_files
+
+        fuse_lora_files(model, flags.lora)
+    for part in (model.unet, model.vae, model.text_encoder):
+        torch.nn.Module.to(part, ENCODER_DTYPES[flags.dtype])
     return model
 
 

@@ -1,11 +1,11 @@
-"""`python -m sdbench export`: the model of a training run as a folder that diffusers loads."""
+"""`python -m sdbench export`: what a training run has trained, as a folder that diffusers loads."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.settings.kinds import SWITCH, TEXT, RowOf, one_of
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from sdbench.models.architecture import Architecture
     from sdbench.settings.recipe import TrainConfig
 
-MODEL_NAME = "model"
+MODEL_NAME, LORA_NAME = "model", "lora"
 ENCODERS = ("vae", "text_encoder")
 EPILOG = """\
 examples:
   python -m sdbench export runs/first
       the newest checkpoint, with averaged weights if there are some, to runs/first/model
   python -m sdbench export runs/first/checkpoints/step_00005000 --folder model-5000 --dtype fp16
+  python -m sdbench export runs/dog --lora kohya
+      the LoRA of a run with --lora_rank as a file in runs/dog/lora; without --lora it is added to
+      the weights of a whole model
 
 then:
   python generate.py --model_name runs/first/model --prompts "a red circle" --folder pictures
@@ -37,7 +40,15 @@ class ExportFlags:
         TEXT, REQUIRED, "folder of a run of train.py, or one of its checkpoints", is_positional=True
     )
     folder: str | None = setting(
-        TEXT, None, f"a new or an empty folder (default: {MODEL_NAME} in that of the run)"
+        TEXT,
+        None,
+        f"a new or an empty folder (default: {MODEL_NAME} in that of the run, or {LORA_NAME})",
+    )
+    lora: str | None = setting(
+        one_of("diffusers", "kohya"),
+        None,
+        "write the LoRA of the run alone, in the format of diffusers or of kohya's sd-scripts, "
+        "which other programs read (default: a whole model, to whose weights it is added)",
     )
     ema: bool = setting(SWITCH, True, "take the averaged weights where the run kept some")
     dtype: str = setting(one_of("fp32", "fp16", "bf16"), "fp32", "type of the weights")
@@ -69,16 +80,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         ExportFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench export"
     )
     flags = request.config
-    folder = export_run(
-        Path(flags.run),
-        None if flags.folder is None else Path(flags.folder),
-        wants_ema=flags.ema,
-        insists_on_ema=request.is_users("ema") and flags.ema,
-        dtype=flags.dtype,
-        encoders=flags.encoders,
-        sampler=flags.scheduler,
-    )
-    print(f"The model is in {folder}.")
+    for name in ("encoders", "scheduler"):
+        if flags.lora is not None and request.is_users(name):
+            raise ConfigError(
+                "LoRA alone has no such part",
+                value=getattr(flags, name),
+                allowed="only with a whole model: no --lora",
+                flag=f"--{name} or --lora",
+            )
+    run, folder = Path(flags.run), None if flags.folder is None else Path(flags.folder)
+    options = {
+        "wants_ema": flags.ema,
+        "insists_on_ema": request.is_users("ema") and flags.ema,
+        "dtype": flags.dtype,
+    }
+    if flags.lora is None:
+        place = export_run(run, folder, encoders=flags.encoders, sampler=flags.scheduler, **options)
+        print(f"The model is in {place}.")
+    else:
+        print(f"The LoRA is {export_lora(run, folder, form=flags.lora, **options)}.")
     return 0
 
 
@@ -92,7 +112,7 @@ def export_run(
     encoders: str | None = None,
     sampler: str = "ddim",
 ) -> Path:
-    """Write the model of a checkpoint for diffusers.
+    """Write the model of a checkpoint for diffusers; LoRA is added to its weights.
 
     Args:
         run: Folder of a run, whose newest checkpoint is taken, or of a checkpoint.
@@ -110,19 +130,17 @@ def export_run(
     Raises:
         ConfigError: As `main`.
     """
-    from sdbench.models.export import export, make_card
+    from sdbench.models.export import export
+    from sdbench.models.lora import Lora, is_lora, merge_lora
     from sdbench.models.stable_diffusion import build_stable_diffusion
-    from sdbench.record.provenance import git_state
-    from sdbench.settings.recipe import TrainConfig
     from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
-    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
+    from sdbench.tasks.train.weights import put_weights
 
-    checkpoint = open_checkpoint(run, flag="RUN")
-    use_ema = insists_on_ema or (wants_ema and has_averages(checkpoint))
-    weights = read_weights(checkpoint, use_ema=use_ema)
-    config = TrainConfig(**checkpoint.facts["config"])
+    trained = _read(run, wants_ema=wants_ema, insists_on_ema=insists_on_ema)
+    config, weights = trained.config, trained.weights
     architecture = _find_architecture(config, encoders)
+    lora = Lora.of(config)
     model = build_stable_diffusion(
         architecture,
         seed=config.seed if config.weights_seed is None else config.weights_seed,
@@ -130,16 +148,22 @@ def export_run(
         encoder_dtype="fp32",
         memory_format="contiguous",
         attention="sdpa",
+        trained=config.trained_parts,
+        lora=lora,
         objective=make_objective(config),
     )
-    trained_or_kept = {name.partition(".")[0] for name in weights}
+    trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
     random_parts = ", ".join(
         part for part in architecture.random_parts if part not in trained_or_kept
     )
     if random_parts:
         print(f"With random weights: {random_parts}.")
-    run_folder = checkpoint.folder.parent.parent
-    folder = folder or run_folder / MODEL_NAME
+    if lora is not None:
+        put_weights(model, weights)
+        weights = {}
+        for part, _ in lora.layers:
+            merge_lora(model.get_submodule(part))
+    folder = folder or trained.folder / MODEL_NAME
     export(
         model,
         folder,
@@ -147,22 +171,122 @@ def export_run(
         tokenizer=make_tokenizer(architecture).for_diffusers(),
         dtype=dtype,
         sampler=sampler,
-        card=make_card(
-            run_folder.name,
-            sections={
-                "Data": _facts(config, DATA_SETTINGS),
-                "Settings": _facts(config, RECIPE_SETTINGS)
-                | {"averaged weights": use_ema, "random weights": random_parts or "none"},
-                "Figures": {
-                    "steps": checkpoint.step,
-                    "images": checkpoint.step * config.batch_size,
-                },
-            },
-            commit=git_state()["commit"],
-            sampler=sampler,
-        ),
+        card=_make_card(trained, sampler=sampler, random_parts=random_parts or "none"),
     )
     return folder
+
+
+def export_lora(
+    run: Path,
+    folder: Path | None = None,
+    *,
+    form: str,
+    wants_ema: bool = True,
+    insists_on_ema: bool = False,
+    dtype: str = "fp32",
+) -> Path:
+    """Write the LoRA of a checkpoint alone.
+
+    Args:
+        run: As `export_run` takes it.
+        folder: New or empty; None: `LORA_NAME` in the folder of the run.
+        form: A key of `lora_files.WRITERS`.
+        wants_ema: Take the averaged weights where there are some.
+        insists_on_ema: Refuse a run without them.
+        dtype: Type of the weights: fp32, fp16 or bf16.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: As `main`, or the run has no LoRA.
+    """
+    from sdbench.models.export import check_folder, convert, in_one_piece
+    from sdbench.models.lora import Lora, is_lora
+    from sdbench.models.lora_files import DIFFUSERS_NAME, WRITERS, lora_weights
+
+    trained = _read(run, wants_ema=wants_ema, insists_on_ema=insists_on_ema)
+    lora = Lora.of(trained.config)
+    if lora is None:
+        raise ConfigError(
+            "the run has trained its weights and no LoRA",
+            value=form,
+            allowed="the whole model: no --lora",
+            flag="--lora",
+        )
+    folder = folder or trained.folder / LORA_NAME
+    check_folder(folder)
+    file_name = DIFFUSERS_NAME if form == "diffusers" else f"{trained.folder.name}.safetensors"
+    weights = {
+        name: convert(name, weight, dtype=dtype)
+        for name, weight in trained.weights.items()
+        if is_lora(name)
+    }
+    with in_one_piece(folder, card=_make_card(trained, lora_file=file_name)) as partial:
+        WRITERS[form](lora_weights(weights, lora), partial / file_name, lora=lora)
+    return folder / file_name
+
+
+class _Trained(NamedTuple):
+    """What is exported.
+
+    Attributes:
+        folder: Of the run.
+        step: Of its checkpoint.
+        config: Of the run.
+        use_ema: Whether `weights` are the averaged ones.
+        weights: As `weights.read_weights` reads them.
+    """
+
+    folder: Path
+    step: int
+    config: TrainConfig
+    use_ema: bool
+    weights: dict[str, Any]
+
+
+def _read(run: Path, *, wants_ema: bool, insists_on_ema: bool) -> _Trained:
+    from sdbench.settings.recipe import TrainConfig
+    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
+
+    checkpoint = open_checkpoint(run, flag="RUN")
+    use_ema = insists_on_ema or (wants_ema and has_averages(checkpoint))
+    return _Trained(
+        folder=checkpoint.folder.parent.parent,
+        step=checkpoint.step,
+        config=TrainConfig(**checkpoint.facts["config"]),
+        use_ema=use_ema,
+        weights=read_weights(checkpoint, use_ema=use_ema),
+    )
+
+
+def _make_card(
+    trained: _Trained,
+    *,
+    sampler: str | None = None,
+    lora_file: str | None = None,
+    random_parts: str | None = None,
+) -> str:
+    from sdbench.models.export import make_card
+    from sdbench.record.provenance import git_state
+
+    config = trained.config
+    how: dict[str, Any] = {"averaged weights": trained.use_ema}
+    if config.lora_rank is not None:
+        how |= _facts(config, LORA_SETTINGS)
+    if random_parts is not None:
+        how["random weights"] = random_parts
+    return make_card(
+        trained.folder.name,
+        sections={
+            "Data": _facts(config, DATA_SETTINGS),
+            "Settings": _facts(config, RECIPE_SETTINGS) | how,
+            "Figures": {"steps": trained.step, "images": trained.step * config.batch_size},
+        },
+        commit=git_state()["commit"],
+        sampler=sampler,
+        lora_file=lora_file,
+    )
 
 
 def _find_architecture(config: TrainConfig, encoders: str | None) -> Architecture:
@@ -223,6 +347,7 @@ RECIPE_SETTINGS = (
     "prediction_type",
     "seed",
 )
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers")
 
 
 def _facts(config: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def check_parts(request: Request[TrainConfig]) -> None:
 
 
 def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
-    """A sentence about the parts that are random and stay so; None where there are none.
+    """A text about the parts that are random and stay so; None where there are none.
 
     Args:
         plan: Of the run.
@@ -62,18 +62,23 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
     config: Any = plan.config
     if config.train == "vae":  # there is no other part
         return None
+    # The weights beside LoRA stay as they are.
+    trained = () if config.lora_rank is not None else config.trained_parts
     # A run on latents has no encoders that another run could give it.
-    ours = (*config.trained_parts, *given) if config.step_has_encoders else config.trained_parts
+    is_given = [part for part in given if config.step_has_encoders or part == "unet"]
+    ours = (*trained, *is_given)
     random_parts = [part for part in plan.architecture.random_parts if part not in ours]
-    if not random_parts:
-        return None
-    names = " and ".join(random_parts)
-    if config.wants_latents:
-        return (
-            f"Nothing says which {names} made the latents; those of {plan.architecture.name} are "
-            "random. python -m sdbench export will need --encoders."
+    made_latents = [part for part in random_parts if config.wants_latents and part != "unet"]
+    frozen = [part for part in random_parts if part not in made_latents]
+    notes = []
+    if made_latents:
+        notes.append(
+            f"Nothing says which {' and '.join(made_latents)} made the latents; those of "
+            f"{plan.architecture.name} are random. python -m sdbench export will need --encoders."
         )
-    return (
-        f"Frozen with random weights: {names}. A diffusers folder or a hub id (--model_name, "
-        "--model_parts) has trained ones."
-    )
+    if frozen:
+        notes.append(
+            f"Frozen with random weights: {' and '.join(frozen)}. A diffusers folder or a hub id "
+            "(--model_name, --model_parts) has trained ones."
+        )
+    return " ".join(notes) or None

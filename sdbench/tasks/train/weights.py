@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import MAKERS
 from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
+from sdbench.models.lora import is_lora, named_weights
 from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
 from sdbench.state.checkpoints import find_newest, tell_of_passed_over
 
@@ -50,9 +51,9 @@ def has_averages(checkpoint: Checkpoint) -> bool:
 
 
 def parts_in(checkpoint: Checkpoint) -> set[str]:
-    """The sub-models whose weights `read_weights` reads."""
+    """The sub-models whose weights `read_weights` reads, and not LoRA alone."""
     weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    return {name.partition(".")[0] for name in weights}
+    return {name.partition(".")[0] for name in weights if not is_lora(name)}
 
 
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
@@ -101,9 +102,16 @@ def check_weights(
         parts: The sub-models that the run has.
 
     Raises:
-        ConfigError: No name is the same, or a weight has another size.
+        ConfigError: No name is the same, a weight has another size, or the checkpoint is of LoRA.
     """
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
+    if any(map(is_lora, there)):
+        raise ConfigError(
+            "the checkpoint has LoRA beside weights that it has not",
+            value=str(checkpoint.folder),
+            allowed="its export, which has both in one, as --model_name",
+            flag="--init_from",
+        )
     here = {
         f"{part}.{name}": weight
         for part in parts
@@ -134,11 +142,9 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Te
     """
     use_ema = has_averages(checkpoint)
     weights = read_weights(checkpoint, use_ema=use_ema)
-    own = dict(model.named_parameters())
+    own = named_weights(model)
     shared = [name for name in own if name in weights]
-    with torch.no_grad():
-        for name in shared:
-            own[name].copy_(weights[name])
+    put_weights(model, {name: weights[name] for name in shared})
     kept = {name: weights[name] for name in shared if not own[name].requires_grad}
     return kept, (
         f"Beginning with {_count_parts(shared)} of step {checkpoint.step} in {checkpoint.folder}"
@@ -163,11 +169,16 @@ def take_kept(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
         name.removeprefix(FROZEN_PREFIX): weight
         for name, weight in _read(checkpoint, (FROZEN_PREFIX,)).items()
     }
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in kept.items():
-            own[name].copy_(weight)
+    put_weights(model, kept)
     return kept
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a model weights, by the names of `lora.named_weights`; each has to be one of its own."""
+    own = named_weights(model)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
 
 
 def _count_parts(names: list[str]) -> str:

@@ -1,0 +1,181 @@
+"""LoRA in files: written for diffusers or for kohya's sd-scripts, and read by diffusers' loader."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import Architecture
+from sdbench.models.components import MAKERS
+from sdbench.models.lora import ADAPTER, Lora, lora_layers, merge_lora
+from sdbench.models.stable_diffusion import StableDiffusion
+from sdbench.settings.lora import LoraFile
+
+# diffusers' own name.
+DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
+# Beginnings of the names of kohya's sd-scripts, networks/lora.py: LoRANetwork.LORA_PREFIX_*.
+KOHYA_PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+
+# By sub-model, and within it by the name of the layer with `.lora_A.weight` or `.lora_B.weight`.
+LoraWeights = Mapping[str, Mapping[str, Tensor]]
+
+
+def lora_weights(weights: Mapping[str, Tensor], lora: Lora) -> dict[str, dict[str, Tensor]]:
+    """The weights of LoRA by sub-model, named as peft stores them.
+
+    Args:
+        weights: Of a training run, by ``<sub-model>.<parameter>``.
+        lora: What was trained.
+    """
+    return {
+        part: {
+            name.removeprefix(f"{part}.").replace(f".{ADAPTER}.", "."): weight
+            for name, weight in weights.items()
+            if name.startswith(f"{part}.")
+        }
+        for part, _ in lora.layers
+    }
+
+
+def write_for_diffusers(weights: LoraWeights, file: Path, *, lora: Lora) -> None:
+    """Write a file as diffusers' training scripts do, by its pipeline; alpha is in its metadata."""
+    arguments: dict[str, Any] = {}
+    for part, layers in lora.layers:
+        config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha)
+        arguments |= {
+            f"{part}_lora_layers": convert_state_dict_to_diffusers(dict(weights[part])),
+            f"{part}_lora_adapter_metadata": config.to_dict() | {"target_modules": list(layers)},
+        }
+    StableDiffusionPipeline.save_lora_weights(file.parent, weight_name=file.name, **arguments)
+
+
+def write_for_kohya(weights: LoraWeights, file: Path, *, lora: Lora) -> None:
+    """Write a file as kohya's sd-scripts do, which other programs read, too."""
+    stored: dict[str, Tensor] = {}
+    for part, of_part in weights.items():
+        for name, weight in of_part.items():
+            layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+            place = KOHYA_PREFIXES[part] + layer.replace(".", "_")
+            direction = {"lora_A": "lora_down", "lora_B": "lora_up"}[matrix]
+            stored[f"{place}.{direction}.weight"] = weight
+            stored[f"{place}.alpha"] = torch.tensor(lora.alpha, dtype=weight.dtype)
+    save_file(stored, file, metadata={"format": "pt"})
+
+
+WRITERS: dict[str, Callable[..., None]] = {
+    "diffusers": write_for_diffusers,
+    "kohya": write_for_kohya,
+}
+
+
+def check_lora_files(files: Sequence[LoraFile], architecture: Architecture) -> None:
+    """Check that files have LoRA for a model, whose weights are neither read nor made.
+
+    Raises:
+        ConfigError: A file is not there, is no LoRA, or is one of another model.
+    """
+    for file in files:
+        if not Path(file.path).is_file():
+            raise _refusal("there is no such file", file)
+        parts = {part: MAKERS[part](architecture) for part in KOHYA_PREFIXES}
+        _load(file, parts)
+
+
+def fuse_lora_files(model: StableDiffusion, files: Sequence[LoraFile]) -> None:
+    """Add LoRA from files to the weights of a model in place; several add up.
+
+    Args:
+        model: In fp32, with its text encoder.
+        files: `check_lora_files` has found them to suit the model.
+    """
+    assert model.text_encoder is not None
+    parts = {"unet": model.unet, "text_encoder": model.text_encoder}
+    for file in files:
+        _load(file, parts)
+        for part in parts.values():
+            # A file may have other types. Not diffusers' `to`, which warns.
+            nn.Module.to(part, torch.float32)
+            merge_lora(part, weight=file.weight)
+            part.requires_grad_(False)
+
+
+def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
+    """Have diffusers put the LoRA of a file beside the weights of sub-models."""
+    path = Path(file.path)
+    try:
+        with _few_words():
+            tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
+                str(path.parent),
+                weight_name=path.name,
+                use_safetensors=True,  # a pickle is never loaded
+                local_files_only=True,
+                return_lora_metadata=True,
+            )
+    except Exception as error:  # of any kind, from deep inside
+        raise _refusal(f"diffusers cannot read it as LoRA ({_first_line(error)})", file) from None
+    loaders = {
+        "unet": StableDiffusionPipeline.load_lora_into_unet,
+        "text_encoder": StableDiffusionPipeline.load_lora_into_text_encoder,
+    }
+    if not tensors or not all("lora" in name for name in tensors):
+        raise _refusal("it has other weights than those of LoRA", file)
+    for part, module in parts.items():
+        own = [name for name in tensors if name.startswith(f"{part}.")]
+        if not own:
+            continue
+        options = {part: module, "network_alphas": alphas, "metadata": metadata}
+        try:
+            with _few_words():
+                loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
+        except Exception as error:
+            raise _refusal(f"it is LoRA of another model ({_first_line(error)})", file) from None
+        num_layers = sum(".down." in name or ".lora_A." in name for name in own)
+        num_found = len(lora_layers(module))
+        if num_found != num_layers:
+            raise _refusal(
+                f"it is LoRA of another model: of {num_layers} layers of its {part}, this one has "
+                f"{num_found}",
+                file,
+            )
+    strange = [name for name in tensors if name.partition(".")[0] not in parts]
+    if strange:
+        raise _refusal(f"it is LoRA of another model, which has {strange[0]}", file)
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; torch has it below a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = next((line for line in lines if not line.endswith(":")), "it does not say why")
+    return first.rstrip(".")
+
+
+@contextlib.contextmanager
+def _few_words() -> Iterator[None]:
+    """Keep to ourselves what diffusers logs of a file: an error is told in one sentence."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _refusal(what: str, file: LoraFile) -> ConfigError:
+    return ConfigError(
+        f"this LoRA cannot be used: {what}",
+        value=file.path,
+        allowed="safetensors in diffusers' or kohya's format, trained on this kind of model",
+        flag="--lora",
+    )
