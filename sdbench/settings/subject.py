@@ -82,6 +82,7 @@ SUITS_TOKEN: dict[str, tuple[tuple, str]] = {
     "lora_rank": ((None,), "a token is trained alone, without LoRA"),
     "class_remote": ((None,), "class pictures teach a token nothing: no caption of theirs has it"),
     "use_synth_data": ((False,), "synthetic captions do not have the token"),
+    "init_from": ((None,), "a token begins as one of the model: the export of a run is a model"),
     "sharding": ((None, "none"), "a single row is not shared out over ranks"),
 }
 

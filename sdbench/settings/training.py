@@ -57,8 +57,8 @@ class ModelSettings:
     learned_token: str | None = setting(
         TEXT,
         None,
-        "new word of --instance_prompt, e.g. '<dog>', of which the embedding is learned and nothing "
-        "else is (textual inversion)",
+        "new word of --instance_prompt, e.g. '<dog>', whose embedding alone is learned (textual "
+        "inversion)",
         before=None,
         identifies=True,
     )
