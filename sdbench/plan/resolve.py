@@ -247,10 +247,11 @@ def _check_tokens(draft: Draft) -> None:
         folder=architecture.tokenizer_folder,
         pad_token_id=architecture.tokenizer["pad_token_id"],
     )
-    if config.learned_token in tokenizer:
+    token = config.learned_token
+    if token in tokenizer or len(tokenizer.read_word(token)) == 1:
         raise ConfigError(
             "the model has this token already",
-            value=config.learned_token,
+            value=token,
             allowed="a word that is no token, such as <dog>",
             flag="--learned_token",
         )
