@@ -54,7 +54,8 @@ class SubjectSettings:
         TEXT,
         None,
         "where pictures of the subject's class are, so that the model keeps what it knows of it: "
-        "half of the pictures of each batch; --filters and --class_prompts hold for them as well",
+        "half of each batch (Ray's --train_batch_size 2, of pairs, is --batch_size 4 a rank); "
+        "--filters and --class_prompts hold for them as well",
         before=None,
     )
     class_prompt: str | None = setting(
