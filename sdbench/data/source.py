@@ -43,6 +43,7 @@ class SourceConfig(DataSettings):
         text_embedding_dim: Width of the text encoder; used by precomputed latents alone.
         num_images: Length of an epoch of synthetic data; None for `NUM_SYNTHETIC_IMAGES`.
         caption: Of every sample, in place of its own; None: each has its own.
+        new_token: A word of captions that is one token, which the tokenizer lacks; or None.
     """
 
     data_format: str = field()  # required, unlike the setting
@@ -59,6 +60,7 @@ class SourceConfig(DataSettings):
     text_embedding_dim: int = 1024
     num_images: int | None = None
     caption: str | None = None
+    new_token: str | None = None
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:

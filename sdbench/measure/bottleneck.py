@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdbench.measure import phases
+from sdbench.settings.subject import PRETRAIN
 
 # With a larger share outside all phases the breakdown does not explain the step.
 MAX_OTHER = 0.05
@@ -78,7 +79,8 @@ def has_unexplained_time(breakdown: Mapping[str, Any]) -> bool:
 def _advise(phase: str, config: Mapping[str, Any]) -> str:
     for field, value, advice in ADVICE[phase]:
         # What is trained, and a subject's pictures, cannot be encoded once for all.
-        if field == "latents" and (config.get("train_text_encoder") or config.get("class_remote")):
+        is_subjects = config.get("task", PRETRAIN) != PRETRAIN
+        if field == "latents" and (config.get("train_text_encoder") or is_subjects):
             continue
         if value is None or config[field] != value:
             return advice

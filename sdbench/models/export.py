@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizerFast
 
@@ -18,6 +19,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact_values
 from sdbench.models.drawing import make_sampler
+from sdbench.models.learned_token import LEARNED_FILE_NAME
 from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
 
@@ -65,6 +67,7 @@ def export(
     dtype: str = "fp32",
     sampler: str = "ddim",
     card: str,
+    learned: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a model for diffusers, in one piece: the folder is whole or not there.
 
@@ -76,6 +79,7 @@ def export(
         dtype: Type of the weights: fp32, fp16 or bf16.
         sampler: A key of `samplers.SAMPLERS`, what diffusers draws with unless told otherwise.
         card: Text of README.md.
+        learned: Rows (D,) of learned tokens, by token, to be in a file of their own besides.
 
     Raises:
         ConfigError: The folder holds something or cannot be made, or as `check_sampler`.
@@ -103,6 +107,9 @@ def export(
     )
     with in_one_piece(folder, card=card) as partial:
         pipeline.save_pretrained(partial, safe_serialization=True)
+        if learned:
+            rows = {token: convert(token, row, dtype=dtype) for token, row in learned.items()}
+            save_file(rows, partial / LEARNED_FILE_NAME)
 
 
 def check_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 
 
@@ -40,6 +41,7 @@ def count_flops(
     image_size: int,
     trained: Sequence[str] = ("unet",),
     lora: Lora | None = None,
+    learns_token: bool = False,
 ) -> FlopsPerImage:
     """Count matrix products and convolutions of one image, without computing them.
 
@@ -48,6 +50,7 @@ def count_flops(
         image_size: Side of the square image in pixels.
         trained: The U-Net, with or without the text encoder.
         lora: Trained in place of their weights, whose gradients are not computed then.
+        learns_token: Only a new token of the text encoder is trained.
 
     Returns:
         Operations per image of each part of a training step.
@@ -59,6 +62,9 @@ def count_flops(
     text_encoder = make_text_encoder(architecture)
     if lora is not None:
         lora.add_to({"unet": unet, "text_encoder": text_encoder}, seed=None)
+    if learns_token:
+        unet.requires_grad_(False)
+        add_learned_token(text_encoder, initial_id=0)
     trains_text = "text_encoder" in trained
     with torch.device("meta"):
         image = torch.empty(1, architecture.vae["in_channels"], image_size, image_size)

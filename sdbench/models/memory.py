@@ -86,6 +86,7 @@ def estimate_peak_memory(
     encoders: bool,
     trained: tuple[str, ...] = ("unet",),
     lora: Lora | None = None,
+    learns_token: bool = False,
     num_microbatches: int = 1,
     encoder_batch: int | None = None,
     activation_checkpointing: str = "none",
@@ -112,6 +113,7 @@ def estimate_peak_memory(
         trained: The sub-models that are trained: ``unet``, with or without ``text_encoder``; or
             ``vae`` alone, without the others.
         lora: What is trained of them in place of their weights.
+        learns_token: Only a new token of ``text_encoder`` is trained, in fp32.
         num_microbatches: Forward passes per optimizer step; with more than one the gradients
             outlive the backward pass.
         encoder_batch: Images per call of the encoders ahead of the micro-batches; None: the
@@ -130,6 +132,7 @@ def estimate_peak_memory(
         architecture,
         trained=trained,
         lora=lora,
+        learns_token=learns_token,
         image_size=image_size,
         precision=precision,
         encoder_dtype=encoder_dtype,
@@ -196,8 +199,9 @@ def estimate_peak_memory(
             gradients = peak.gradients / shared + profile.gathered_weights
     # Adam's means of the gradient and of its square, and master weights.
     state = (2 + master_weights) * state_weights
-    # The average is in fp32, as LoRA's weights are.
-    ema_weights = weights * 2 if precision == "bf16" and lora is None else weights
+    # The average is in fp32, as the weights of LoRA and of a token are.
+    has_bf16 = precision == "bf16" and lora is None and not learns_token
+    ema_weights = weights * 2 if has_bf16 else weights
     return MemoryEstimate(
         process=GPU_PROCESS_GIB if on_cuda else CPU_PROCESS_GIB,
         trained_weights=held_weights / BYTES_PER_GIB,

@@ -142,9 +142,9 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
 
     Args:
         architecture: The model.
-        **options: As of `estimate_peak_memory`: `trained`, `lora`, `image_size`, `precision`,
-            `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`, whether to
-            allocate as on CUDA; `online`, whether images are encoded in the step.
+        **options: As of `estimate_peak_memory`: `trained`, `lora`, `learns_token`, `image_size`,
+            `precision`, `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`,
+            whether to allocate as on CUDA; `online`, whether images are encoded in the step.
     """
     try:
         folder = private_folder(REPLAYS_FOLDER)
@@ -176,6 +176,7 @@ def _replay_step(
     *,
     trained: Sequence[str],
     lora: Lora | None,
+    learns_token: bool,
     image_size: int,
     precision: str,
     encoder_dtype: str,
@@ -195,7 +196,7 @@ def _replay_step(
     bare = dataclasses.replace(architecture, weights_folder=None, part_folders={})
     with FakeTensorMode():
         model: StableDiffusion | Autoencoder
-        if "unet" in trained:
+        if "vae" not in trained:
             trains_text = "text_encoder" in trained
             model = build_stable_diffusion(
                 bare,
@@ -203,6 +204,7 @@ def _replay_step(
                 encoders=online or trains_text,
                 trained=trained,
                 lora=lora,
+                initial_token_id=0 if learns_token else None,
                 **alike,
             )
             if not online:

@@ -17,6 +17,7 @@ from transformers import CLIPTextModel
 
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import make_text_encoder, make_unet, make_vae
+from sdbench.models.learned_token import add_learned_token
 from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective, min_snr_weights, target_of
 from sdbench.models.precision import ENCODER_DTYPES, PRECISIONS
@@ -333,6 +334,7 @@ def build_stable_diffusion(
     encoders: bool = True,
     trained: Collection[str] = ("unet",),
     lora: Lora | None = None,
+    initial_token_id: int | None = None,
     device: str | torch.device = "cpu",
     objective: Objective = PLAIN,
     phase: PhaseObserver = _unobserved,
@@ -353,6 +355,8 @@ def build_stable_diffusion(
         encoders: Whether to build VAE and text encoder; precomputed latents need none.
         trained: Names of the sub-models to train; the others are frozen.
         lora: Trained in their place, beside their frozen weights; None: the weights are trained.
+        initial_token_id: With ``text_encoder`` trained: of it a new token alone is, which begins as
+            this one. None: there is none.
         device: Device of the model.
         objective: What training changes in the noise, the target and the loss.
         phase: Entered around the work of each sub-model.
@@ -397,6 +401,9 @@ def build_stable_diffusion(
     )
     for name, module in model.named_children():
         module.requires_grad_(name in trained)
+    if initial_token_id is not None:
+        assert text_encoder is not None
+        add_learned_token(text_encoder, initial_id=initial_token_id)
     if lora is not None:
         lora.add_to(dict(model.named_children()), seed=seed)
     model.train()

@@ -42,6 +42,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         trained=config.trained_parts,
         # A mistake in its layers is found here, before any weights are built.
         lora=Lora.of(config),
+        learns_token=config.learned_token is not None,
         num_microbatches=-(-device_batch // microbatch),
         encoder_batch=min(encoder_batch, device_batch) if is_ahead else None,
         activation_checkpointing=config.activation_checkpointing,
@@ -88,15 +89,15 @@ def check_memory(draft: Draft) -> MemoryEstimate:
 def _flags_that_lower_memory(draft: Draft) -> str:
     config = draft.config
     microbatch = config.device_train_microbatch_size
-    trains_unet = "unet" in config.trained_parts
+    has_unet = "vae" not in config.trained_parts
     options: list[tuple[bool, Callable[[], str]]] = [
         (microbatch > 1, lambda: f"--device_train_microbatch_size (below {microbatch})"),
         (config.use_ema, lambda: "--no_use_ema"),
         (config.num_workers > 0 and not draft.on_gpu, lambda: "--num_workers 0"),
-        (trains_unet and config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
+        (has_unet and config.encoder_dtype == "fp32", lambda: "--encoder_dtype bf16"),
         (config.precision == "fp32", lambda: "--precision amp_bf16"),
         (
-            trains_unet and config.activation_checkpointing == "none",
+            has_unet and config.activation_checkpointing == "none",
             lambda: "--activation_checkpointing transformer",
         ),
         (

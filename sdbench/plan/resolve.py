@@ -131,6 +131,8 @@ def resolve(
     source = _make_source(draft)
     class_source = _make_class_source(draft, source)
     num_samples = _count_samples(draft, source, class_source)
+    if draft.config.learned_token is not None:
+        _check_tokens(draft)
     num_steps, max_num_steps = resolve_steps(draft, num_samples=num_samples)
     memory = check_memory(draft)
     _check_results_dir(draft.config.results_dir)
@@ -212,6 +214,7 @@ def _make_source(draft: Draft) -> SourceConfig:
         text_embedding_dim=architecture.unet["cross_attention_dim"],
         num_images=subject.NUM_SYNTHETIC_INSTANCES if config.has_subject else None,
         caption=config.instance_prompt,
+        new_token=config.learned_token,
     )
 
 
@@ -233,6 +236,41 @@ def _make_class_source(draft: Draft, source: SourceConfig) -> SourceConfig | Non
         ),
         caption=config.class_prompt,
     )
+
+
+def _check_tokens(draft: Draft) -> None:
+    """Check the words of a token that is learned against the model's vocabulary."""
+    from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+
+    config, architecture = draft.config, draft.architecture
+    tokenizer = CaptionTokenizer(
+        folder=architecture.tokenizer_folder,
+        pad_token_id=architecture.tokenizer["pad_token_id"],
+    )
+    token = config.learned_token
+    if token in tokenizer or len(tokenizer.read_word(token)) == 1:
+        raise ConfigError(
+            "the model has this token already",
+            value=token,
+            allowed="a word that is no token, such as <dog>",
+            flag="--learned_token",
+        )
+    num_initial = len(tokenizer.read_word(config.initial_token))
+    if num_initial != 1:
+        raise ConfigError(
+            f"the word to begin with is {num_initial} tokens",
+            value=config.initial_token,
+            allowed="a word that is a single token, such as dog",
+            flag="--initial_token",
+        )
+    vocabulary_size = architecture.text_encoder["vocab_size"]
+    if len(tokenizer) != vocabulary_size:
+        raise ConfigError(
+            f"the text encoder has {vocabulary_size} tokens, and its tokenizer {len(tokenizer)}",
+            value=config.model_name,
+            allowed="a model in which they are as many, to add one",
+            flag="--model_name",
+        )
 
 
 def _threads_per_rank(machine: Machine, ranks: Ranks) -> tuple[int, str]:

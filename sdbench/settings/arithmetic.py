@@ -102,9 +102,9 @@ class ArithmeticSpeedups:
             ),
             Rule(
                 ("fp32",),
-                lambda s: s.config.lora_rank is None,
-                "LoRA's weights are in fp32 themselves",
-                "none, or no --lora_rank",
+                lambda s: s.config.lora_rank is None and s.config.learned_token is None,
+                "the weights of LoRA or of a token are in fp32 themselves",
+                "none, or neither --lora_rank nor --learned_token",
             ),
         ),
     )

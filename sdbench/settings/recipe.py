@@ -84,7 +84,7 @@ class LengthSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartSettings:
+class PartSettings(ModelSettings):
     """Which parts of the model are trained, and which are not as --model_name says."""
 
     GROUP = ModelSettings.GROUP
@@ -119,9 +119,7 @@ class PartSettings:
     @property
     def trained_parts(self) -> tuple[str, ...]:
         """The sub-models that are trained."""
-        if self.train == "vae":
-            return ("vae",)
-        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
+        return ("vae",) if self.train == "vae" else super().trained_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.settings.data import ONLINE
@@ -12,6 +14,7 @@ from sdbench.settings.request import Request
 from sdbench.settings.setting import declarations, setting
 
 PRETRAIN, DREAMBOOTH = "pretrain", "dreambooth"
+TOKEN_FLAG = "--learned_token"
 
 # What a user may ask for with --task dreambooth, and why not more.
 SUITS_SUBJECT: dict[str, tuple[tuple, str]] = {
@@ -51,7 +54,8 @@ class SubjectSettings:
         TEXT,
         None,
         "where pictures of the subject's class are, so that the model keeps what it knows of it: "
-        "half of the pictures of each batch; --filters and --class_prompts hold for them as well",
+        "half of each batch (Ray's --train_batch_size 2, of pairs, is --batch_size 4 a rank); "
+        "--filters and --class_prompts hold for them as well",
         before=None,
     )
     class_prompt: str | None = setting(
@@ -73,6 +77,17 @@ class SubjectSettings:
         return self.task == DREAMBOOTH
 
 
+# The same with --learned_token.
+SUITS_TOKEN: dict[str, tuple[tuple, str]] = {
+    "train_text_encoder": ((False,), "of the text encoder the token alone is trained"),
+    "lora_rank": ((None,), "a token is trained alone, without LoRA"),
+    "class_remote": ((None,), "class pictures teach a token nothing: no caption of theirs has it"),
+    "use_synth_data": ((False,), "synthetic captions do not have the token"),
+    "init_from": ((None,), "a token begins as one of the model: the export of a run is a model"),
+    "sharding": ((None, "none"), "a single row is not shared out over ranks"),
+}
+
+
 def check_subject_settings(request: Request) -> None:
     """Check what --task dreambooth can be combined with, and that no other setting is idle.
 
@@ -81,10 +96,26 @@ def check_subject_settings(request: Request) -> None:
     """
     config = request.config
     if not config.has_subject:
-        names = declarations(SubjectSettings).keys() - {"task"}
+        names = declarations(SubjectSettings).keys() - {"task"} | {"learned_token"}
         refuse_without_effect(request, sorted(names), needed="--task dreambooth")
+    if config.learned_token is None:
+        refuse_without_effect(request, ["initial_token"], needed=TOKEN_FLAG)
+    if not config.has_subject:
         return
-    for name, (allowed, reason) in SUITS_SUBJECT.items():
+    _check_suits(config, SUITS_SUBJECT, flag="--task")
+    if config.learned_token is not None:
+        _check_suits(config, SUITS_TOKEN, flag=TOKEN_FLAG)
+        _check_token(config)
+    if config.use_synth_data or config.data_format == "synthetic":
+        names = ("instance_prompt", "class_remote", "class_prompt")
+        refuse_without_effect(request, names, needed="--remote")
+    elif config.class_remote is None:
+        names = ("class_prompt", "prior_loss_weight")
+        refuse_without_effect(request, names, needed="--class_remote")
+
+
+def _check_suits(config: Any, suits: Mapping[str, tuple[tuple, str]], *, flag: str) -> None:
+    for name, (allowed, reason) in suits.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:
             raise ConfigError(
@@ -92,11 +123,27 @@ def check_subject_settings(request: Request) -> None:
                 value=value,
                 allowed=" | ".join(str(known) for known in allowed if known is not None)
                 or "nothing",
-                flag=f"--{name} or --task",
+                flag=f"--{name} or {flag}",
             )
-    if config.use_synth_data or config.data_format == "synthetic":
-        names = ("instance_prompt", "class_remote", "class_prompt")
-        refuse_without_effect(request, names, needed="--remote")
-    elif config.class_remote is None:
-        names = ("class_prompt", "prior_loss_weight")
-        refuse_without_effect(request, names, needed="--class_remote")
+
+
+def _check_token(config: Any) -> None:
+    token = config.learned_token
+    if any(character.isspace() for character in token):
+        raise ConfigError(
+            "a token is one word", value=token, allowed="a word such as <dog>", flag=TOKEN_FLAG
+        )
+    if config.initial_token is None:
+        raise ConfigError(
+            "a token that is learned begins as another one",
+            value=None,
+            allowed="a word such as dog",
+            flag="--initial_token",
+        )
+    if config.instance_prompt is not None and token not in config.instance_prompt:
+        raise ConfigError(
+            "the captions do not have the token that is learned",
+            value=config.instance_prompt,
+            allowed=f"a caption with {token}",
+            flag=f"--instance_prompt or {TOKEN_FLAG}",
+        )

@@ -54,9 +54,27 @@ class ModelSettings:
         SWITCH, False, "train the text encoder with the U-Net", before=False, identifies=True
     )
 
+    learned_token: str | None = setting(
+        TEXT,
+        None,
+        "new word of --instance_prompt, e.g. '<dog>', whose embedding alone is learned (textual "
+        "inversion)",
+        before=None,
+        identifies=True,
+    )
+    initial_token: str | None = setting(
+        TEXT,
+        None,
+        "word whose embedding --learned_token begins with, e.g. dog: a single token",
+        before=None,
+        identifies=True,
+    )
+
     @property
     def trained_parts(self) -> tuple[str, ...]:
-        """The sub-models that are trained."""
+        """The sub-models that are trained, or some of whose weights are."""
+        if self.learned_token is not None:
+            return ("text_encoder",)
         return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
 
 

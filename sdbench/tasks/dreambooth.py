@@ -58,6 +58,7 @@ def encode_once(
         return job
     model: Any = job.model
     device = next(model.parameters()).device
+    trains_text = "text_encoder" in config.trained_parts
     batch_size = config.encoder_batch_size
     if batch_size == "microbatch":
         batch_size = config.device_train_microbatch_size
@@ -69,11 +70,15 @@ def encode_once(
         )
         tables = {name: table.to(device) for name, table in latents.items()}
         tables["input_ids"] = input_ids.to(device)
-        if not config.train_text_encoder:
+        if config.learned_token is not None:
+            _check_captions(
+                pictures, input_ids, new_token=plan.architecture.text_encoder["vocab_size"]
+            )
+        if not trains_text:
             tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
     if not keeps_encoders:
         model.vae = None
-        if not config.train_text_encoder:
+        if not trains_text:
             model.text_encoder = None
     return dataclasses.replace(job, prepare=functools.partial(look_up, tables))
 
@@ -108,6 +113,11 @@ class Pictures:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def name(self, number: int) -> str:
+        """Where a picture is stored."""
+        reader, index = self._places[number]
+        return reader.name(index)
 
     def read(self, number: int) -> dict[str, Tensor]:
         """``image`` (1, 3, S, S) and ``input_ids`` (1, 77) of a picture.
@@ -163,6 +173,17 @@ def _encode_pictures(
     if ranks.rank == 0 and path is not None:
         _save(path, latents, made_of=made_of)
     return latents, input_ids
+
+
+def _check_captions(pictures: Pictures, input_ids: Tensor, *, new_token: int) -> None:
+    """Check that each caption has the token that is learned.
+
+    Raises:
+        RunError: One lacks it.
+    """
+    for number, ids in enumerate(input_ids):
+        if new_token not in ids:
+            raise RunError(f"the caption of {pictures.name(number)} lacks the --learned_token")
 
 
 def _describe(

@@ -18,6 +18,7 @@ from sdbench.models.lora import Lora
 from sdbench.models.objective import PLAIN, Objective
 from sdbench.models.stable_diffusion import PhaseObserver, StableDiffusion, build_stable_diffusion
 from sdbench.plan.resolve import Plan
+from sdbench.tasks.prompts import make_tokenizer
 from sdbench.tasks.tuning import tune_model
 
 if TYPE_CHECKING:
@@ -59,18 +60,25 @@ def build(
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
         lora=lora,
+        initial_token_id=_find_initial_token(plan),
         device=plan.machine.device_type,
         phase=phase,
         objective=objective,
     )
     tune_model(model, config)
+    trains_text = "text_encoder" in config.trained_parts
     flops = count_flops(
-        plan.architecture, image_size=config.image_size, trained=config.trained_parts, lora=lora
+        plan.architecture,
+        image_size=config.image_size,
+        trained=config.trained_parts,
+        lora=lora,
+        learns_token=config.learned_token is not None,
     )
     flops_per_image = flops.unet_forward_backward
-    if config.step_has_encoders and not config.has_subject:
+    encodes_images = config.step_has_encoders and not config.has_subject
+    if encodes_images:
         flops_per_image += flops.vae_encode
-    if config.train_text_encoder or (config.step_has_encoders and not config.has_subject):
+    if encodes_images or trains_text:
         flops_per_image += flops.text_encode
     rate_factors = {"text_encoder": text_encoder_lr_factor}
     return TrainJob(
@@ -96,6 +104,14 @@ def build(
         prepare=_encode_ahead(model, config),
         sharded_blocks=SHARDED_BLOCKS,
     )
+
+
+def _find_initial_token(plan: Plan) -> int | None:
+    """The token that a learned one begins as; None where none is learned."""
+    if plan.config.learned_token is None:
+        return None
+    (token,) = make_tokenizer(plan.architecture).read_word(plan.config.initial_token)
+    return token
 
 
 def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:

@@ -59,12 +59,14 @@ def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple
     return [(f"{number:05d}", caption) for number, caption in enumerate(captions)]
 
 
-def make_tokenizer(architecture: Architecture) -> CaptionTokenizer:
-    """The tokenizer of a model."""
+def make_tokenizer(architecture: Architecture, *, new_token: str | None = None) -> CaptionTokenizer:
+    """The tokenizer of a model, with a word more where one is learned."""
     from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
     return CaptionTokenizer(
-        folder=architecture.tokenizer_folder, pad_token_id=architecture.tokenizer["pad_token_id"]
+        folder=architecture.tokenizer_folder,
+        pad_token_id=architecture.tokenizer["pad_token_id"],
+        new_token=new_token,
     )
 
 

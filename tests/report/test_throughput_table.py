@@ -106,8 +106,13 @@ def test_strong_and_weak_scaling_are_told_apart():
 
 @pytest.mark.parametrize(
     "change",
-    [{"config__latents": "precomputed"}, {"config__image_size": 512}],
-    ids=["latents", "px"],
+    [
+        {"config__latents": "precomputed"},
+        {"config__image_size": 512},
+        {"config__task": "dreambooth"},
+        {"config__online_preprocessing": True},
+    ],
+    ids=lambda change: next(iter(change)),
 )
 def test_other_work_per_image_is_another_table(change):
     tables = make_tables([make_record(), make_record(**change)])

@@ -10,13 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDPMScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import benchmark
+import generate
 import train
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
@@ -322,3 +328,80 @@ def test_a_picture_that_cannot_be_read_ends_the_run(capsys):
     argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
     assert train.main([*TINY, *argv]) == 1
     assert "subject/1.png" in json.loads(Path("runs/one/record.json").read_text())["reason"]
+
+
+TOKEN = ("--learned_token", "<dog>", "--initial_token", "dog")
+
+
+def learn_token(model: Path, *argv: object) -> Path:
+    """Learn a token for two steps, and return the folder of the run."""
+    write_pictures(subject=3)
+    line = ["--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>"]
+    line += [*TOKEN, *FP32, "--model_name", model, "--batch_size", 2, "--run_name", "token"]
+    line += ["--max_duration", "2ba", *argv]
+    assert train.main([str(argument) for argument in line]) == 0
+    return Path("runs", "token")
+
+
+def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
+    states = []
+
+    def look(job):
+        states.append({name: weight.clone() for name, weight in job.model.state_dict().items()})
+
+    spy_on_job(monkeypatch, look)
+    folder = learn_token(model, "--lr", 0.01, "--weight_decay", 0)
+    before, after = states
+    changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+    assert [name.split(".")[-2:] for name in changed] == [["token_embedding", "learned"]]
+    (name,) = changed
+    rows = before[name.replace("learned", "weight")]
+    tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
+    assert torch.equal(before[name], rows[tokenizer("dog").input_ids[1]])
+    assert load_record(folder)["workload"]["num_trainable_parameters"] == len(before[name])
+
+    assert sdbench(["export", str(folder)]) == 0
+    pipelines = [
+        StableDiffusionPipeline.from_pretrained(place, safety_checker=None)
+        for place in (folder / "model", model)
+    ]
+    ours, loaded = pipelines
+    loaded.load_textual_inversion(str(folder / "model"))
+    states = []
+    for pipeline in (ours, loaded):
+        ids = pipeline.tokenizer("a photo of a <dog>", return_tensors="pt").input_ids
+        assert ids[0, -2] == 49408
+        states.append(pipeline.text_encoder(ids)[0])
+    embedding = loaded.text_encoder.get_input_embeddings().weight
+    assert torch.equal(embedding[49408], after[name])
+    torch.testing.assert_close(*states)
+
+    line = ["--model_name", str(folder / "model"), "--prompts", "a <dog>", "--folder", "drawn"]
+    assert generate.main([*line, "--num_steps", "1"]) == 0
+
+
+def test_a_token_goes_on_and_gets_the_same_losses(model):
+    learn_token(model, "--max_duration", "3ba", "--run_name", "whole")
+    whole = losses(Path("runs/whole"))
+    learn_token(model, "--resume", "auto")
+    assert losses(learn_token(model, "--resume", "auto", "--max_duration", "3ba")) == whole
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--initial_token", "dog"), "--initial_token or --learned_token"),
+        (("--learned_token", "<dog>"), "--initial_token"),
+        ((*TOKEN, "--instance_prompt", "a dog"), "--instance_prompt or --learned_token"),
+        ((*TOKEN, "--train_text_encoder"), "--train_text_encoder or --learned_token"),
+        ((*TOKEN, "--lora_rank", "4"), "--lora_rank or --learned_token"),
+        ((*TOKEN, *CLASS), "--class_remote or --learned_token"),
+        (("--learned_token", "dog", "--initial_token", "cat"), "--learned_token"),
+        (("--learned_token", "<dog>", "--initial_token", "unqtkn"), "--initial_token"),
+    ],
+)
+def test_what_a_token_cannot_be_is_refused(argv, flag, capsys):
+    write_pictures(subject=2, **{"class": 2})
+    line = ["--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>, a dog"]
+    assert train.main([*TINY, *line, *argv]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag

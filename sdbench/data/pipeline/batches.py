@@ -233,7 +233,9 @@ class ImageBatchReader(SampleBatchReader):
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         super().__init__(samples, config=config)
         self._tokenizer = CaptionTokenizer(
-            folder=config.tokenizer_folder, pad_token_id=config.pad_token_id
+            folder=config.tokenizer_folder,
+            pad_token_id=config.pad_token_id,
+            new_token=config.new_token,
         )
         self._captions: list[str] = []
 

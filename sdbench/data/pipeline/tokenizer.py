@@ -29,19 +29,37 @@ EOS_TOKEN = "<|endoftext|>"
 class CaptionTokenizer:
     """A callable that turns captions into 77 token ids each: bos, the caption, eos, padding."""
 
-    def __init__(self, *, folder: Path | None = None, pad_token_id: int) -> None:
+    def __init__(
+        self, *, folder: Path | None = None, pad_token_id: int, new_token: str | None = None
+    ) -> None:
         """Load the tokenizer.
 
         Args:
             folder: A folder with ``vocab.json`` and ``merges.txt``, or ``tokenizer.json``; None
                 for the vocabulary that we carry.
             pad_token_id: What follows eos. SD 2 pads with "!", id 0; SD 1 with eos, id 49407.
+            new_token: A word that becomes one token, behind the last of the vocabulary.
         """
         self.pad_token_id = pad_token_id
         if folder is None:
             self._tokenizer = load_carried_tokenizer()
         else:
             self._tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+        if new_token is not None:
+            self._tokenizer = copy.deepcopy(self._tokenizer)
+            self._tokenizer.add_tokens([new_token])
+
+    def read_word(self, word: str) -> list[int]:
+        """The tokens of a word."""
+        return self._tokenizer(word, add_special_tokens=False)["input_ids"]
+
+    def __contains__(self, token: str) -> bool:
+        """Whether a word is one of the tokens as they are."""
+        return token in self._tokenizer.get_vocab()
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
         """Tokenize the captions of a batch.

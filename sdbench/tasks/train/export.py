@@ -114,6 +114,8 @@ def export_run(
 ) -> Path:
     """Write the model of a checkpoint for diffusers; LoRA is added to its weights.
 
+    A learned token is one of tokenizer and text encoder, and in a file of its own besides.
+
     Args:
         run: Folder of a run, whose newest checkpoint is taken, or of a checkpoint.
         folder: New or empty; None: `MODEL_NAME` in the folder of the run.
@@ -131,6 +133,7 @@ def export_run(
         ConfigError: As `main`.
     """
     from sdbench.models.export import export
+    from sdbench.models.learned_token import append_row, is_learned_row
     from sdbench.models.lora import Lora, is_lora, merge_lora
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.prompts import make_tokenizer
@@ -152,6 +155,11 @@ def export_run(
         lora=lora,
         objective=make_objective(config),
     )
+    learned = {}
+    if config.learned_token is not None:
+        (name,) = filter(is_learned_row, weights)
+        learned[config.learned_token] = weights.pop(name)
+        append_row(model.text_encoder, learned[config.learned_token])
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
     random_parts = ", ".join(
         part for part in architecture.random_parts if part not in trained_or_kept
@@ -168,10 +176,11 @@ def export_run(
         model,
         folder,
         trained=weights,
-        tokenizer=make_tokenizer(architecture).for_diffusers(),
+        tokenizer=make_tokenizer(architecture, new_token=config.learned_token).for_diffusers(),
         dtype=dtype,
         sampler=sampler,
         card=_make_card(trained, sampler=sampler, random_parts=random_parts or "none"),
+        learned=learned,
     )
     return folder
 

@@ -216,7 +216,7 @@ def _drawing_options(plan: Plan) -> dict[str, Any]:
     config: Any = plan.config
     return {
         "seed": config.seed,
-        "tokenize": make_tokenizer(plan.architecture),
+        "tokenize": make_tokenizer(plan.architecture, new_token=config.learned_token),
         "settings": DrawingSettings(
             image_size=config.image_size,
             num_steps=config.sample_steps,

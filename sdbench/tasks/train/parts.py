@@ -62,8 +62,9 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
     config: Any = plan.config
     if config.train == "vae":  # there is no other part
         return None
-    # The weights beside LoRA stay as they are.
-    trained = () if config.lora_rank is not None else config.trained_parts
+    # The weights beside LoRA or a learned token stay as they are.
+    is_beside = config.lora_rank is not None or config.learned_token is not None
+    trained = () if is_beside else config.trained_parts
     # A run on latents has no encoders that another run could give it.
     is_given = [part for part in given if config.step_has_encoders or part == "unet"]
     ours = (*trained, *is_given)

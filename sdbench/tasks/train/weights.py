@@ -13,6 +13,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.models.architecture import Architecture
 from sdbench.models.components import MAKERS
 from sdbench.models.export import AVERAGED_PREFIX, FROZEN_PREFIX, TRAINED_PREFIX, weights_of
+from sdbench.models.learned_token import is_learned_row
 from sdbench.models.lora import is_lora, named_weights
 from sdbench.state.checkpoint import DESCRIPTION_NAME, Checkpoint
 from sdbench.state.checkpoints import find_newest, tell_of_passed_over
@@ -51,9 +52,10 @@ def has_averages(checkpoint: Checkpoint) -> bool:
 
 
 def parts_in(checkpoint: Checkpoint) -> set[str]:
-    """The sub-models whose weights `read_weights` reads, and not LoRA alone."""
+    """The sub-models whose weights `read_weights` reads, and not LoRA or a token alone."""
     weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    return {name.partition(".")[0] for name in weights if not is_lora(name)}
+    whole = [name for name in weights if not (is_lora(name) or is_learned_row(name))]
+    return {name.partition(".")[0] for name in whole}
 
 
 def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
@@ -105,9 +107,9 @@ def check_weights(
         ConfigError: No name is the same, a weight has another size, or the checkpoint is of LoRA.
     """
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
-    if any(map(is_lora, there)):
+    if any(is_lora(name) or is_learned_row(name) for name in there):
         raise ConfigError(
-            "the checkpoint has LoRA beside weights that it has not",
+            "the checkpoint has LoRA or a token beside weights that it has not",
             value=str(checkpoint.folder),
             allowed="its export, which has both in one, as --model_name",
             flag="--init_from",
