@@ -11,7 +11,7 @@ from sdbench.plan.speedups import settle
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import PRESETS, SETTINGS, parse_request
 from sdbench.settings.kinds import SWITCH
-from sdbench.settings.setting import ANY_NUMBER, PerDevice
+from sdbench.settings.setting import ANY_NUMBER, NO_OLDER_RECORD, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
 CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")
@@ -74,6 +74,18 @@ REFUSED = [
         H100,
         EIGHT,
         "--master_weights none",
+    ),
+    (
+        ("--master_weights", "fp32", "--precision", "bf16", "--lora_rank", "4"),
+        CPU,
+        ONE,
+        "no --lora_rank",
+    ),
+    (
+        ("--sharding", "full", "--precision", "bf16", "--lora_rank", "4"),
+        H100,
+        EIGHT,
+        "another --precision",
     ),
     (("--ema_impl", "composer", "--engine", "torch"), CPU, ONE, "--engine composer"),
     (("--ema_impl", "composer", "--sharding", "full"), H100, EIGHT, "foreach"),
@@ -138,7 +150,9 @@ def test_a_declaration_speaks_of_values_that_its_setting_takes(name):
     declared = SETTINGS[name]
     values = [value for rule in declared.rules for value in (*rule.values, rule.instead)]
     values += [rung.value for rung in declared.rungs if rung.value != ANY_NUMBER]
-    values += [*declared.presets.values(), declared.default, declared.before]
+    values += [*declared.presets.values(), declared.default]
+    if declared.before is not NO_OLDER_RECORD:
+        values.append(declared.before)
     for value in values:
         of_devices = (value.gpu, value.cpu) if isinstance(value, PerDevice) else (value,)
         for one in of_devices:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.record.configuration import as_key, describe_other_settings, settings_of
+from sdbench.record.configuration import (
+    as_key,
+    describe_model,
+    describe_other_settings,
+    settings_of,
+)
 from sdbench.report.figures import describe_source, device_of
 from sdbench.report.runs import (
     describe_device,
@@ -98,7 +103,7 @@ def _other_settings(record: dict[str, Any]) -> str | None:
 def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> dict[str, Any]:
     first, config = records[0], records[0]["config"]
     settings = {
-        "model": first["workload"]["architecture"],
+        "model": describe_model(first),
         "px": config["image_size"],
         "preset": config["preset"],
         "precision": config["precision"],

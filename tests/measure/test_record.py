@@ -19,6 +19,7 @@ from sdbench.record.provenance import speed_environment
 from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record
 from sdbench.run.outcome import RunRecord, explain
 from sdbench.settings.config import SETTINGS
+from sdbench.settings.setting import NO_OLDER_RECORD
 from tests.machines import make_cpu_machine, make_machine
 from tests.report.test_feed_table import make_config, make_summary
 from tests.schemas import validate
@@ -225,8 +226,10 @@ def test_the_slug_names_hardware():
 def test_a_record_from_before_a_setting_tells_what_it_did(tmp_path):
     (path, *_) = sorted(RESULTS.glob("numerics/*/record.json"))
     record = json.loads(path.read_text())
-    younger = {name: one.before for name, one in SETTINGS.items() if one.before is not None}
-    assert younger["convolution"] == "torch"
+    younger = {
+        name: one.before for name, one in SETTINGS.items() if one.before is not NO_OLDER_RECORD
+    }
+    assert younger["convolution"] == "torch" and younger["lora_rank"] is None
     for name in younger:
         record["config"].pop(name, None)
     (tmp_path / "record.json").write_text(json.dumps(record))
