@@ -165,6 +165,8 @@ def test_a_folder_of_another_job_is_left_alone(tmp_path, change):
     [
         ("--image_size", "100"),
         ("--scheduler", "heun"),
+        ("--lora", "nothing.safetensors"),
+        ("--lora", "nothing.safetensors:nan"),
         ("--dtype", "fp16"),
         ("--model_name", "tinny"),
         ("--num_stepps", "3"),

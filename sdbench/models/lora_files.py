@@ -12,6 +12,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -114,6 +115,8 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
     """Have diffusers put the LoRA of a file beside the weights of sub-models."""
     path = Path(file.path)
     try:
+        with safe_open(path, "pt") as stored:
+            names = list(stored.keys())
         with _few_words():
             tensors, alphas, metadata = StableDiffusionPipeline.lora_state_dict(
                 str(path.parent),
@@ -124,6 +127,8 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
             )
     except Exception as error:  # of any kind, from deep inside
         raise _refusal(f"diffusers cannot read it as LoRA ({_first_line(error)})", file) from None
+    if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
+        raise _refusal("it is DoRA, whose scales diffusers would leave out", file)
     loaders = {
         "unet": StableDiffusionPipeline.load_lora_into_unet,
         "text_encoder": StableDiffusionPipeline.load_lora_into_text_encoder,
@@ -139,7 +144,8 @@ def _load(file: LoraFile, parts: Mapping[str, nn.Module]) -> None:
             with _few_words():
                 loaders[part](tensors, adapter_name=ADAPTER, low_cpu_mem_usage=True, **options)
         except Exception as error:
-            raise _refusal(f"it is LoRA of another model ({_first_line(error)})", file) from None
+            what = f"it is of another model, or damaged ({_first_line(error)})"
+            raise _refusal(what, file) from None
         num_layers = sum(".down." in name or ".lora_A." in name for name in own)
         num_found = len(lora_layers(module))
         if num_found != num_layers:

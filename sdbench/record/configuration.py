@@ -57,6 +57,15 @@ def place_of_encoders(config: Mapping[str, Any]) -> str:
     return BESIDE if config.get("online_preprocessing") else config["latents"]
 
 
+def describe_model(record: Mapping[str, Any]) -> str:
+    """The model of a run of benchmark.py or train.py, and whether LoRA alone is trained of it.
+
+    LoRA is less work and takes less memory, so that its figures are those of another model.
+    """
+    name, rank = record["workload"]["architecture"], record["config"].get("lora_rank")
+    return name if rank is None else f"{name}, LoRA {rank}"
+
+
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
     """Every setting of a training run, and the size of what it ran on.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
-from sdbench.record.configuration import describe_other_settings, place_of_encoders
+from sdbench.record.configuration import describe_model, describe_other_settings, place_of_encoders
 
 COLUMNS = (
     "source",
@@ -94,7 +94,7 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "images_per_step": config["batch_size"],
         "images_per_second_low": interval.get("low"),
         "images_per_second_high": interval.get("high"),
-        "model": record["workload"]["architecture"],
+        "model": describe_model(record),
         "device": machine["device_name"],
         "num_devices": num_devices,
         "num_cpu_cores": machine["num_cpu_cores"],

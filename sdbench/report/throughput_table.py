@@ -11,6 +11,7 @@ from typing import Any
 
 from sdbench.record.configuration import (
     as_key,
+    describe_model,
     describe_other_settings,
     place_of_encoders,
     settings_of,
@@ -103,7 +104,7 @@ def _other_settings(record: dict[str, Any]) -> str | None:
 def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> dict[str, Any]:
     first, config = records[0], records[0]["config"]
     settings = {
-        "model": first["workload"]["architecture"],
+        "model": describe_model(first),
         "px": config["image_size"],
         "preset": config["preset"],
         "precision": config["precision"],

@@ -405,15 +405,23 @@ def slow_items(getitem, sleep):
     return slowed
 
 
-@pytest.mark.parametrize("work", [(), ("--task", "dreambooth", "--train_text_encoder")])
-def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, launched, work):
+@pytest.mark.parametrize(
+    "what",
+    [
+        (),
+        ("--lora_rank", "4", "--lr", "0.01"),
+        ("--task", "dreambooth", "--train_text_encoder"),
+    ],
+    ids=["all", "lora", "dreambooth"],
+)
+def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, launched, what):
     argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
     argv += ["--batch_size", "4", "--device_train_microbatch_size", "2", "--no_measure_peak"]
     argv += ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
     losses = {}
     for engine in ENGINES:
         folder = tmp_path / engine
-        assert benchmark.main([*argv, *work, "--engine", engine, "--results_dir", str(folder)]) == 0
+        assert benchmark.main([*argv, *what, "--engine", engine, "--results_dir", str(folder)]) == 0
         (path,) = folder.glob("*/record.json")
         assert load_record(path)["config"]["engine"] == engine
         rows = path.with_name("steps.csv").read_text().splitlines()

@@ -14,11 +14,12 @@ from sdbench.settings.setting import GPU
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("what", [(), ("--lora_rank", "4")], ids=["all", "lora"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_fp16", "amp_bf16", "bf16"])
-def test_the_tiny_model_trains_in_every_precision(tmp_path, precision):
+def test_the_tiny_model_trains_in_every_precision(tmp_path, precision, what):
     argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--use_ema"]
     argv += ["--batch_size", "8", "--device_train_microbatch_size", "4", "--precision", precision]
-    assert benchmark.main([*argv, "--results_dir", str(tmp_path)]) == 0
+    assert benchmark.main([*argv, *what, "--results_dir", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/record.json")
     summary = load_record(path)["summary"]
     assert summary["images_per_second"] > 0

@@ -29,6 +29,12 @@ def test_what_a_user_chose_beyond_the_columns_is_a_column():
     assert (row["num_cpu_cores"], row["num_nodes"]) == (2, 1)
 
 
+def test_a_model_of_which_lora_alone_is_trained_is_another_model():
+    whole = make_row(make_record())["model"]
+    assert make_row(make_record(config__lora_rank=None))["model"] == whole
+    assert make_row(make_record(config__lora_rank=4))["model"] == f"{whole}, LoRA 4"
+
+
 def test_flags_power_and_energy_are_columns():
     gpu = {"power_w": 650.0, "energy_j": 40960.0}
     record = make_gpu_record(

@@ -32,6 +32,7 @@ RECIPE = (
     "--log_every_batches",
     "1",
 )
+LORA = ("--lora_rank", "4", "--precision", "fp32")
 # 49 samples are three batches of 16: steps 3 and 6 end an epoch.
 NUM_STEPS = 7
 
@@ -125,15 +126,16 @@ def sharded():
     """Engine and sharding of a run of two ranks."""
     for each in itertools.product(ENGINES, ("none", "zero1", "full")):
         is_quick = each in {("torch", "full"), ("composer", "none"), ("ray", "full")}
-        yield pytest.param(*each, marks=() if is_quick else pytest.mark.slow)
+        yield pytest.param(*each, (), marks=() if is_quick else pytest.mark.slow)
+    yield pytest.param("torch", "full", LORA, id="lora")
 
 
-@pytest.mark.parametrize(("engine", "sharding"), sharded())
-def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding):
+@pytest.mark.parametrize(("engine", "sharding", "what"), sharded())
+def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what):
     # Here, and not once in each rank.
     load_engine(engine)
     importlib.import_module("sdbench.tasks.train.looks")
-    argv = ("--use_synth_data", "--engine", engine, "--sharding", sharding)
+    argv = ("--use_synth_data", *what, "--engine", engine, "--sharding", sharding)
     for name, num_steps, resume in (
         ("whole", 3, "never"),
         ("parts", 2, "never"),
@@ -144,7 +146,7 @@ def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding):
             codes = exit_codes(ranks, timeout_s=240)
             assert codes == [0, 0], [log_of(tmp_path, rank).read_text() for rank in range(2)]
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
-    alone = ("--use_synth_data", "--engine", "torch", "--resume", "auto")
+    alone = ("--use_synth_data", *what, "--engine", "torch", "--resume", "auto")
     assert run(tmp_path, "parts", 4, *alone) == 0
     assert len(losses(tmp_path, "parts")) == 4
 
@@ -200,6 +202,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, capsys):
     assert (refusal.flag, refusal.value) == ("--run_name or --resume", str(tmp_path / "one"))
     for flag, value in (
         ("--seed", 18),
+        ("--lora_rank", 4),
         ("--weights_seed", 1),
         ("--random_weights", True),
         ("--prediction_type", "v_prediction"),

@@ -20,6 +20,7 @@ from tests.refusals import printed_refusal
 MINI = ("--model_name", "mini", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 MINI += ("--precision", "fp32", "--encoder_dtype", "fp32", "--log_every_batches", "1")
 VAE, TEXT = ("--train", "vae"), ("--train_text_encoder",)
+LORA = (*TEXT, "--lora_rank", "4")
 
 
 def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
@@ -49,7 +50,7 @@ def is_same(one: dict, other: dict) -> bool:
 
 
 @pytest.mark.parametrize("engine", ["torch", "composer"])
-@pytest.mark.parametrize("part", [VAE, TEXT])
+@pytest.mark.parametrize("part", [VAE, TEXT, LORA])
 def test_resumed_bit_for_bit(tmp_path, part, engine):
     argv = (*part, "--engine", engine, "--use_ema", "--clip_norm", "1")
     whole = run("whole", 4, *argv)
@@ -58,7 +59,7 @@ def test_resumed_bit_for_bit(tmp_path, part, engine):
     assert losses(parts) == losses(whole) and len(set(losses(whole))) == 4
 
 
-@pytest.mark.parametrize("part", [(), VAE, TEXT])
+@pytest.mark.parametrize("part", [(), VAE, TEXT, LORA])
 def test_the_memory_estimate_is_of_what_is_kept(part):
     folder = run("one", 1, *part, "--use_ema")
     saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()

@@ -1,0 +1,220 @@
+"""LoRA beside frozen weights: what it computes, what it is drawn from, and its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.components import make_text_encoder, make_unet
+from sdbench.models.drawing import make_sampler
+from sdbench.models.flops import count_flops
+from sdbench.models.lora import Lora, add_lora, is_lora
+from sdbench.models.lora_files import WRITERS, check_lora_files, fuse_lora_files, lora_weights
+from sdbench.models.stable_diffusion import StableDiffusion, build_stable_diffusion
+from sdbench.models.weights import Weights
+from sdbench.settings.lora import LoraFile
+from tests.refusals import refused
+
+TINY, _ = resolve_architecture("tiny")
+UNET_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+LORA = Lora(
+    rank=4,
+    alpha=6.0,
+    layers=(("unet", UNET_LAYERS), ("text_encoder", ("q_proj", "k_proj", "v_proj", "out_proj"))),
+)
+IDS = torch.tensor([[49406, *range(300, 375), 49407]])
+
+
+def build(lora: Lora | None = None) -> StableDiffusion:
+    return build_stable_diffusion(
+        TINY,
+        seed=3,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="eager",
+        trained=("unet", "text_encoder"),
+        lora=lora,
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def trained() -> StableDiffusion:
+    """As training leaves it: B is not zero any more."""
+    model, generator = build(LORA), torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+@torch.no_grad()
+def outputs(unet, text_encoder) -> torch.Tensor:
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5))
+    return unet(latents, torch.tensor([500]), text_encoder(IDS)[0]).sample
+
+
+@pytest.fixture(params=WRITERS)
+def file(request, trained, tmp_path) -> LoraFile:
+    """A file in each format."""
+    stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
+    path = tmp_path / "lora.safetensors"
+    WRITERS[request.param](lora_weights(stored, LORA), path, lora=LORA)
+    return LoraFile(str(path))
+
+
+def test_it_begins_as_the_model_and_draws_nothing_of_the_callers() -> None:
+    state = torch.get_rng_state()
+    plain, with_lora = build(), build(LORA)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(
+        outputs(with_lora.unet, with_lora.text_encoder), outputs(plain.unet, plain.text_encoder)
+    )
+    free = [name for name, weight in with_lora.named_parameters() if weight.requires_grad]
+    assert free and all(map(is_lora, free))
+
+
+def test_it_is_in_fp32_and_the_same_beside_weights_of_any_type() -> None:
+    drawn = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        unet = make_unet(TINY, weights=Weights(seed=1, dtype=dtype))
+        add_lora(unet, rank=4, alpha=4.0, layers=UNET_LAYERS, seed=3)
+        assert unet.dtype == dtype
+        latents = torch.zeros(1, 4, 8, 8, dtype=dtype)
+        states = torch.zeros(1, 77, TINY.unet["cross_attention_dim"], dtype=dtype)
+        assert unet(latents, torch.tensor([5]), states).sample.dtype == dtype
+        drawn[dtype] = {n: w.detach() for n, w in unet.named_parameters() if w.requires_grad}
+    fp32, beside_bf16 = drawn.values()
+    assert fp32.keys() == beside_bf16.keys()
+    assert all(torch.equal(fp32[name], beside_bf16[name]) for name in fp32)
+    # As peft draws it: uniform up to 1 / sqrt(width).
+    first = fp32["mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.default.weight"]
+    limit = first.shape[1] ** -0.5
+    assert 0.9 * limit < first.abs().max() <= limit
+
+
+@pytest.mark.parametrize("layer", ["nope", "conv1", "o_q"])
+def test_a_name_of_no_linear_layer_is_refused(layer) -> None:
+    with refused("--lora_layers", value=layer):
+        add_lora(make_unet(TINY), rank=4, alpha=4.0, layers=("to_q", layer), seed=None)
+
+
+def test_the_flops_are_those_of_a_step() -> None:
+    model = build(LORA)
+    batch = {"latent": torch.zeros(1, 4, 8, 8), "input_ids": IDS}
+    with FlopCounterMode(display=False) as counter:
+        model.loss(*model(batch)).backward()
+    counted = count_flops(TINY, image_size=64, trained=("unet", "text_encoder"), lora=LORA)
+    assert counted.unet_forward_backward + counted.text_encode == counter.get_total_flops()
+
+
+def test_diffusers_loads_a_file_and_computes_what_was_trained(trained, file) -> None:
+    plain = build()
+    pipeline = StableDiffusionPipeline(
+        unet=plain.unet,
+        text_encoder=plain.text_encoder,
+        scheduler=make_sampler("ddim", TINY.scheduler),
+        vae=None,
+        tokenizer=None,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    before = outputs(plain.unet, plain.text_encoder)
+    path = Path(file.path)
+    pipeline.load_lora_weights(path.parent, weight_name=path.name)
+    expected = outputs(trained.unet, trained.text_encoder)
+    torch.testing.assert_close(outputs(pipeline.unet, pipeline.text_encoder), expected)
+    assert (before - expected).abs().max() > 0.01
+
+
+def added_by_hand(weights: dict, trained: StableDiffusion) -> dict:
+    """The weights of a model with alpha / rank B A of what was trained added to them."""
+    of = weights_of(trained)
+    total = {}
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if (down := of.get(f"{layer}.lora_A.default.weight")) is not None:
+            weight = weight + 6.0 / 4 * of[f"{layer}.lora_B.default.weight"] @ down
+        total[name] = weight
+    return total
+
+
+def test_a_file_is_added_to_the_weights_by_its_share_and_files_add_up(trained, file) -> None:
+    plain = weights_of(build())
+    whole = added_by_hand(plain, trained)
+    num_changed = sum(not torch.equal(whole[name], plain[name]) for name in plain)
+    assert num_changed == 80 + 8
+    for shares in ((1.0,), (0.5,), (0.25, 0.5), (-1.0,)):
+        model = build()
+        fuse_lora_files(model, [LoraFile(file.path, share) for share in shares])
+        fused = weights_of(model)
+        assert fused.keys() == plain.keys()
+        for name, weight in plain.items():
+            expected = weight + sum(shares) * (whole[name] - weight)
+            torch.testing.assert_close(fused[name], expected, msg=name)
+
+
+def test_a_reader_of_kohyas_names_finds_every_layer(trained, tmp_path) -> None:
+    stored = {name: weight for name, weight in weights_of(trained).items() if is_lora(name)}
+    WRITERS["kohya"](lora_weights(stored, LORA), tmp_path / "one.safetensors", lora=LORA)
+    tensors = load_file(tmp_path / "one.safetensors")
+    model = build()
+    for prefix, part in (("lora_unet", model.unet), ("lora_te", model.text_encoder)):
+        for name, layer in part.named_modules():
+            key = f"{prefix}_{name.replace('.', '_')}"
+            if f"{key}.lora_down.weight" in tensors:
+                up, down = (tensors.pop(f"{key}.lora_{way}.weight") for way in ("up", "down"))
+                layer.weight.data += tensors.pop(f"{key}.alpha") / len(down) * up @ down
+    assert not tensors
+    expected = added_by_hand(weights_of(build()), trained)
+    for name, weight in weights_of(model).items():
+        torch.testing.assert_close(weight, expected[name], msg=name)
+
+
+def test_a_file_that_is_no_lora_of_the_model_is_refused(file, tmp_path) -> None:
+    check_lora_files([file], TINY)
+    mini, _ = resolve_architecture("mini")
+    with refused("--lora", value=file.path):
+        check_lora_files([file], mini)
+    tensors, metadata = load_file(file.path), {"format": "pt"}
+    # A layer that the model has not: diffusers would leave it out.
+    more = {
+        re.sub("(up_blocks.)3", r"\g<1>9", name): tensor.clone() for name, tensor in tensors.items()
+    }
+    assert more.keys() != tensors.keys()
+    for name, content in (
+        ("missing", None),
+        ("text", b"no safetensors"),
+        ("weights", {"conv_in.weight": torch.zeros(1)}),
+        ("empty", {}),
+        ("more", tensors | more),
+        ("dora", tensors | {"lora_unet_conv_in.dora_scale": torch.ones(1)}),
+        ("half", {name: tensor for name, tensor in tensors.items() if "up.weight" not in name}),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            save_file(content, path, metadata=metadata)
+        with refused("--lora", value=str(path)):
+            check_lora_files([LoraFile(str(path))], TINY)
+
+
+def test_a_text_encoder_has_lora_too() -> None:
+    text_encoder = make_text_encoder(TINY, weights=Weights(seed=1))
+    add_lora(text_encoder, rank=2, alpha=2.0, layers=("fc1",), seed=4)
+    free = [name for name, weight in text_encoder.named_parameters() if weight.requires_grad]
+    assert free and all(".fc1.lora_" in name for name in free)

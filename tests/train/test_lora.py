@@ -1,0 +1,170 @@
+"""train.py with --lora_rank, its exports, and generate.py with --lora."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import benchmark
+import generate
+import train
+from sdbench.cli import main as sdbench
+from sdbench.models.architecture import resolve_architecture
+from sdbench.models.lora import is_lora
+from sdbench.models.stable_diffusion import build_stable_diffusion
+from sdbench.state.checkpoint import Checkpoint
+from sdbench.tasks.train.weights import read_weights
+from tests.refusals import printed_refusal, refusal_of
+
+TINY = ("--model_name", "tiny", "--use_synth_data")
+RECIPE = ("--batch_size", "4", "--engine", "torch", "--precision", "fp32", "--lr", "0.01")
+LORA = ("--lora_rank", "4", "--lora_alpha", "6", "--train_text_encoder")
+# Of train.py, and so of the random weights; generate.py draws the same ones by it.
+SEED = 17
+PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
+PARTS["text_encoder"] = "model"
+
+
+def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
+    """Train in this process, and return the folder of the run."""
+    place = ("--results_dir", results, "--run_name", name, "--max_duration", f"{num_steps}ba")
+    assert train.main([*map(str, (*TINY, *RECIPE, *place, *argv))]) == 0
+    return results / name
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's model for diffusers."""
+    model = folder / "model"
+    assert sdbench(["export", str(folder)]) == 0
+    return {
+        f"{part}.{name}": weight
+        for part, file in PARTS.items()
+        for name, weight in load_file(model / part / f"{file}.safetensors").items()
+    }
+
+
+def picture(folder: Path, *argv: object) -> bytes:
+    """What generate.py draws."""
+    options = ("--prompts", "a cat", "--num_steps", 2, "--seed", SEED, "--folder", folder)
+    assert generate.main([*map(str, (*options, *argv))]) == 0
+    return (folder / "pictures" / "00000.png").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run of LoRA."""
+    return run(tmp_path_factory.mktemp("lora"), "dog", 3, *LORA)
+
+
+@pytest.fixture(scope="module")
+def merged(folder):
+    """The weights of its export."""
+    return exported(folder)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """The weights beside which it was trained."""
+    model = build_stable_diffusion(
+        resolve_architecture("tiny")[0],
+        seed=SEED,
+        precision="fp32",
+        encoder_dtype="fp32",
+        memory_format="contiguous",
+        attention="sdpa",
+    )
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(
+    folder, merged, drawn
+):
+    checkpoint = Checkpoint.open(folder / "checkpoints" / "step_00000003")
+    names = [name for name in checkpoint.tensors() if not name.startswith("random.")]
+    assert names and all(map(is_lora, names))
+    lora = read_weights(checkpoint, use_ema=False)
+    num_changed = 0
+    for name, weight in merged.items():
+        layer, expected = name.removesuffix(".weight"), drawn[name]
+        if (down := lora.get(f"{layer}.lora_A.default.weight")) is None:
+            assert torch.equal(weight, expected), name
+            continue
+        change = 6 / 4 * lora[f"{layer}.lora_B.default.weight"] @ down
+        torch.testing.assert_close(weight, expected + change, msg=name)
+        num_changed += int(change.abs().max() > 1e-3)
+    assert num_changed == len(lora) / 2 == 80 + 8
+
+
+def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path, capsys):
+    expected = picture(tmp_path / "merged", "--model_name", folder / "model")
+    plain = picture(tmp_path / "plain", "--model_name", "tiny")
+    assert plain != expected
+    for form, name in (("diffusers", "pytorch_lora_weights"), ("kohya", "dog")):
+        place = tmp_path / form
+        assert sdbench(["export", str(folder), "--lora", form, "--folder", str(place)]) == 0
+        file = place / f"{name}.safetensors"
+        with_file = ("--model_name", "tiny", "--lora", file)
+        out = tmp_path / f"out-{form}"
+        assert picture(out, *with_file) == expected
+        assert picture(tmp_path / f"none-{form}", *with_file[:-1], f"{file}:0") == plain
+        assert f'weight_name="{file.name}"' in (place / "README.md").read_text()
+    # The same file again is the same job, another share of it is not.
+    assert picture(out, *with_file) == expected
+    capsys.readouterr()
+    half = (*with_file[:-1], f"{file}:0.5")
+    options = ("--prompts", "a cat", "--num_steps", 2, "--seed", SEED, "--folder", out)
+    assert generate.main([*map(str, (*options, *half))]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert refusal.flag == "--folder" and "lora" in refusal.what
+    assert (out / "pictures" / "00000.png").read_bytes() == expected
+
+
+def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
+    first = run(tmp_path, "first", 2)
+    refusal = refusal_of("export", first, "--lora", "kohya")
+    assert (refusal.flag, refusal.value) == ("--lora", "kohya")
+    trained = exported(first)
+    # B stays 0 but for 1e-30, which no weight feels.
+    argv = ("--lora_rank", 2, "--init_from", first, "--lr", "1e-30", "--resume", "auto")
+    run(tmp_path, "second", 1, *argv)
+    second = exported(run(tmp_path, "second", 2, *argv))
+    assert trained.keys() == second.keys()
+    assert all(torch.equal(trained[name], weight) for name, weight in second.items())
+
+
+@pytest.mark.parametrize(
+    ("flag", "argv"),
+    [
+        ("--lora_alpha or --lora_rank", ("--lora_alpha", "2")),
+        ("--lora_layers", ("--lora_rank", "4", "--lora_layers", "to_q,nope")),
+        (
+            "--lora_text_encoder_layers",
+            (*LORA, "--lora_text_encoder_layers", "self_attn"),
+        ),
+        (
+            "--lora_text_encoder_layers or --train_text_encoder",
+            ("--lora_rank", "4", "--lora_text_encoder_layers", "fc1"),
+        ),
+        ("--lora_rank", ("--lora_rank", "4", "--train", "vae")),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, tmp_path, capsys):
+    place = ("--results_dir", str(tmp_path / "runs"), "--run_name", "one")
+    assert train.main([*TINY, *RECIPE, *place, "--max_duration", "1ba", *argv]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == flag
+    assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_lora_without_its_weights_begins_no_other_run(folder, tmp_path, capsys):
+    argv = ("--init_from", str(folder), "--results_dir", str(tmp_path), "--max_duration", "1ba")
+    assert train.main([*TINY, *RECIPE, *argv]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "--init_from"
+
+
+def test_a_measurement_refuses_layers_of_no_lora(tmp_path, capsys):
+    argv = ("--lora_layers", "to_q", "--results_dir", str(tmp_path))
+    assert benchmark.main([*TINY, *argv]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "--lora_layers or --lora_rank"
