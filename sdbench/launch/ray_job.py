@@ -168,6 +168,7 @@ class _Driver:
         self._config = config
         self._trainer = trainer
         self._heard = Heard("", 0, None)
+        self._collecting: Any = None  # what was asked of the desk and is not answered yet
         self._head_seen_s = self._looked_for_head_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
@@ -210,11 +211,15 @@ class _Driver:
         """Print what the ranks have printed; False if the desk is gone, and the cluster with it."""
         import ray
 
+        self._collecting = self._collecting or self._desk.collect.remote()
         try:
-            heard = ray.get(self._desk.collect.remote(), timeout=stop.PATIENCE_S)
-        except (ray.exceptions.RayError, ConnectionError, TimeoutError) as error:
+            heard = ray.get(self._collecting, timeout=stop.PATIENCE_S)
+        except ray.exceptions.GetTimeoutError:
+            return True  # a busy machine, or a lost head, which is looked for as well
+        except (ray.exceptions.RayError, ConnectionError) as error:
             self._error = self._error or error
             return False
+        self._collecting = None
         if heard.num_starts > max(self._heard.num_starts, 1):
             print(f"Ray has started the ranks again, time {heard.num_starts - 1}.", flush=True)
         self._heard = heard
