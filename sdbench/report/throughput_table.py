@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdbench.record.configuration import as_key, describe_other_settings, settings_of
+from sdbench.record.configuration import (
+    as_key,
+    describe_other_settings,
+    place_of_encoders,
+    settings_of,
+)
 from sdbench.report.figures import describe_source, device_of
 from sdbench.report.runs import (
     describe_device,
@@ -45,7 +50,7 @@ def make_tables(
     for runs, scaling in zip(groups, scalings, strict=True):
         config = runs[0]["config"]
         row = _measured_row(runs, scaling=scaling)
-        rows.setdefault((config["image_size"], config["latents"]), []).append(row)
+        rows.setdefault((config["image_size"], place_of_encoders(config)), []).append(row)
     for figure in figures:
         if figure.get("images_per_second") is not None:
             key = (figure.get("image_size"), figure.get("latents"))
@@ -101,6 +106,7 @@ def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> 
         "model": first["workload"]["architecture"],
         "px": config["image_size"],
         "preset": config["preset"],
+        "engine": config["engine"],
         "precision": config["precision"],
         "EMA": config["use_ema"],
         "global batch": config["batch_size"],
@@ -152,6 +158,7 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
         "model": figure.get("model"),
         "px": figure.get("image_size"),
         "preset": figure.get("preset"),
+        "engine": figure.get("engine"),
         "precision": figure.get("precision"),
         "EMA": figure.get("ema"),
         "global batch": figure.get("global_batch"),
