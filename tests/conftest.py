@@ -73,6 +73,13 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's place for the single rank, or --engine ray would start a Ray cluster."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
 def picture_folder(tmp_path: Path) -> Path:
     """A folder of ten pictures of different shapes, each with a caption in a text file."""
     from PIL import Image

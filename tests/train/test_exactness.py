@@ -55,18 +55,12 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
         return [(row["step"], row["loss"], row["learning_rate"]) for row in csv.DictReader(file)]
 
 
+pytestmark = pytest.mark.usefixtures("launched")
 FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
 # The others are marked slow: all engines read data in the same way.
 QUICK = {("torch", 0, "synthetic"), ("torch", 0, "parquet"), ("torch", 0, "folder")}
 QUICK |= {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 2, "mds")}
 QUICK |= {("ray", 2, "parquet")}
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch):
-    """A launcher's place for the single rank, or --engine ray would start a Ray cluster."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-        monkeypatch.setenv(name, str(value))
 
 
 def combinations():
