@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {name}", flush=True)
     text = format_report(records, flags=arguments.flags)
     print(f"\n{text}")
-    arguments.output.write_text(text, encoding="utf-8")
+    arguments.output.write_text(f"{text.strip()}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
