@@ -31,12 +31,13 @@ from sdbench.record import store
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
 
-# From one visit of the driver to the desk to the next.
-PERIOD_S = 0.2
+# From one visit of the driver to the desk to the next. Every 0.2 s, the visits of driver and rank
+# took 2 % of a core.
+PERIOD_S = 1.0
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
 # A rank that has failed first writes the record.
-WRITTEN_WITHIN_S = 3.0
+WRITTEN_WITHIN_S, WRITTEN_PERIOD_S = 3.0, 0.2
 # From one look for the head of the cluster to the next.
 HEAD_PERIOD_S = 5.0
 # A head may be started again meanwhile. After 60 s Ray would end this process, and give no reason.
@@ -168,6 +169,7 @@ class _Driver:
         self._config = config
         self._trainer = trainer
         self._heard = Heard("", 0, None)
+        self._collecting: Any = None  # what was asked of the desk and is not answered yet
         self._head_seen_s = self._looked_for_head_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
@@ -210,11 +212,15 @@ class _Driver:
         """Print what the ranks have printed; False if the desk is gone, and the cluster with it."""
         import ray
 
+        self._collecting = self._collecting or self._desk.collect.remote()
         try:
-            heard = ray.get(self._desk.collect.remote(), timeout=stop.PATIENCE_S)
-        except (ray.exceptions.RayError, ConnectionError, TimeoutError) as error:
+            heard = ray.get(self._collecting, timeout=stop.PATIENCE_S)
+        except ray.exceptions.GetTimeoutError:
+            return True  # a busy machine, or a lost head, which is looked for as well
+        except (ray.exceptions.RayError, ConnectionError) as error:
             self._error = self._error or error
             return False
+        self._collecting = None
         if heard.num_starts > max(self._heard.num_starts, 1):
             print(f"Ray has started the ranks again, time {heard.num_starts - 1}.", flush=True)
         self._heard = heard
@@ -283,7 +289,7 @@ class _Driver:
         while content["reason"] == store.UNFINISHED_REASON and not is_first:
             if time.monotonic() > end_s:
                 break  # the rank that was to write the record is dead
-            time.sleep(PERIOD_S)
+            time.sleep(WRITTEN_PERIOD_S)
             content = store.load_record(folder / store.RECORD_NAME)
         if content["reason"] not in (None, store.UNFINISHED_REASON):
             status, reason = content["status"], f"{reason}; {content['reason']}"

@@ -14,7 +14,7 @@ from sdbench.base.errors import EXIT_FAILED
 from sdbench.ranks.ray_cluster import RAY_LAUNCH_S, RAY_RESTARTS
 
 # From one visit to the desk to the next.
-PERIOD_S = 0.2
+PERIOD_S = 1.0
 
 
 class RankFailedError(Exception):

@@ -72,6 +72,8 @@ def connect(address: str | None) -> None:
     if where is None:
         # Started ahead, a process for each CPU would keep two cores busy for seconds.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        # Ray's own is 15: all else on this machine, Ray's other processes too, would go first.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # Here a CPU of Ray is a place for a process, not a core: ranks, decoders and encoders share
         # the cores that there are.
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}

@@ -90,6 +90,17 @@ def test_what_the_user_chose_beyond_the_columns_is_told():
     assert cells(table)["other settings"] == "attention math, num_workers 0, data_format mds"
 
 
+def test_engines_are_told_apart():
+    (table,) = make_tables([make_record(config__engine=name) for name in ("torch", "ray")])
+    assert [cells(table, row=row)["engine"] for row in range(2)] == ["torch", "ray"]
+
+
+def test_encoders_beside_the_training_have_a_table_of_their_own():
+    beside = make_record(config__engine="ray", config__online_preprocessing=True)
+    in_step, beside_table = make_tables([make_record(), beside])
+    assert (in_step.name, beside_table.name) == ("256px-online", "256px-beside")
+
+
 def test_strong_and_weak_scaling_are_told_apart():
     def run(num_devices, batch_size, **changes):
         changes |= {"ranks__world_size": num_devices, "ranks__num_nodes": num_devices}

@@ -56,14 +56,12 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
         return [(row["step"], row["loss"], row["learning_rate"]) for row in csv.DictReader(file)]
 
 
+pytestmark = pytest.mark.usefixtures("launched")
 FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
 # The others are marked slow: all engines read data in the same way.
 QUICK = {("torch", 0, "synthetic"), ("torch", 0, "parquet"), ("torch", 0, "folder")}
 QUICK |= {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 2, "mds")}
 QUICK |= {("ray", 2, "parquet"), ("torch", 0, "subject")}
-
-
-pytestmark = pytest.mark.usefixtures("launched")
 
 
 def combinations():
