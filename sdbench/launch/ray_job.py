@@ -25,15 +25,12 @@ import psutil
 from sdbench.base import stop
 from sdbench.base.cause import LOST, report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError
-from sdbench.launch.ray_worker import Rank, RankFailedError
+from sdbench.launch.ray_worker import PERIOD_S, Rank, RankFailedError
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
 from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
 
-# From one visit of the driver to the desk to the next. Every 0.2 s, the visits of driver and rank
-# took 2 % of a core.
-PERIOD_S = 1.0
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
 # A rank that has failed first writes the record.

@@ -13,7 +13,8 @@ from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
 from sdbench.ranks.ray_cluster import RAY_LAUNCH_S, RAY_RESTARTS
 
-# From one visit to the desk to the next.
+# From one visit to the desk to the next, of the driver and of each rank. A visit takes time of four
+# processes, which on two cores is the training's.
 PERIOD_S = 1.0
 
 

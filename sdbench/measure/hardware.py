@@ -73,6 +73,19 @@ class Machine:
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
 
+    def fast_dtype(self, device_type: str, *, on_ray: bool) -> str:
+        """The shortest type in which encoders are known to be fast.
+
+        Args:
+            device_type: What they run on: cpu or cuda.
+            on_ray: Whether that may be on other machines of a cluster. What their GPUs can do is
+                not known here, but all have fp16; their CPUs are taken to be like this one's.
+        """
+        is_known = device_type == self.device_type and not (on_ray and device_type == "cuda")
+        if is_known and self.has_fast_bf16:
+            return "bf16"
+        return "fp16" if device_type == "cuda" else "fp32"
+
     def peak_tflops(self, precision: str) -> float | None:
         """Peak rate of dense matrix products on one device.
 

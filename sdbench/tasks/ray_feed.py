@@ -88,16 +88,12 @@ def check(request: Request, ranks: Ranks) -> None:
 
 
 def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
-    """The type that encoders are fast in.
-
-    What GPUs of other machines can do is not known here; all of them have fp16.
-    """
+    """The type that encoders are fast in."""
     from sdbench.tasks.encode.ray_stream import encoder_resources
 
     ray_cluster.connect(settings.ray_address)
-    if "GPU" in encoder_resources(settings):
-        return "fp16"
-    return "bf16" if machine.has_fast_bf16 else "fp32"
+    on_gpu = "GPU" in encoder_resources(settings)
+    return machine.fast_dtype("cuda" if on_gpu else "cpu", on_ray=True)
 
 
 def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:

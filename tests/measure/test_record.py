@@ -295,3 +295,20 @@ def test_secrets_of_the_environment_stay_out_of_records_and_logs(tmp_path, monke
     kept = (tmp_path / "stdout.log").read_text()
     assert kept == "refused: <WANDB_API_KEY>\nand <NCCL_AUTH_TOKEN> again\n"
     assert "NCCL_AUTH_TOKEN" not in speed_environment()
+
+
+@pytest.mark.parametrize(
+    ("machine", "device_type", "on_ray", "dtype"),
+    [
+        (make_cpu_machine(), "cpu", False, "bf16"),
+        (make_cpu_machine(), "cpu", True, "bf16"),  # precompute with Ray and without it alike
+        (make_cpu_machine(cpu_flags=()), "cpu", True, "fp32"),
+        (make_cpu_machine(), "cuda", True, "fp16"),  # a GPU elsewhere, of whatever kind
+        (make_machine(), "cuda", False, "bf16"),
+        (make_machine(compute_capability="7.5"), "cuda", False, "fp16"),
+        (make_machine(), "cuda", True, "fp16"),
+        (make_machine(), "cpu", True, "fp32"),
+    ],
+)
+def test_the_type_that_encoders_are_fast_in(machine, device_type, on_ray, dtype):
+    assert machine.fast_dtype(device_type, on_ray=on_ray) == dtype

@@ -290,12 +290,11 @@ def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pre
             allowed="fp32 | bf16",
             flag="--encoder_dtype",
         )
-    # What GPUs of other machines can do is not known here; all of them have fp16.
-    has_fast_bf16 = machine.has_fast_bf16 and flags.engine == TORCH
-    fast_dtype = "bf16" if has_fast_bf16 else "fp16" if on_gpu else "fp32"
     cores_per_rank = machine.num_cpu_cores // ranks.local_world_size
     chosen = {
-        "encoder_dtype": fast_dtype,
+        "encoder_dtype": machine.fast_dtype(
+            "cuda" if on_gpu else "cpu", on_ray=flags.engine == RAY
+        ),
         "batch_size": GPU_BATCH_SIZE if on_gpu else CPU_BATCH_SIZE,
         # Without a GPU the cores are for the encoders.
         "num_workers": min(GPU_NUM_WORKERS, cores_per_rank)
