@@ -236,7 +236,8 @@ def _draw(arguments: Sequence[str], flags: DreamboothFlags, folder: Path) -> tup
             allowed="flags as in a shell",
             flag="--generate_flags",
         ) from None
-    clash = [word for word in users if word.split("=")[0] in {*own, *UNFIT_FLAGS}]
+    taken = {word for word in (*own, *UNFIT_FLAGS) if word.startswith("--")}
+    clash = [word for word in users if word.split("=")[0] in taken]
     if clash:
         raise ConfigError(
             "the command itself says what is drawn and where",

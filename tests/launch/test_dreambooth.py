@@ -192,7 +192,7 @@ def test_what_is_drawn_to_judge_has_no_seed_of_a_class_picture(capsys) -> None:
         (("--dino_network", "none"), "--dino_network"),
         (("--num_rank", "2"), "--num_ranks"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
-        (("--generate_flags", "--tar"), "--generate_flags"),
+        (("--generate_flags=--tar",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),
         (("--", "--max_durations", "2ba"), "--max_duration"),
         (("--", "--lr", "much"), "--lr"),
