@@ -79,7 +79,7 @@ REFUSED = [
         ("--master_weights", "fp32", "--precision", "bf16", "--lora_rank", "4"),
         CPU,
         ONE,
-        "no --lora_rank",
+        "neither --lora_rank nor",
     ),
     (
         ("--sharding", "full", "--precision", "bf16", "--lora_rank", "4"),

@@ -16,7 +16,7 @@ import pytest
 from sdbench.record.store import SCHEMA_FILE, load_record
 
 # What a run of the lean engine on synthetic data has no need of. diffusers itself brings
-# transformers, torchvision and scipy.
+# transformers, torchvision and scipy, and accelerate, which peft requires and which loads boto3.
 NEEDLESS = (
     "composer",
     "streaming",
@@ -26,7 +26,6 @@ NEEDLESS = (
     "matplotlib",
     "webdataset",
     "pyarrow",
-    "boto3",
     "torch._inductor.compile_fx",
 )
 
