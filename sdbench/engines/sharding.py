@@ -62,7 +62,7 @@ def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> Distrib
 
 
 def shard_weights(job: TrainJob, *, sharding: str) -> None:
-    """Shard the trained weights by FSDP2; each rank keeps all frozen ones.
+    """Shard the weights of trained sub-models by FSDP2; each rank keeps those of frozen ones.
 
     Args:
         job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;

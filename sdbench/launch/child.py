@@ -256,6 +256,8 @@ def run_guarded(
         exit_code = process.wait()
     except BaseException:  # Ctrl-C or SIGTERM: no rank may outlive the program
         process.stdin.close()
+        if output is None:
+            print(f"ending the command, which has {grace_s:g} s for it", file=sys.stderr)
         process.wait()
         raise
     finally:

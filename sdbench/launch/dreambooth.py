@@ -33,12 +33,13 @@ from sdbench.launch.child import (
 )
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
-from sdbench.settings.likeness import NETWORK_FILES, PROMPT_SEPARATOR, LikenessSettings
+from sdbench.settings.likeness import PROMPT_SEPARATOR, LikenessSettings, missing_files
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.ray import RAY
 from sdbench.settings.recipe import TrainConfig, parse_request
 from sdbench.settings.request import Request, parse
 from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
@@ -53,7 +54,8 @@ SCENES = ("on the moon", "at the beach", "in a bucket")
 SAMPLE_SEED = 1_000_000
 # Of generate.py: other pictures than the steps behind them look for.
 UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
-# A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s.
+# A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
+# its ranks 30 s of it.
 SAVING_GRACE_S = 120.0
 EPILOG = """\
 examples:
@@ -65,7 +67,9 @@ examples:
 
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
 run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
-moment, the same command goes on; a longer --max_duration behind -- trains on.
+moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
+after/ are then replaced. Exit codes: 0 ok, 2 bad input, 130 Ctrl-C, else that of the step that
+failed.
 """
 
 
@@ -81,12 +85,12 @@ class DreamboothFlags(LikenessSettings):
     )
     model: str = setting(TEXT, REQUIRED, "diffusers folder of the model that learns the subject")
     folder: Path | None = setting(
-        PATH, None, "for all that is made (default: runs/<name of SUBJECT>)"
+        PATH, None, "folder for all results (default: runs/<name of SUBJECT>)"
     )
     prior: bool = setting(
         SWITCH, True, "train on pictures of the class as well, so that the model keeps it"
     )
-    num_class_images: int = setting(POSITIVE, 200, "pictures of the class that are drawn for that")
+    num_class_images: int = setting(POSITIVE, 200, "class pictures to draw for --prior")
     lora_rank: int | None = shared(
         TrainConfig, "lora_rank", help="train LoRA weights of this rank in place of all weights"
     )
@@ -97,13 +101,20 @@ class DreamboothFlags(LikenessSettings):
         TEXT,
         None,
         "what is drawn before and after besides the two prompts; several are separated by "
-        f"{PROMPT_SEPARATOR} (default: the prompt with {', '.join(SCENES)})",
+        f"{PROMPT_SEPARATOR} (default: the prompt followed by each of: {', '.join(SCENES)})",
     )
     num_samples: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
-    num_ranks: int = setting(POSITIVE, 1, "processes that draw and train, each on a GPU of its own")
+    num_ranks: int = setting(
+        POSITIVE,
+        1,
+        "processes that draw and train, each on a GPU of its own; with --engine ray those that "
+        "draw are on this machine and those that train on the cluster",
+    )
     engine: str = shared(RunSettings, "engine")
     generate_flags: str | None = setting(
-        TEXT, None, 'flags for generate.py in one text, e.g. "--guidance_scale 5 --num_steps 50"'
+        TEXT,
+        None,
+        'flags for generate.py in one text: --generate_flags="--guidance_scale 5 --num_steps 50"',
     )
     dry_run: bool = setting(SWITCH, False, "print the commands and stop")
 
@@ -146,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags = request.config
     folder = flags.folder or Path("runs", Path(flags.subject).resolve().name)
-    flags = dataclasses.replace(flags, image_size=_check(request))
+    flags = dataclasses.replace(flags, image_size=_check(request, folder=folder))
     steps = plan_steps(flags, request.rest, folder=folder)
     if flags.dry_run:
         print("\n".join(shlex.join(step.command) for step in steps))
@@ -255,6 +266,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         ConfigError: train.py does not take the flags, or one of `rest` is the command's own.
     """
     own: dict[str, Any] = {
+        "task": DREAMBOOTH,
         "model_name": flags.model,
         "remote": flags.subject,
         "instance_prompt": flags.prompt,
@@ -280,7 +292,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     arguments += [word for name, value in own.items() for word in (f"--{name}", str(value))]
     arguments += [*unsaid, *rest]
     trained = parse_request(arguments, description="", epilog="").config
-    for name, value in own.items():
+    for name, value in (own | {"lora_rank": flags.lora_rank}).items():
         if getattr(trained, name) != value:
             raise ConfigError(
                 f"the command itself sets --{name}",
@@ -288,10 +300,17 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
                 allowed="other flags of train.py",
                 flag="what stands behind --",
             )
+    if trained.batch_size % flags.num_ranks and not trained.allow_uneven_batch:
+        raise ConfigError(
+            f"the global batch of {trained.batch_size} does not divide over the ranks",
+            value=flags.num_ranks,
+            allowed="a divisor, or another --batch_size behind --",
+            flag="--num_ranks",
+        )
     return (*_launcher(1 if flags.engine == RAY else flags.num_ranks), "train.py", *arguments)
 
 
-def _check(request: Request[DreamboothFlags]) -> int:
+def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
     """Find mistakes before anything is started; returns the side of all pictures in pixels.
 
     Raises:
@@ -313,6 +332,14 @@ def _check(request: Request[DreamboothFlags]) -> int:
         raise ConfigError(
             error.what, value=error.value, allowed=error.allowed, flag="SUBJECT"
         ) from None
+    own_pictures = Path(flags.subject).resolve()
+    if {own_pictures} & {folder.resolve(), *folder.resolve().parents}:
+        raise ConfigError(
+            "what is drawn would be among the pictures of the subject",
+            value=str(folder),
+            allowed="a folder outside SUBJECT",
+            flag="--folder",
+        )
     if flags.model not in built_in_names() and not Path(flags.model).is_dir():
         raise ConfigError(
             "there is no such model here, and nothing is downloaded",
@@ -330,12 +357,12 @@ def _check(request: Request[DreamboothFlags]) -> int:
     architecture.check_image_size(image_size)
     for name in ("clip_network", "dino_network"):
         place = getattr(flags, name)
-        absent = [file for file in NETWORK_FILES if place and not Path(place, file).is_file()]
+        absent = place and missing_files(Path(place), reads_text=name == "clip_network")
         if absent:
             raise ConfigError(
                 f"the network has no {' and no '.join(absent)}",
                 value=place,
-                allowed=f"a folder of transformers with {', '.join(NETWORK_FILES)}",
+                allowed="a folder of transformers with its weights in safetensors",
                 flag=f"--{name}",
             )
     return image_size
@@ -441,7 +468,8 @@ def _is_made(target: Path, folder: Path) -> bool:
                 flag="--folder",
             )
         print(f"{target} is of {before['checkpoint']}: it is made again, and so is {AFTER}/.")
-        shutil.rmtree(target)
+    if before is not None:  # what was drawn with the export before
         shutil.rmtree(folder / AFTER, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
     write_json(note, made_of)
     return False

@@ -374,7 +374,7 @@ def build_stable_diffusion(
         device=device,
         dtype=numbers.weights,
         memory_format=layout,
-        drawn_on=None if lora is None else "cpu",
+        drawn_on=None if "unet" in trained and lora is None else "cpu",
     )
     unet = make_unet(architecture, attention=attention, weights=weights)
     vae = text_encoder = None

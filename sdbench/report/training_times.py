@@ -97,7 +97,7 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
             "runs": one.num_runs[number],
             "model": one.first["model"],
             "px": one.first["image_size"],
-            "pictures": one.first["num_images"],
+            "pictures seen": one.first["num_images"],
             "time of the run, s": _time_cell(one.times_s[number]),
             "speed-up": make_cell(one.speed_up(number), num_digits=3),
             "efficiency, %": make_cell(100 * one.efficiency(number), num_digits=3),

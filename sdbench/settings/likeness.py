@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from sdbench.settings.kinds import TEXT
 from sdbench.settings.recipe import WatchSettings
@@ -13,15 +14,31 @@ PROMPT_SEPARATOR = "|"
 NETWORK_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
 
+def missing_files(folder: Path, *, reads_text: bool) -> list[str]:
+    """What the folder of a network lacks.
+
+    Args:
+        folder: Of transformers.
+        reads_text: It is CLIP, which needs its tokenizer, too.
+    """
+    needed = [*NETWORK_FILES]
+    if reads_text:
+        has_tables = (folder / "vocab.json").is_file()
+        needed.append("merges.txt" if has_tables else "tokenizer.json")
+    return [name for name in needed if not (folder / name).is_file()]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LikenessSettings:
     """What a subject is called, and the networks that judge pictures of it."""
 
     prompt: str = setting(
-        TEXT, REQUIRED, 'what its pictures show, with a rare word: "photo of a unqtkn dog"'
+        TEXT,
+        REQUIRED,
+        'caption of the subject\'s pictures, with a rare word for it: "photo of a unqtkn dog"',
     )
     class_prompt: str | None = setting(
-        TEXT, None, 'the same without the word: "photo of a dog"; its pictures tell of drift'
+        TEXT, None, 'the prompt without the rare word: "photo of a dog"; its pictures tell of drift'
     )
     clip_network: str | None = shared(
         WatchSettings,

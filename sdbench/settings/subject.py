@@ -106,8 +106,9 @@ def check_subject_settings(request: Request) -> None:
     if config.learned_token is not None:
         _check_suits(config, SUITS_TOKEN, flag=TOKEN_FLAG)
         _check_token(config)
-    if config.use_synth_data or config.data_format == "synthetic":
-        names = ("instance_prompt", "class_remote", "class_prompt")
+    is_synthetic = config.use_synth_data or config.data_format == "synthetic"
+    if is_synthetic or not (config.remote or config.local):  # the latter becomes synthetic, too
+        names = ("instance_prompt", "class_remote", "class_prompt", "learned_token")
         refuse_without_effect(request, names, needed="--remote")
     elif config.class_remote is None:
         names = ("class_prompt", "prior_loss_weight")

@@ -70,10 +70,6 @@ def encode_once(
         )
         tables = {name: table.to(device) for name, table in latents.items()}
         tables["input_ids"] = input_ids.to(device)
-        if config.learned_token is not None:
-            _check_captions(
-                pictures, input_ids, new_token=plan.architecture.text_encoder["vocab_size"]
-            )
         if not trains_text:
             tables |= _encode_captions(model, tables.pop("input_ids"), batch_size=batch_size)
     if not keeps_encoders:
@@ -150,6 +146,9 @@ def _encode_pictures(
         made_of, input_ids = _describe(model, pictures, has_digest=path is not None)
         read = (None if path is None else _load(path, made_of=made_of), input_ids)
     latents, input_ids = distributed.broadcast(read, ranks)
+    if plan.config.learned_token is not None:
+        new_token = plan.architecture.text_encoder["vocab_size"]
+        _check_captions(pictures, input_ids, new_token=new_token)
     if latents is not None:
         return latents, input_ids
     # Which pictures are encoded together does not depend on the number of ranks.

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,11 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     drawn = (FOLDER / "before" / "prompts.csv").read_text()
     scenes = ("", " on the moon", " at the beach", " in a bucket")
     assert re.findall(r",(.*),\d+,", drawn) == [f"{PROMPT}{scene}" for scene in scenes]
+    # An export that was taken away is made again, and the pictures drawn with it.
+    drawn = times("after/pictures/*.png")
+    shutil.rmtree(FOLDER / "model")
+    assert sdbench(command) == 0
+    assert not drawn.items() & times("after/pictures/*.png").items()
     # What somebody has put in the place of the model stays.
     (FOLDER / "exported.json").unlink()
     assert sdbench(command) == 2
@@ -191,6 +197,10 @@ def test_what_is_drawn_to_judge_has_no_seed_of_a_class_picture(capsys) -> None:
         (("--clip_network", "my-dog"), "--clip_network"),
         (("--dino_network", "none"), "--dino_network"),
         (("--num_rank", "2"), "--num_ranks"),
+        (("--num_ranks", "3"), "--num_ranks"),
+        (("--folder", "my-dog/run"), "--folder"),
+        (("--", "--lora_rank", "4"), "what stands behind --"),
+        (("--", "--task", "pretrain"), "what stands behind --"),
         (("--generate_flags", "--folder elsewhere"), "--generate_flags"),
         (("--generate_flags=--tar",), "--generate_flags"),
         (("--generate_flags", "'"), "--generate_flags"),

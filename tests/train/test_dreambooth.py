@@ -37,6 +37,8 @@ PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
 FP32 = ("--engine", "torch", "--precision", "fp32", "--encoder_dtype", "fp32")
 SUBJECT = ("--remote", "subject", "--instance_prompt", PROMPTS["subject"])
 CLASS = ("--class_remote", "class", "--class_prompt", PROMPTS["class"])
+HELD_OUT = ("--validate_every_batches", "1", "--validation_remote", "class")
+TOKEN = ("--learned_token", "<dog>", "--initial_token", "dog")
 DREAMBOOTH = ("--task", "dreambooth", *SUBJECT, *CLASS, *FP32, "--log_every_batches", "1")
 
 
@@ -312,6 +314,9 @@ def test_what_a_subject_cannot_have_is_refused(argv, flag, value, capsys):
             "--prior_loss_weight or --class_remote",
         ),
         (("--task", "dreambooth", "--use_synth_data", *CLASS), "--class_remote or --remote"),
+        (("--task", "dreambooth", *CLASS), "--class_remote or --remote"),  # so synthetic
+        (("--task", "dreambooth", *TOKEN), "--learned_token or --remote"),
+        (("--task", "dreambooth", *SUBJECT, *CLASS, *HELD_OUT), "--validation_remote"),
         (("--task", "dreambooth", *SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
         (("--task", "dreambooth", "--remote", "subject"), "--remote or --instance_prompt"),
     ],
@@ -328,9 +333,6 @@ def test_a_picture_that_cannot_be_read_ends_the_run(capsys):
     argv = ("--task", "dreambooth", *SUBJECT, "--run_name", "one", *FP32)
     assert train.main([*TINY, *argv]) == 1
     assert "subject/1.png" in json.loads(Path("runs/one/record.json").read_text())["reason"]
-
-
-TOKEN = ("--learned_token", "<dog>", "--initial_token", "dog")
 
 
 def learn_token(model: Path, *argv: object) -> Path:
@@ -361,6 +363,7 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert load_record(folder)["workload"]["num_trainable_parameters"] == len(before[name])
 
     assert sdbench(["export", str(folder)]) == 0
+    assert "<dog>" in (folder / "model" / "README.md").read_text()
     pipelines = [
         StableDiffusionPipeline.from_pretrained(place, safety_checker=None)
         for place in (folder / "model", model)

@@ -6,6 +6,7 @@ cores; without it the proof is skipped.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -147,8 +148,8 @@ def test_the_token_draws_the_subject_and_the_prior_keeps_the_class():
         ]
         drifts[name] = drift(first, of_class)
         right[name] = share_of_right_colours(of_class, CLASS_PROMPTS)
-    print(f"pattern for the token and for the class: {patterns}")
-    print(f"drift of the class: {drifts}, its right colours: {right}")
+    verdict = {"pattern_of_token_and_class": patterns, "drift": drifts, "right_colours": right}
+    Path("verdict.json").write_text(json.dumps(verdict, indent=2))  # results/training/subject.md
     assert patterns["with prior"][0] > 0.75
     assert max(patterns["before"][0], patterns["with prior"][1]) < 0.3
     assert drifts["with prior"] < 0.7 * drifts["without"]

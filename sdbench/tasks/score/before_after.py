@@ -146,7 +146,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
 def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Pictures:
     from sdbench.tasks.score.likeness import Pictures
 
-    rows = [row for row in listed if row[1] == prompt]
+    rows = [row for row in listed if row[1] == prompt.strip()]  # as generate.py has drawn it
     if not rows:
         captions = dict.fromkeys(caption for _, caption in listed)
         raise ConfigError(
@@ -190,6 +190,8 @@ def _make_sheet(before: Listed, after: Listed) -> Image.Image:
         pairs = list(group)
         num_each = len(pairs)
         for when, place in ((BEFORE, 0), (AFTER, 1)):
-            pictures += [Image.open(pair[place][0]) for pair in pairs]
+            for pair in pairs:
+                with Image.open(pair[place][0]) as picture:
+                    pictures.append(picture.convert("RGB"))
             captions += [f"{when}: {caption}"] * len(pairs)
     return make_grid(pictures, num_columns=2 * num_each, captions=captions)

@@ -96,23 +96,25 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """The likeness of pictures before and after a training, from embeddings (N, D) of length 1.
 
-    As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs.
+    As in the paper of DreamBooth (arXiv 2208.12242) each figure is the mean cosine of all pairs;
+    of those of class pictures with class pictures, without a picture and itself before, and without
+    two of the same seed after, which are alike for that reason.
 
     Args:
         subject: Of the subject's own pictures.
         drawn: Of those drawn for its prompt, before and after.
-        drawn_class: Of those drawn for the prompt of its class, before and after; None: there are
-            none.
+        drawn_class: Of those drawn for the prompt of its class, before and after by the same seeds
+            in the same order; None: there are none.
 
     Returns:
         `subject` and, with class pictures, `class` and `class_to_subject` (see `MEANINGS`), each
-        with `before` and `after` and the number of pairs of either. Class pictures from before are
-        compared with each other, which takes two: else `before` of `class` is None.
+        with `before` and `after` and the number of pairs of either. Those of `class` are None where
+        there is one class picture.
     """
     facts = {"subject": _facts(*(_across(one, subject) for one in drawn))}
     if drawn_class is not None:
         before, after = drawn_class
-        facts["class"] = _facts(_within(before), _across(after, before))
+        facts["class"] = _facts(_of_other_seeds(before, before), _of_other_seeds(after, before))
         facts["class_to_subject"] = _facts(*(_across(one, subject) for one in drawn_class))
     return facts
 
@@ -134,13 +136,13 @@ def _across(one: np.ndarray, other: np.ndarray) -> Mean:
     return float(one.mean(0) @ other.mean(0)), len(one) * len(other)
 
 
-def _within(one: np.ndarray) -> Mean:
-    """The mean cosine of all pairs of different pictures, and their number."""
-    num_pairs = len(one) * (len(one) - 1) // 2
+def _of_other_seeds(one: np.ndarray, other: np.ndarray) -> Mean:
+    """As `_across`, of sets in the same order of seeds: pairs of different seeds alone."""
+    num_pairs = len(one) * (len(one) - 1)
     if not num_pairs:
         return None, 0
-    total = one.sum(0)
-    return float((total @ total - len(one)) / 2 / num_pairs), num_pairs
+    all_pairs, of_same_seed = one.sum(0) @ other.sum(0), (one * other).sum()
+    return float((all_pairs - of_same_seed) / num_pairs), num_pairs
 
 
 def make_likeness_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:

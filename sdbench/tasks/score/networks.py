@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPImagePro
 from sdbench.base.errors import ConfigError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import EOS_TOKEN_ID
-from sdbench.settings.likeness import NETWORK_FILES
+from sdbench.settings.likeness import missing_files
 
 FID_FLAG, CLIP_FLAG, DINO_FLAG = "--fid_network", "--clip_network", "--dino_network"
 FID_NETWORK = (
@@ -102,6 +102,7 @@ class _TransformersNetwork:
 
     flag: ClassVar[str]
     allowed: ClassVar[str]
+    reads_text: ClassVar[bool] = False
 
     def __init__(self, folder: Path, *, device: torch.device | str) -> None:
         """Load what the folder holds.
@@ -110,7 +111,7 @@ class _TransformersNetwork:
             ConfigError: A file is missing or damaged, or weights are.
         """
         self._folder, self._device = folder, device
-        missing = [name for name in self._needed_files() if not (folder / name).is_file()]
+        missing = missing_files(folder, reads_text=self.reads_text)
         if missing:
             raise self._refusal(f"the folder has no {' and no '.join(missing)}")
         try:
@@ -123,9 +124,6 @@ class _TransformersNetwork:
         if absent:  # transformers makes them up
             raise self._refusal(f"{len(absent)} weights of the network are missing")
         self._model = model.eval().float().to(device)
-
-    def _needed_files(self) -> list[str]:
-        return [*NETWORK_FILES]
 
     def _load(self) -> tuple[nn.Module, Sequence[str]]:
         """Load model and processor; returns the model and the names of missing weights."""
@@ -143,10 +141,7 @@ class ClipNetwork(_TransformersNetwork):
     """How near pictures are to their captions and to each other, by a CLIP model."""
 
     flag, allowed = CLIP_FLAG, CLIP_NETWORK
-
-    def _needed_files(self) -> list[str]:
-        has_tables = (self._folder / "vocab.json").is_file()
-        return [*super()._needed_files(), "merges.txt" if has_tables else "tokenizer.json"]
+    reads_text = True
 
     def _load(self) -> tuple[nn.Module, Sequence[str]]:
         model, report = CLIPModel.from_pretrained(

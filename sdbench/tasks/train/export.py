@@ -231,6 +231,9 @@ def export_lora(
         for name, weight in trained.weights.items()
         if is_lora(name)
     }
+    if len(weights) < len(trained.weights):
+        source = trained.config.init_from
+        print(f"It goes with the model that `python -m sdbench export {source}` writes.")
     with in_one_piece(folder, card=_make_card(trained, lora_file=file_name)) as partial:
         WRITERS[form](lora_weights(weights, lora), partial / file_name, lora=lora)
     return folder / file_name
@@ -281,6 +284,8 @@ def _make_card(
 
     config = trained.config
     how: dict[str, Any] = {"averaged weights": trained.use_ema}
+    if config.has_subject:
+        how |= _facts(config, SUBJECT_SETTINGS)
     if config.lora_rank is not None:
         how |= _facts(config, LORA_SETTINGS)
     if random_parts is not None:
@@ -355,6 +360,15 @@ RECIPE_SETTINGS = (
     "caption_drop_probability",
     "prediction_type",
     "seed",
+)
+SUBJECT_SETTINGS = (
+    "task",
+    "instance_prompt",
+    "class_remote",
+    "class_prompt",
+    "prior_loss_weight",
+    "learned_token",
+    "initial_token",
 )
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_layers", "lora_text_encoder_layers")
 

@@ -54,7 +54,8 @@ def held_out_source(plan: Plan) -> SourceConfig:
     """
     config: Any = plan.config
     place = config.validation_remote
-    if identify(place) in {identify(other) for other in (config.remote, config.local) if other}:
+    trained_on = (config.remote, config.local, config.class_remote)
+    if identify(place) in {identify(other) for other in trained_on if other}:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
@@ -84,7 +85,8 @@ def held_out_source(plan: Plan) -> SourceConfig:
 
 def describe_overlap(plan: Plan, held_out: SourceConfig) -> str | None:
     """A sentence about held-out samples that are trained on as well; None if none are found."""
-    found = find_overlap(plan.source, held_out)
+    sources = [source for source in (plan.source, plan.class_source) if source is not None]
+    found = [file for source in sources for file in find_overlap(source, held_out)]
     if not found:
         return None
     return (
