@@ -22,6 +22,7 @@ from sdbench.data.shapes.judge import look_at
 from sdbench.data.shapes.vocabulary import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
 
 MODEL_VARIABLE = "SDBENCH_SHAPES_MODEL"
+SHAPES_MODEL = Path(os.environ.get(MODEL_VARIABLE, "none")).resolve()
 IMAGE_SIZE = 64
 # A square of four squares, as on a chess-board: the training data has shapes of one colour alone.
 # So has that of the VAE, which stays as it is: it keeps these two colours beside each other,
@@ -124,20 +125,19 @@ def test_the_subject_and_no_other_picture_has_its_pattern():
 @pytest.mark.timeout(5400)
 @pytest.mark.skipif(MODEL_VARIABLE not in os.environ, reason=f"{MODEL_VARIABLE} names no model")
 def test_the_token_draws_the_subject_and_the_prior_keeps_the_class():
-    shapes_model = Path(os.environ[MODEL_VARIABLE]).resolve()
     random = np.random.default_rng(0)
     Path("subject").mkdir()
     for number in range(NUM_SUBJECT_PICTURES):
         Image.fromarray(draw_subject(random)).save(f"subject/{number}.png")
-    draw(shapes_model, "class", *CLASS_PROMPTS, seed=1000, num_each=2)
+    draw(SHAPES_MODEL, "class", *CLASS_PROMPTS, seed=1000, num_each=2)
     table = Path("class/prompts.csv").read_text().splitlines()[1:]
     rows = [(line.split(",")[3], line.split(",")[1]) for line in table]
     captions = "".join(f"pictures/{file},{caption}\n" for file, caption in rows)
     Path("class/captions.csv").write_text(f"file,caption\n{captions}")
     models = {
-        "before": shapes_model,
-        "with prior": learn(shapes_model, "with_prior", "--class_remote", "class"),
-        "without": learn(shapes_model, "without"),
+        "before": SHAPES_MODEL,
+        "with prior": learn(SHAPES_MODEL, "with_prior", "--class_remote", "class"),
+        "without": learn(SHAPES_MODEL, "without"),
     }
     patterns, drifts, right = {}, {}, {}
     first: list[np.ndarray] = []
