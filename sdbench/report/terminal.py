@@ -131,8 +131,10 @@ def _gpu_state(gpu: dict[str, Any]) -> str:
 
 
 def format_rate(summary: dict[str, Any]) -> str:
-    """Images/s of a run with its interval, to four significant figures."""
+    """Images/s of a run, to four significant figures; of a measurement with its interval."""
     rate = format_number(summary["images_per_second"])
+    if "num_measured_steps" not in summary:  # a training run
+        return rate
     interval = summary["images_per_second_interval"]
     if interval is None:
         return f"{rate} (no interval: {summary['num_measured_steps']} measured steps, 10 needed)"
