@@ -49,6 +49,17 @@ def test_two_runs_have_no_interval(tmp_path, capsys):
     assert "it takes 3 that ended well" in capsys.readouterr().out
 
 
+def test_a_training_run_is_repeated_too(tmp_path, repository, capsys):
+    folder = tmp_path / "repeat"
+    command = ["python", str(repository / "train.py"), "--model_name", "tiny", "--engine", "torch"]
+    command += ["--use_synth_data", "--batch_size", "2", "--max_duration", "2ba"]
+    assert main(["repeat", "1", "--folder", str(folder), "--", *command]) == 0
+    (run,) = json.loads((folder / "repeat.json").read_text())["runs"]
+    (record,) = folder.glob("1/*/record.json")
+    rate = json.loads(record.read_text())["summary"]["images_per_second"]
+    assert (run["status"], run["images_per_second"]) == ("ok", rate)
+
+
 def test_a_failed_run_is_told_and_the_others_are_kept(tmp_path, capsys):
     code, summary = repeat(tmp_path, 2, "--device_train_microbatch_size", "8")
     assert code == 1
