@@ -30,6 +30,8 @@ PACKAGES = (
 # Variables that change speed, by prefix and by name. The whole environment would hold secrets.
 ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
 ENVIRONMENT_NAMES = ("MALLOC_CONF", "LD_PRELOAD")
+# Of torchrun about its own run: temporary files, restarts. None changes speed.
+LAUNCHER_PREFIX = "TORCHELASTIC_"
 
 
 def package_versions() -> dict[str, str | None]:
@@ -49,6 +51,7 @@ def speed_environment() -> dict[str, str]:
         name: value
         for name, value in sorted(os.environ.items())
         if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES)
+        and not name.startswith(LAUNCHER_PREFIX)
         and not is_secret_name(name)
     }
 

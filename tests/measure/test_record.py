@@ -243,6 +243,7 @@ def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "secret")  # names a folder of the machine
     environment = speed_environment()
     assert environment["NCCL_DEBUG"] == "INFO"
     assert "secret" not in environment.values()
