@@ -47,10 +47,14 @@ def file(tmp_path: Path):
 
 
 @pytest.fixture(autouse=True)
-def no_wandb_variables(monkeypatch):
-    """A file may set them."""
+def no_wandb(monkeypatch):
+    """No variable but those that a file sets, and no W&B run.
+
+    W&B's service does not outlive a run that is opened again in the same process.
+    """
     for name in ("WANDB_API_KEY", "WANDB_ENTITY"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 def test_values_refer_to_each_other_and_to_what_the_command_line_says(file):
