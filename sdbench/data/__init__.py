@@ -17,6 +17,7 @@ from sdbench.data.formats.checks import (
     check_not_augmented,
     check_tokenizer_folder,
 )
+from sdbench.data.formats.files import endings
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -159,15 +160,15 @@ def detect_format(place: str) -> str:
     Returns:
         A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
     """
-    if place.startswith("pipe:") or place.endswith(".tar"):
+    if place.startswith("pipe:") or place.endswith(endings(".tar")):
         return "webdataset"
     if place.endswith(".parquet"):
         return "parquet"
     folder = Path(place)
     if not folder.is_dir() or (folder / "index.json").is_file():
         return "mds"
-    for pattern, data_format in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
-        if next(folder.glob(pattern), None) is not None:
+    for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if any(path.name.endswith(endings(suffix)) for path in folder.iterdir()):
             return data_format
     # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
     # which names what is there.

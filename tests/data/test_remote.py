@@ -168,9 +168,9 @@ def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
         fetch("s3://pictures/none.tar", cache=tmp_path)
     with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
         data.check(make_config("mds", "s3://pictures/none"))
-    assert list_urls("s3://pictures/none", suffix=".parquet") == []
+    assert list_urls("s3://pictures/none", endings=(".parquet",)) == []
     with refused("--remote", value="gs://b/x"):
-        list_urls("gs://b/x", suffix=".parquet")
+        list_urls("gs://b/x", endings=(".parquet",))
 
 
 def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811

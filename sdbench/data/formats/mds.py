@@ -8,6 +8,7 @@ LOCAL_WORLD_SIZE, which every launcher sets.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from PIL import Image
 from streaming.base.distributed import get_world_size
 
-from sdbench.data.compat import CheckedStreamingDataset, open_shards
-from sdbench.data.formats.mds_index import locate
+from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
+from sdbench.data.formats.mds_index import check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
 from sdbench.data.formats.missing_latents import LEAVE_OUT
 from sdbench.data.pipeline.batches import make_batches
@@ -135,18 +136,19 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
             batch_size: Of the loader that reads it.
             image_size: Side in pixels, without a `transform`.
         """
-        if remote is None:
-            place = locate(None, str(Path(local, split or "")))
-            remote, local, split = place.remote, place.local, None
-        super().__init__(
-            remote=remote,
-            local=local,
-            split=split,
-            shuffle=shuffle,
-            predownload=predownload,
+        remote = remote and os.path.join(remote, split or "")
+        place = locate(remote, str(Path(local, split or "")))
+        check_files(place)
+        keep_index(place)
+        stream = CheckedStream(
+            wanted_hash="auto",
+            remote=place.remote,
+            local=place.local,
             download_retry=download_retry,
             download_timeout=download_timeout,
-            batch_size=batch_size,
+        )
+        super().__init__(
+            streams=[stream], shuffle=shuffle, predownload=predownload, batch_size=batch_size
         )
         self._transform = transform
         self._image_size = image_size

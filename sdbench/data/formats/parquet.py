@@ -10,13 +10,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import is_url
@@ -42,7 +42,7 @@ class ParquetSamples:
 
     num_dropped = 0
 
-    def __init__(self, files: list[Path], *, config: SourceConfig) -> None:
+    def __init__(self, files: list[StoredFile], *, config: SourceConfig) -> None:
         """Read the files' footers.
 
         Args:
@@ -53,7 +53,9 @@ class ParquetSamples:
             ConfigError: A file is damaged, or lacks a column.
         """
         self._files = files
-        self._footers = [_read_footer(path, ConfigError) for path in files]
+        self._footers = [
+            read_whole(path, lambda path: _read_footer(path, ConfigError)) for path in files
+        ]
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
@@ -92,7 +94,9 @@ class ParquetSamples:
         """
         block, row = self._find(index)
         if block != self._block:
-            self._values, self._block = self._read_group(block), block
+            file = self._files[self._groups[block][0]]
+            self._values = read_whole(file, lambda file: self._read_group(block))
+            self._block = block
         name = self.name(index)
         values = {part: column[row] for part, column in self._values.items()}
         if self.sample_type is SampleType.IMAGES:
@@ -121,7 +125,7 @@ class ParquetSamples:
         with _damage_named(path, RunError):
             # Opened anew each time, as processes must not share an open file.
             file = pyarrow.parquet.ParquetFile(
-                path, metadata=self._footers[number], memory_map=True
+                path.path, metadata=self._footers[number], memory_map=True
             )
             table = file.read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
@@ -195,7 +199,7 @@ def _is_bytes(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict[str, str]:
+def _find_columns(names: list[str], *, path: StoredFile, config: SourceConfig) -> dict[str, str]:
     if config.wants_latents:
         return find_latent_columns(names, image_size=config.image_size)
     image = next((name for name in IMAGE_COLUMNS if name in names), None)
@@ -206,7 +210,7 @@ def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict
     return {"image": image, "caption": caption}
 
 
-def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
+def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile) -> None:
     """Check that a file has the columns, of types that samples can be read from.
 
     Raises:
@@ -237,7 +241,7 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> No
             )
 
 
-def _lacks_column(path: Path, names: list[str], *, wanted: str) -> ConfigError:
+def _lacks_column(path: StoredFile, names: list[str], *, wanted: str) -> ConfigError:
     return ConfigError(
         f"The parquet file {path} lacks a column",
         value=f"columns {', '.join(sorted(names))}",
@@ -246,15 +250,15 @@ def _lacks_column(path: Path, names: list[str], *, wanted: str) -> ConfigError:
     )
 
 
-def _read_footer(path: Path, kind: type) -> Any:
+def _read_footer(path: StoredFile, kind: type) -> Any:
     import pyarrow.parquet
 
     with _damage_named(path, kind):
-        return pyarrow.parquet.read_metadata(path)
+        return pyarrow.parquet.read_metadata(path.path)
 
 
 @contextmanager
-def _damage_named(path: Path, kind: type) -> Iterator[None]:
+def _damage_named(path: StoredFile, kind: type) -> Iterator[None]:
     """Turn pyarrow's errors, and those of a file that is gone, into ours, naming the file."""
     import pyarrow
 
@@ -334,5 +338,8 @@ def read_columns(config: SourceConfig) -> set[str]:
         ConfigError: There is no data set.
         RunError: A file is damaged, or cannot be copied.
     """
-    footers = [_read_footer(path, RunError) for path in fetch_files(config, suffix=SUFFIX)]
+    footers = [
+        read_whole(path, lambda path: _read_footer(path, RunError))
+        for path in fetch_files(config, suffix=SUFFIX)
+    ]
     return set.intersection(*(set(footer.schema.to_arrow_schema().names) for footer in footers))

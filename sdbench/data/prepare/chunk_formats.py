@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import RunError
-from sdbench.data.formats.mds_index import INDEX_NAME
+from sdbench.data.formats.mds_entries import INDEX_NAME
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
 MDS_HASHES = ["sha1", "xxh64"]
