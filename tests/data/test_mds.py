@@ -18,7 +18,7 @@ from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices
+from tests.data.datasets import indices, read_files
 from tests.refusals import refused
 
 
@@ -41,15 +41,45 @@ def test_both_folders_given_means_a_copy(folder, tmp_path):
     )
 
 
-def test_a_cut_copy_is_made_again(folder, tmp_path, capsys):
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (lambda path: os.truncate(path, 3000), "shard.00001.mds"),
+        (flip_a_bit, "shard.00001.mds"),
+        (lambda path: os.truncate(path, 0), "index.json"),
+        (lambda path: os.truncate(path, 100), "index.json"),
+    ],
+    ids=["cut", "bit flip", "empty index", "cut index"],
+)
+def test_a_damaged_copy_is_made_again(damage, file, num_workers, folder, tmp_path, capfd):
     cache = tmp_path / "cache"
-    list(data.build(make_config(folder, local=str(cache))))
-    os.truncate(cache / "shard.00001.mds", 3000)
-    loader = data.build(make_config(folder, local=str(cache)))
-    assert sorted(indices(list(loader)))[:3] == [0, 1, 2]
-    assert "shard.00001.mds is an incomplete copy" in capsys.readouterr().err
-    copied = (cache / "shard.00001.mds").read_bytes()
-    assert copied == (folder / "shard.00001.mds").read_bytes()
+    config = make_config(folder, local=str(cache), shuffle=False, num_workers=num_workers)
+    list(data.build(config))
+    damage(cache / file)
+    assert indices(list(data.build(config))) == list(range(48))
+    told = capfd.readouterr().err
+    assert (f"Shard {folder}/shard.00001.mds is damaged" in told) == (file != "index.json")
+    assert "Its copy is thrown away" in told or file == "index.json"
+    assert str(cache) not in told
+    assert read_files(cache) == read_files(folder)
+
+
+def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
+    cache = tmp_path / "cache"
+    config = make_config(folder, local=str(cache), shuffle=False)
+    list(data.build(config))
+    for place in (folder, cache):
+        flip_a_bit(place / "shard.00002.mds")
+    with pytest.raises(RunError, match=f"^Shard {folder}/shard.00002.mds is damaged: its xxh64"):
+        list(data.build(config))
+    assert not (cache / "shard.00002.mds").exists()
 
 
 def test_a_cache_of_other_data_is_refused(folder, tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from streaming.base.compression import decompress
 
-import data
+import data as program
+from sdbench import data
 from sdbench.cli import main
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
@@ -60,23 +60,38 @@ FALSE = {
     "a text": (put("16", "samples"), "shard 2: samples is '16', not a whole number above 0"),
     "true": (put(True, "samples"), "shard 2: samples is True, not a whole number above 0"),
     "missing": (put(None, "samples"), "shard 2: samples missing"),
-    "too many for the file": (put(10**30, "samples"), f"shard 2: {10**30} samples take 12{'0' * 29}8"),
+    "too many for the file": (
+        put(10**30, "samples"),
+        f"shard 2: {10**30} samples take 12{'0' * 29}8",
+    ),
     "negative bytes": (put(-1, "raw_data", "bytes"), "shard 2: bytes is -1, not a whole number"),
     "no bytes": (put(None, "raw_data", "bytes"), "shard 2: bytes missing"),
     "no file": (put(None, "raw_data"), "shard 2: raw_data missing"),
     "a negative column": (put([-4, 4], "column_sizes"), "shard 2: a column size is -4, not a"),
-    "columns": (put([4], "column_sizes"), "shard 2: it has 2 column_names, 2 column_encodings and 1"),
+    "columns": (
+        put([4], "column_sizes"),
+        "shard 2: it has 2 column_names, 2 column_encodings and 1",
+    ),
     "a limit": (put(-1, "size_limit"), "shard 2: size_limit is -1, not a whole number above 0"),
     "a version": (put(1, "version"), "shard 2: its version is 1, not 2"),
     "unknown": (put(1, "offset"), "shard 2: unknown: offset"),
-    "compressed without a file": (put("zstd", "compression"), "shard 2: of compression and zip_data"),
+    "compressed without a file": (
+        put("zstd", "compression"),
+        "shard 2: of compression and zip_data",
+    ),
     "no shards": (list.clear, "it has no shards"),
     "other shards": (put("csv", "format"), "shard 2: it is no MDS shard"),
     "a list": (lambda shards: shards.insert(2, []), "shard 2: it is no MDS shard"),
     "twice": (repeat("shard.00000.mds"), "shard 4: shard.00000.mds is named twice"),
-    "twice in two words": (repeat("./shard.00000.mds"), "shard 4: ./shard.00000.mds is named twice"),
+    "twice in two words": (
+        repeat("./shard.00000.mds"),
+        "shard 4: ./shard.00000.mds is named twice",
+    ),
     "above": (repeat("../x.mds"), "shard 4: '../x.mds' lies outside the folder of the data set"),
-    "within and above": (repeat("a/../../x.mds"), "shard 4: 'a/../../x.mds' lies outside the folder"),
+    "within and above": (
+        repeat("a/../../x.mds"),
+        "shard 4: 'a/../../x.mds' lies outside the folder",
+    ),
     "elsewhere": (repeat("/tmp/x.mds"), "shard 4: '/tmp/x.mds' lies outside the folder"),
     "no name": (repeat(""), "shard 4: '' is no name of a file"),
     "the index": (repeat("index.json"), "shard 4: index.json is named twice"),
@@ -101,7 +116,7 @@ def test_an_index_that_is_nested_deeply_is_refused(content, mds_folder, tmp_path
 
 def check_refused(folder: Path, told: str, tmp_path: Path, capsys) -> None:
     place = ["--remote", str(folder), "--image_size", "16", "--batch_size", "4"]
-    assert data.main([*place, "--results_dir", str(tmp_path / "runs")]) == 2
+    assert program.main([*place, "--results_dir", str(tmp_path / "runs")]) == 2
     assert told in printed_refusal(capsys.readouterr().err).what
     assert main(["convert", str(folder), str(tmp_path / "out"), "--num_workers", "0"]) == 2
     assert told in printed_refusal(capsys.readouterr().err).what
@@ -133,7 +148,7 @@ def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_pat
     told = f"{folder}/shard.00002.mds.zstd"
     flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", num_workers]
     flags += ["--num_batches", "11", "--results_dir", str(tmp_path / "runs")]
-    assert data.main(["--remote", str(folder), *flags]) == 1
+    assert program.main(["--remote", str(folder), *flags]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
     assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
@@ -159,12 +174,12 @@ def test_nothing_is_written_outside_of_the_folder_for_copies(command, elsewhere,
     remote, local = (str(path) for path in elsewhere.values())
     if command == "feed":
         flags = ["--image_size", "16", "--batch_size", "4", "--results_dir", str(tmp_path / "runs")]
-        assert data.main(["--remote", remote, "--local", local, *flags]) == 2
+        assert program.main(["--remote", remote, "--local", local, *flags]) == 2
     elif command == "verify-data":
         assert main(["verify-data", remote, "--local", local, "--num_workers", "0"]) == 1
     else:
         with refused(value=f"{remote}/index.json"):
-            data.StreamingLAIONDataset(remote, local, None, False, image_size=16)
+            program.StreamingLAIONDataset(remote, local, None, False, image_size=16)
     assert set(read_files(tmp_path / "copies")) <= {"cache/index.json"}
 
 
@@ -173,7 +188,7 @@ def test_samples_that_an_index_leaves_out_are_missed_by_the_data_set_of_diffusio
 ):
     edit_index(mds_folder, put(12, "samples"))
     with refused(value=f"{mds_folder}/shard.00002.mds"):
-        data.StreamingLAIONDataset(None, str(mds_folder), None, False, image_size=16)
+        program.StreamingLAIONDataset(None, str(mds_folder), None, False, image_size=16)
 
 
 def test_shards_in_folders_of_their_own_are_read(mds_folder, tmp_path):
@@ -197,13 +212,7 @@ def test_shards_in_folders_of_their_own_are_read(mds_folder, tmp_path):
             device_batch_size=7,
             seed=1,
         )
-        assert sorted(indices(list(data_room().build(config)))) == list(range(49))
-
-
-def data_room():
-    from sdbench import data as room
-
-    return room
+        assert sorted(indices(list(data.build(config)))) == list(range(49))
 
 
 @pytest.mark.parametrize("read", ["feed", "StreamingLAIONDataset"])
@@ -219,9 +228,8 @@ def test_shards_that_were_unpacked_by_hand_stay(read, tmp_path):
     if read == "feed":
         flags = ["--image_size", "16", "--batch_size", "4", "--num_batches", "12"]
         flags += ["--results_dir", str(tmp_path / "runs"), "--num_workers", "0"]
-        assert data.main(["--remote", str(folder), *flags]) == 0
+        assert program.main(["--remote", str(folder), *flags]) == 0
     else:
-        dataset = data.StreamingLAIONDataset(None, str(folder), None, False, image_size=16)
+        dataset = program.StreamingLAIONDataset(None, str(folder), None, False, image_size=16)
         assert (dataset[7]["image"] == 35).all()
     assert read_files(folder) == before
-    shutil.rmtree(folder)

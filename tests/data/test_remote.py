@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.server
-import re
 import threading
 from pathlib import Path
 
@@ -160,7 +159,9 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # no
     s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
     cache = str(tmp_path / "another")
     assert main(["verify-data", place, "--local", cache, "--num_workers", "0"]) == 1
-    assert re.search(r"shard.00001.mds .*its xxh64 is not the one", capsys.readouterr().out)
+    told = f"broken: {place}/shard.00001.mds: its xxh64 is not the one in index.json."
+    assert told in capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "another" / "shard.00001.mds").exists()
 
 
 def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811

@@ -136,6 +136,9 @@ class WebDatasetSamples:
                 allowed="conditions that some samples meet",
                 flag="--filters",
             )
+        for tar in self._tars:
+            if tar.source is not None:  # the output of a command has no version that would change
+                tar.path.unlink(missing_ok=True)
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
