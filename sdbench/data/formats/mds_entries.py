@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +31,8 @@ SHARD_FIELDS = {
     "zip_data",
 }
 FILE_FIELDS = {"basename", "bytes", "hashes"}
+# What a header says of the columns is some hundred bytes long.
+MAX_COLUMN_BYTES = 2**20
 
 
 def parse_index(index: bytes) -> list[dict]:
@@ -157,12 +159,13 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}, not a whole number above 0")
 
 
-def read_bounds(path: Path, *, num_samples: int) -> np.ndarray:
+def read_bounds(path: Path, *, num_samples: int, column_sizes: Sequence[int | None]) -> np.ndarray:
     """Where the samples of a shard begin and end, from its header.
 
     Args:
         path: The shard, not compressed.
         num_samples: As index.json has it.
+        column_sizes: As index.json has them.
 
     Returns:
         (num_samples + 1,) int64: the first byte of each sample, and the end of the last one.
@@ -171,17 +174,28 @@ def read_bounds(path: Path, *, num_samples: int) -> np.ndarray:
         OSError: The file cannot be read.
         ValueError: The header contradicts index.json or the file's length.
     """
-    # MDS: the number of samples, then where each one begins and the last one ends, as uint32.
-    num_header_bytes = 4 * (num_samples + 2)
+    # MDS: the number of samples, where each one begins and the last one ends, as uint32, and what
+    # index.json says of the columns, in JSON.
+    num_bytes_of_bounds = 4 * (num_samples + 2)
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        header = file.read(num_header_bytes)
-    count = int.from_bytes(header[:4], "little")
-    if count != num_samples:
-        raise ValueError(f"its header says {count} samples, {INDEX_NAME} says {num_samples}")
-    if len(header) < num_header_bytes:
-        raise ValueError("its header is cut")
-    bounds = np.frombuffer(header, "<u4")[1:].astype(np.int64)
-    if bounds[0] < num_header_bytes or bounds[-1] > num_bytes or (np.diff(bounds) < 0).any():
-        raise ValueError("by its header samples lie outside of it, or overlap")
+        header = file.read(num_bytes_of_bounds)
+        count = int.from_bytes(header[:4], "little")
+        if count != num_samples:
+            raise ValueError(f"its header says {count} samples, {INDEX_NAME} says {num_samples}")
+        if len(header) < num_bytes_of_bounds:
+            raise ValueError("its header is cut")
+        bounds = np.frombuffer(header, "<u4")[1:].astype(np.int64)
+        is_inside = num_bytes_of_bounds <= bounds[0] and bounds[-1] <= num_bytes
+        if not is_inside or (np.diff(bounds) < 0).any():
+            raise ValueError("by its header samples lie outside of it, or overlap")
+        columns = file.read(min(int(bounds[0]) - num_bytes_of_bounds, MAX_COLUMN_BYTES))
+    try:
+        found = json.loads(columns)["column_sizes"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return bounds  # Streaming does not read it, and another writer may leave it out
+    if found != list(column_sizes):
+        raise ValueError(
+            f"its header says column_sizes {found}, {INDEX_NAME} says {list(column_sizes)}"
+        )
     return bounds

@@ -374,7 +374,7 @@ def _check_header(path: Path, shard: dict) -> None:
         ConfigError: It does not.
     """
     try:
-        read_bounds(path, num_samples=shard["samples"])
+        read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"A shard contradicts index.json or is damaged ({error})",

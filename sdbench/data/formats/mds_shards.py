@@ -132,19 +132,14 @@ class MdsSamples:
             position = int(self._present[shard_id][position])
         return shard_id, position
 
-    def path_of(self, shard_id: int) -> Path:
-        """Where a shard lies, or will lie once it has been downloaded."""
-        stream = self._streams[self._stream_of_shard[shard_id]]
-        return Path(stream.local, stream.split, self._shards[shard_id].raw_data.basename)
-
     def _file(self, shard_id: int) -> StoredFile:
-        """The same, and what it is a copy of."""
+        """Where a shard lies, or will lie once it has been downloaded, and what it is a copy of."""
         shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
         source = None
         if stream.remote not in (None, stream.local):
             copied = shard.zip_data or shard.raw_data
             source = os.path.join(stream.remote, stream.split, copied.basename)
-        return StoredFile(self.path_of(shard_id), source=source)
+        return StoredFile(Path(stream.local, stream.split, shard.raw_data.basename), source=source)
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
         file, shard = self._file(shard_id), self._shards[shard_id]
@@ -161,7 +156,7 @@ class MdsSamples:
         return opened
 
     def _fetch(self, shard_id: int) -> None:
-        path = self.path_of(shard_id)
+        path = self._file(shard_id).path
         stream = self._streams[self._stream_of_shard[shard_id]]
         source = stream.remote or stream.local
         # Another process, or Streaming's own thread, may be copying it, and fail without telling
@@ -209,7 +204,7 @@ class _ShardFile:
             RunError: Its size, header or hash is not what index.json says.
         """
         self.file = file
-        self._file = open(file, "rb", buffering=0)  # noqa: SIM115 - it stays open
+        self._file = file.path.open("rb", buffering=0)
         num_bytes = os.fstat(self._file.fileno()).st_size
         if num_bytes != shard.raw_data.bytes:
             raise RunError(
@@ -224,9 +219,10 @@ class _ShardFile:
                     f"Shard {file} is damaged: its {algorithm} is not the one in index.json."
                 )
         try:
-            self._bounds = read_bounds(file.path, num_samples=len(shard)).tolist()
+            bounds = read_bounds(file.path, num_samples=len(shard), column_sizes=shard.column_sizes)
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
+        self._bounds = bounds.tolist()
         self._columns = {
             name: (position, parse_encoding(encoding, shape=shapes.get(name)))
             for position, (name, encoding) in enumerate(

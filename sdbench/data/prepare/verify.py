@@ -182,8 +182,8 @@ class ShardWork:
             self.stream.prepare_shard(open_shards(self.stream)[number])
 
         def check(file: StoredFile) -> None:
-            for fault in _find_faults(file.path, shard["raw_data"], shard=shard):
-                raise RunError(f"{file}: {fault}.")
+            if faults := list(_find_faults(file.path, shard["raw_data"], shard=shard)):
+                raise RunError(f"{file}: {', and '.join(faults)}.")
 
         try:
             copy(file := StoredFile(path, source=source))
@@ -222,7 +222,7 @@ def _find_faults(path: Path, file: Mapping[str, Any], *, shard: Mapping[str, Any
                 yield f"its {algorithm} is not the one in {INDEX_NAME}"
     if file is shard["raw_data"]:
         try:
-            read_bounds(path, num_samples=shard["samples"])
+            read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
         except ValueError as error:
             yield str(error)
 
