@@ -153,7 +153,7 @@ def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_pat
     flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", num_workers]
     flags += ["--num_batches", "11", "--results_dir", str(tmp_path / "runs")]
     assert program.main(["--remote", str(folder), *flags]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err
     assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
     assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
     assert f"broken: {told}: its header says 16 samples" in capsys.readouterr().out
