@@ -16,8 +16,8 @@ from sdbench.data.formats.checks import (
     check_enough_samples,
     check_not_augmented,
     check_tokenizer_folder,
+    endings,
 )
-from sdbench.data.formats.files import endings
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:

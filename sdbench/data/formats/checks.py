@@ -8,6 +8,13 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
+# How gzip files of a kind end.
+PACKED_ENDINGS = {".tar": (".tar.gz", ".tgz")}
+
+
+def endings(suffix: str) -> tuple[str, ...]:
+    """How the files of a kind may end: with its suffix, or as packed ones do."""
+    return (suffix, *PACKED_ENDINGS.get(suffix, ()))
 
 
 def check_synthetic(config: SourceConfig) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import PLACE_FLAGS, endings
 from sdbench.data.formats.copies import StoredFile
 from sdbench.data.remote import (
     PIPE,
@@ -17,14 +17,6 @@ from sdbench.data.remote import (
     must_be_copied,
 )
 from sdbench.data.source import SourceConfig
-
-# How gzip files of a kind end.
-PACKED_ENDINGS = {".tar": (".tar.gz", ".tgz")}
-
-
-def endings(suffix: str) -> tuple[str, ...]:
-    """How the files of a kind may end: with its suffix, or as packed ones do."""
-    return (suffix, *PACKED_ENDINGS.get(suffix, ()))
 
 
 def find_files(place: str, *, suffix: str) -> list[str]:
