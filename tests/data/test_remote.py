@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import http.server
 import threading
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_every_format_is_read_from_s3(kind, num_workers, upload):
     place = upload(kind) + ("/{00000..00002}.tar" if kind == "webdataset" else "")
     loader = data.build(make_config(kind, place, num_workers=num_workers))
     assert indices(list(loader)) == list(range(48))
+
+
+def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):  # noqa: F811
+    datasets.write_tars(tmp_path / "tars")
+    (tmp_path / "packed").mkdir()
+    for path in (tmp_path / "tars").iterdir():
+        packed = gzip.compress(path.read_bytes(), compresslevel=1)
+        (tmp_path / "packed" / f"{path.name}.gz").write_bytes(packed)
+    place = s3.upload(tmp_path / "packed", f"{tmp_path.name}/packed")
+    assert data.detect_format(f"{place}/00000.tar.gz") == "webdataset"
+    assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
 
 
 def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F811

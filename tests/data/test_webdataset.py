@@ -343,6 +343,22 @@ def test_a_tar_that_goes_on_behind_its_end(damage, tmp_path):
         data.check(make_config(tar))
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("size", [-512, -1024])
+def test_a_member_of_negative_size_does_not_lead_back_to_the_ones_before(size, tmp_path):
+    """Python's tarfile would read them again without an end."""
+    tar = write_tar(tmp_path / "a.tar", pairs(0, 1))
+    content = bytearray(tar.read_bytes())
+    header = content[(begin := content.index(b"001.png")) : begin + 512]
+    header[124:136] = b"\xff" + (256**11 + size).to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    content[begin : begin + 512] = header
+    tar.write_bytes(content)
+    with pytest.raises(RunError, match="a.tar is damaged, compressed, or no tar: a member has a"):
+        data.check(make_config(tar))
+
+
 def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
     tar = write_tar(tmp_path / "empty.tar", [])
     with refused(value=str(tar)):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact
 from sdbench.data.remote import PIPE, fetch
 
 Content = TypeVar("Content")
@@ -66,7 +67,8 @@ def read_whole(
     except (ConfigError, RunError) as error:
         if file.source is None:
             raise
-        print(f"{error} Its copy is thrown away, and made again.", file=sys.stderr)
+        # Also from processes of the loader, whose output nobody looks through.
+        print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
     (copy_again or _fetch_again)(file)
     return _read_or_throw_away(file, read)
 

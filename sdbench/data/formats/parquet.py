@@ -269,7 +269,10 @@ def _damage_named(path: StoredFile, kind: type) -> Iterator[None]:
         if kind is RunError:
             raise RunError(f"{what}.") from error
         raise ConfigError(
-            what, value=str(path), allowed="whole parquet files", flag=PLACE_FLAGS
+            what,
+            value=path.source or str(path),
+            allowed="whole parquet files",
+            flag=PLACE_FLAGS,
         ) from error
 
 
