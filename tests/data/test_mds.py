@@ -47,7 +47,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 0), (True, 2)])
+@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
 @pytest.mark.parametrize(
     ("damage", "file"),
     [

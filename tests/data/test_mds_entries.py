@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,19 @@ from tests.data.datasets import indices, read_files
 from tests.refusals import printed_refusal, refused
 
 Edit = Callable[[list[dict]], None]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mds") / "pairs"
+    datasets.write_mds(folder)
+    return folder
+
+
+@pytest.fixture
+def mds_folder(written, tmp_path) -> Path:
+    """The data set of the other tests, written once for all of these."""
+    return Path(shutil.copytree(written, tmp_path / "pairs"))
 
 
 def edit_index(folder: Path, edit: Edit) -> None:
@@ -163,10 +177,9 @@ def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_pat
 
 
 @pytest.fixture
-def elsewhere(tmp_path) -> dict[str, Path]:
+def elsewhere(written, tmp_path) -> dict[str, Path]:
     """A data set with a shard beside its folder, and a folder for copies."""
-    folder = tmp_path / "data" / "pairs"
-    datasets.write_mds(folder)
+    folder = Path(shutil.copytree(written, tmp_path / "data" / "pairs"))
     (folder / "shard.00003.mds").rename(tmp_path / "data" / "x.mds")
     edit_index(folder, lambda shards: shards[3]["raw_data"].update(basename="../x.mds"))
     (tmp_path / "copies").mkdir()
