@@ -17,6 +17,7 @@ from sdbench.data.formats.checks import (
     check_not_augmented,
     check_tokenizer_folder,
 )
+from sdbench.data.formats.listing import list_folder
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -166,8 +167,8 @@ def detect_format(place: str) -> str:
     folder = Path(place)
     if not folder.is_dir() or (folder / "index.json").is_file():
         return "mds"
-    for pattern, data_format in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
-        if next(folder.glob(pattern), None) is not None:
+    for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if list_folder(folder, suffix=suffix)[0]:
             return data_format
     # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
     # which names what is there.

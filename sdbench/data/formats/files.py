@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.listing import describe_files, list_folder, tell_other_splits
 from sdbench.data.remote import PIPE, cache_folder, fetch_all, is_url, list_urls
 from sdbench.data.source import SourceConfig
 
 
-def find_files(place: str, *, suffix: str) -> list[str]:
+def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     """Names and URLs of the files that a place means.
 
     Args:
-        place: A file, a folder (not those below it), a URL of either, or any of them in braces.
+        place: A file, a folder (not those below it but as `find_training_folder` says), a URL of
+            either, or any of them in braces.
         suffix: How the files of a folder end, e.g. ``.tar``.
+        is_told: Whether to say what is left out.
 
     Raises:
         ConfigError: One of them does not exist, there is none, or a URL's folder cannot be listed.
@@ -37,13 +41,21 @@ def find_files(place: str, *, suffix: str) -> list[str]:
         if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(suffix):
             files += list_urls(name, suffix=suffix)
         elif not is_url(name) and Path(name).is_dir():
-            files += sorted(str(path) for path in Path(name).glob(f"*{suffix}"))
+            found, others = list_folder(Path(name), suffix=suffix)
+            files += map(str, found)
+            if is_told:
+                tell_other_splits(Path(name), others)
         else:
             files.append(name)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing or not files:
+        what = f"No such {kind} file"
+        if not missing:
+            what = f"The folder holds no {kind} file"
+            if not is_url(place) and Path(place).is_dir():
+                what += f", but {describe_files(os.listdir(place))}"
         raise ConfigError(
-            f"No such {kind} file" if missing else f"The folder holds no {kind} file",
+            what,
             value=missing[0] if missing else place,
             allowed=allowed,
             flag=PLACE_FLAGS,
@@ -59,7 +71,7 @@ def fetch_files(config: SourceConfig, *, suffix: str) -> list[Path]:
         RunError: A file cannot be copied.
     """
     place = config.remote or config.local
-    names = find_files(place, suffix=suffix)
+    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
     urls = [name for name in names if is_url(name)]
     if not urls:  # nor is a folder for copies needed
         return [Path(name) for name in names]

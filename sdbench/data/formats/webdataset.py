@@ -26,9 +26,9 @@ from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.image_files import IMAGE_EXTENSIONS
 from sdbench.data.remote import is_url
 from sdbench.data.samples import (
-    IMAGE_EXTENSIONS,
     BadSampleError,
     ImageSample,
     SampleType,
@@ -183,7 +183,7 @@ class WebDatasetSamples:
             if extension == "cls":
                 text = self._class_prompts[int(text)]
             if extension == "json":
-                text = json.loads(text).get("caption") or ""
+                text = json.loads(text).get("caption")
             return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(

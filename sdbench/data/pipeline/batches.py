@@ -253,7 +253,7 @@ class ImageBatchReader(SampleBatchReader):
         augmentation = self._augmentation(key)
         if self.config.caption is not None:
             sample = sample._replace(caption=self.config.caption)
-        check_whole(sample)
+        check_whole(sample, empty_captions=self.config.empty_captions)
         report.bytes_read += len(sample.image) + len(sample.caption)
         try:
             decoded = decode_image(
@@ -264,7 +264,7 @@ class ImageBatchReader(SampleBatchReader):
                 phase=report.phase,
             )
         except (OSError, ValueError) as error:
-            raise undecodable(sample, error) from error
+            raise undecodable(sample.name, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded
         self._captions.append("" if augmentation.drop_caption else sample.caption)

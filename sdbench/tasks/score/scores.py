@@ -65,7 +65,7 @@ def _decode(sample: ImageSample, *, image_size: int) -> tuple[np.ndarray, str]:
     try:
         return decode_image(sample.image, image_size=image_size), sample.caption
     except (OSError, ValueError) as error:
-        raise undecodable(sample, error) from error
+        raise undecodable(sample.name, error) from error
 
 
 class Scores:
