@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 # Extensions of the image files that tars and folders are read for.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+# The same with --read_avif.
+IMAGE_EXTENSIONS_WITH_AVIF = (*IMAGE_EXTENSIONS, "avif")
 # PIL's name of a kind to the extension that a file of it gets.
-EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
-READ_KINDS = "JPEG, PNG and WebP files are read"
+EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
+READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
 
 # First bytes of files that are found under the names of images.
 OTHER_KINDS = {
@@ -36,20 +38,31 @@ OTHER_KINDS = {
     **{b"P%d" % number: "a PPM, PGM or PBM file" for number in range(1, 8)},
 }
 # Brands of ISO media files, from their fifth byte.
-BRANDS = {b"ftypavif": "an AVIF file", b"ftypavis": "an AVIF file", b"ftyphei": "a HEIC file"}
+AVIF_BRANDS = (b"ftypavif", b"ftypavis")
+BRANDS = {**dict.fromkeys(AVIF_BRANDS, "an AVIF file"), b"ftyphei": "a HEIC file"}
 NUM_BYTES_SHOWN = 16
 
 # Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
 MAX_PIXELS = 256 * 2**20 // 3
 
 
-def has_image_name(path: str | os.PathLike[str]) -> bool:
+def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
+    """Extensions of the image files that tars and folders are read for."""
+    return IMAGE_EXTENSIONS_WITH_AVIF if read_avif else IMAGE_EXTENSIONS
+
+
+def has_image_name(path: str | os.PathLike[str], *, read_avif: bool) -> bool:
     """Whether a file is an image by its name."""
-    return os.path.splitext(path)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS
+    extension = os.path.splitext(path)[1].lower().removeprefix(".")
+    return extension in image_extensions(read_avif=read_avif)
 
 
-def tell_kind(data: bytes) -> str:
+def tell_kind(data: bytes, *, read_avif: bool) -> str:
     """PIL's name of the kind of an image file, by its first bytes.
+
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
 
     Raises:
         ValueError: It is of no kind that is read; what it seems to be is named.
@@ -60,23 +73,29 @@ def tell_kind(data: bytes) -> str:
         return "PNG"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
+    if read_avif and data[4:12] in AVIF_BRANDS:
+        return "AVIF"
     raise ValueError(f"it {_describe(data)}, and {READ_KINDS}")
 
 
 def image_extension(data: bytes) -> str:
-    """The extension of an image by its first bytes.
+    """The extension of an image of any kind that may be read, by its first bytes.
 
     Raises:
         ValueError: As `tell_kind`.
     """
-    return EXTENSIONS[tell_kind(data)]
+    return EXTENSIONS[tell_kind(data, read_avif=True)]
 
 
-def open_image(data: bytes) -> Image.Image:
+def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     """Open an image file; its pixels are not decoded yet.
 
     PIL has decoders of forty kinds of files and chooses by content. Only that of the file's own
     kind is offered here, so that no other is ever reached.
+
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
 
     Raises:
         OSError: The header is damaged.
@@ -84,7 +103,7 @@ def open_image(data: bytes) -> Image.Image:
     """
     from PIL import Image, UnidentifiedImageError
 
-    kind = tell_kind(data)
+    kind = tell_kind(data, read_avif=read_avif)
     try:
         image = Image.open(io.BytesIO(data), formats=[kind])
     except Image.DecompressionBombError as error:

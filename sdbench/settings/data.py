@@ -74,6 +74,13 @@ class DataSettings:
     max_bad_fraction: float = setting(
         FRACTION, 0.01, "share of bad samples in an epoch above which skipping gives up"
     )
+    read_avif: bool = setting(
+        SWITCH,
+        False,
+        "read AVIF pictures too, which takes a decoder of video frames for files of strangers; "
+        "otherwise only JPEG, PNG and WebP",
+        before=False,
+    )
     empty_captions: str = setting(
         one_of(KEEP, "bad"),
         KEEP,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from PIL import Image
 
 from data import main as data_main
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare.rows import open_rows
+from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -17,7 +22,7 @@ from tests.refusals import refused
 
 def make_config(folder, **changes) -> SourceConfig:
     options = {"image_size": 8, "device_batch_size": 2, "seed": 0, "shuffle": False, **changes}
-    return SourceConfig(data_format="folder", remote=str(folder), **options)
+    return SourceConfig(**{"data_format": "folder", "remote": str(folder), **options})
 
 
 @pytest.fixture
@@ -279,3 +284,33 @@ def test_an_empty_caption_is_a_caption_unless_it_is_bad(folder):
     assert batch["input_ids"].tolist() == CaptionTokenizer(pad_token_id=0)(captions).tolist()
     with pytest.raises(RunError, match="b.jpeg: the caption is empty"):
         list(data.build(make_config(folder, empty_captions="bad")))
+
+
+def test_avif_is_read_only_if_asked_for(folder, tmp_path, encoded):
+    """In a folder, in tars made of it, and in a folder made of those; by name and by content."""
+    give_captions(folder)
+    avif = encoded(Image.open(folder / "a.PNG"), file_format="AVIF")
+    (folder / "d.avif").write_bytes(avif)
+    (folder / "d.txt").write_text("a caption")
+    assert data.check(make_config(folder)) == 4
+    assert indices(list(data.build(make_config(folder, read_avif=True)))) == [0, 1, 0, 2]
+    (folder / "a.PNG").write_bytes(avif)
+    with pytest.raises(RunError, match=r"a.PNG: .*an AVIF file, .* AVIF files with --read_avif"):
+        list(data.build(make_config(folder)))
+    tars, back = tmp_path / "tars", tmp_path / "back"
+    rows = open_rows(make_config(folder, read_avif=True))
+    write_rows(rows, tars, data_format="webdataset")
+    config = make_config(tars, data_format="webdataset", device_batch_size=5)
+    (batch,) = data.build(dataclasses.replace(config, read_avif=True))
+    assert indices([batch]) == [0, 1, 0, 2, 3]
+    with pytest.raises(RunError, match=": no image"):
+        list(data.build(config))
+    write_rows(open_rows(dataclasses.replace(config, read_avif=True)), back, data_format="folder")
+    assert data.check(make_config(back)) == 3
+    assert data.check(make_config(back, read_avif=True)) == 5
+
+
+def write_rows(rows, out, *, data_format: str) -> None:
+    output = open_output(out, data_format=data_format, columns=rows.columns, num_chunks=1, job={})
+    output.write_chunk(0, map(rows.read, range(len(rows))))
+    output.finish()

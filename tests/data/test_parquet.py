@@ -14,8 +14,9 @@ import pytest
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.cli import main as sdbench_main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare.verify import main as verify_data
+from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -276,20 +277,20 @@ def test_a_caption_that_is_missing_is_bad_and_an_empty_one_is_not(tmp_path):
 
 def test_damage_that_no_decoder_sees_is_found(tmp_path, capsys):
     """A bit in what is behind the end of a picture, by the checksum of its page."""
-    folder, out = tmp_path / "folder", tmp_path / "out"
-    folder.mkdir()
-    for number, png in enumerate(make_pictures(range(4))):
-        (folder / f"{number}.png").write_bytes(png + b"padding")
-        (folder / f"{number}.txt").write_text(f"picture {number}")
-    assert sdbench_main(["convert", str(folder), str(out), "--to", "parquet"]) == 0
+    out = tmp_path / "out"
+    columns = {"jpg": "bytes", "caption": "str"}
+    output = open_output(out, data_format="parquet", columns=columns, num_chunks=1, job={})
+    rows = [{"jpg": png + b"padding", "caption": "a"} for png in make_pictures(range(4))]
+    output.write_chunk(0, rows)
+    output.finish()
     (file,) = out.iterdir()
-    assert sdbench_main(["verify-data", str(out), "--deep"]) == 0
+    assert verify_data([str(out), "--deep"]) == 0
     assert indices(list(data.build(make_config(out)))) == [0, 1, 2, 3]
     content = file.read_bytes()
     assert content.count(b"padding") == 4
     file.write_bytes(content.replace(b"padding", b"paddinG", 1))
     capsys.readouterr()
-    assert sdbench_main(["verify-data", str(out), "--deep"]) == 1
+    assert verify_data([str(out), "--deep"]) == 1
     assert f"broken: {file} is damaged or missing" in capsys.readouterr().out
     with pytest.raises(RunError, match="is damaged or missing .*CRC"):
         list(data.build(make_config(out)))

@@ -55,12 +55,15 @@ class FolderSamples:
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
-    def __init__(self, folder: Path, *, needs_captions: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
+    ) -> None:
         """List the folder, and read its table of captions if it has one.
 
         Args:
             folder: Of images.
             needs_captions: Whether some image must have a caption.
+            read_avif: Value of ``--read_avif``.
 
         Raises:
             ConfigError: There is no such folder, no image in it, or no image with a caption; or a
@@ -69,6 +72,7 @@ class FolderSamples:
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
         self._place = folder
+        self._read_avif = read_avif
         self._folder, self._other_splits = find_training_folder(folder)
         tables = (self._folder / name for name in TABLE_NAMES)
         table = next((path for path in tables if path.is_file()), None)
@@ -78,7 +82,8 @@ class FolderSamples:
         if table is None:
             listing = list_below(self._folder)
             _check_links(listing)
-            self._images, self._repeated = _images_of(listing), listing.repeated
+            self._images = _images_of(listing, read_avif=read_avif)
+            self._repeated = listing.repeated
             if not self._images:
                 found = describe_files(path.name for path in listing.files)
                 _raise_missing(f"The data folder holds no images, but {found}", folder)
@@ -112,7 +117,8 @@ class FolderSamples:
         for path in self._repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
         if self._captions is not None:
-            num_unlisted = len({*_images_of(list_below(self._folder))} - {*self._images})
+            images = _images_of(list_below(self._folder), read_avif=self._read_avif)
+            num_unlisted = len({*images} - {*self._images})
             if num_unlisted:
                 tell_once(
                     f"{num_unlisted} images of {self._folder} are not in its table of captions."
@@ -159,9 +165,10 @@ def _raise_missing(what: str, folder: Path) -> None:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 
-def _images_of(listing: Listing) -> list[Path]:
+def _images_of(listing: Listing, *, read_avif: bool) -> list[Path]:
     """Files and links that are images by their names; a link that leads nowhere is a bad sample."""
-    return sorted(path for path in listing.files + listing.dangling if has_image_name(path))
+    paths = listing.files + listing.dangling
+    return sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
 
 
 def _check_links(listing: Listing) -> None:
@@ -171,7 +178,8 @@ def _check_links(listing: Listing) -> None:
         ConfigError: One does.
     """
     for path in listing.dangling:
-        if not has_image_name(path) and path.suffix != CAPTION_SUFFIX:
+        is_sample = has_image_name(path, read_avif=True) or path.suffix == CAPTION_SUFFIX
+        if not is_sample:
             raise ConfigError(
                 f"A link in the data folder leads to {_target(path)}, which is not there",
                 value=str(path),
@@ -319,4 +327,8 @@ def open_samples(config: SourceConfig) -> FolderSamples:
     Raises:
         ConfigError: As `FolderSamples`.
     """
-    return FolderSamples(Path(config.remote or config.local), needs_captions=config.caption is None)
+    return FolderSamples(
+        Path(config.remote or config.local),
+        needs_captions=config.caption is None,
+        read_avif=config.read_avif,
+    )

@@ -120,7 +120,7 @@ def find_training_folder(folder: Path) -> tuple[Path, list[Path]]:
 
 def _is_data(name: str) -> bool:
     return name.endswith((".tar", ".parquet", ".mds")) or (
-        name in TABLE_NAMES or has_image_name(name)
+        name in TABLE_NAMES or has_image_name(name, read_avif=True)
     )
 
 

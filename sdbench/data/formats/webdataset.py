@@ -26,7 +26,7 @@ from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.image_files import IMAGE_EXTENSIONS
+from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import is_url
 from sdbench.data.samples import (
     BadSampleError,
@@ -100,7 +100,7 @@ class WebDatasetSamples:
 
         Args:
             tars: In order.
-            config: Filters and class prompts.
+            config: Filters, class prompts, and which kinds of images are read.
 
         Raises:
             ConfigError: A filter or the file of class prompts cannot be understood, or no sample
@@ -111,7 +111,9 @@ class WebDatasetSamples:
         self._class_prompts = _read_class_prompts(config.class_prompts)
         terms = parse_filters(config.filters)
         captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
-        indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
+        self._images = image_extensions(read_avif=config.read_avif)
+        extensions = {"images": self._images, "captions": captions}
+        indexes = (load_index(tar, terms=terms, **extensions) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
@@ -132,7 +134,7 @@ class WebDatasetSamples:
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
-            allowed=f"tars with {', '.join(IMAGE_EXTENSIONS)} and {', '.join(CAPTION_EXTENSIONS)}",
+            allowed=f"tars with {', '.join(self._images)} and {', '.join(CAPTION_EXTENSIONS)}",
             flag=PLACE_FLAGS,
         )
 
@@ -205,7 +207,9 @@ def _read_span(file: int, span: Span | None) -> bytes | None:
     return os.pread(file, num_bytes, begin)
 
 
-def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
+def load_index(
+    tar: Path, *, terms: list[Term], images: Sequence[str], captions: Sequence[str]
+) -> TarIndex:
     """Make the index of a tar, or read the one that was made before.
 
     Indexes are kept in the user's cache folder. The name of one is a digest of the tar's path and
@@ -214,6 +218,7 @@ def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarI
     Args:
         tar: The tar.
         terms: Conditions on the samples.
+        images: Extensions that an image may have.
         captions: Extensions that a caption may come from, the first one that is there.
 
     Raises:
@@ -223,31 +228,33 @@ def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarI
     from filelock import FileLock
 
     state = _state(tar.stat())
-    identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
+    identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{images}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = private_folder("tar-indexes") / f"{digest}.json"
     with FileLock(path.with_suffix(".lock"), mode=0o600):
         if path.is_file():
             stored = json.loads(path.read_text(encoding="utf-8"))
         else:
-            stored = _make_index(tar, terms=terms, captions=captions)
+            stored = _make_index(tar, terms=terms, images=images, captions=captions)
             with new_file(path) as new:
                 new.write_text(json.dumps(stored), encoding="utf-8")
     return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
 
 
-def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dict[str, Any]:
+def _make_index(
+    tar: Path, *, terms: list[Term], images: Sequence[str], captions: Sequence[str]
+) -> dict[str, Any]:
     entries, num_dropped = [], 0
     with tar.open("rb") as file:
         for key, spans in _group_members(tar):
             # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
             kinds = {extension.rpartition(".")[2] for extension in spans}
-            if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
+            if kinds.isdisjoint((*images, *captions)):
                 continue
             if terms and not accepts(terms, _read_metadata(file.fileno(), spans.get("json"))):
                 num_dropped += 1
                 continue
-            image = next((spans[name] for name in IMAGE_EXTENSIONS if name in spans), None)
+            image = next((spans[name] for name in images if name in spans), None)
             caption = next((name for name in captions if name in spans), None)
             entries.append((key, image, caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}

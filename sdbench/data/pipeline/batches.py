@@ -261,6 +261,7 @@ class ImageBatchReader(SampleBatchReader):
                 image_size=self.config.image_size,
                 crop=augmentation.crop,
                 flip=augmentation.flip,
+                read_avif=self.config.read_avif,
                 phase=report.phase,
             )
         except (OSError, ValueError) as error:

@@ -59,6 +59,7 @@ def decode_image(
     image_size: int,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
+    read_avif: bool = False,
     phase: Phase = _untimed,
 ) -> np.ndarray:
     """Decode an image file of a kind that is read.
@@ -69,6 +70,7 @@ def decode_image(
         crop: Where the largest square is cut out along each side, from 0 (left, top) to 1; None for
             the centre.
         flip: Whether to mirror the picture.
+        read_avif: Value of ``--read_avif``.
         phase: Is called with ``decode`` and ``transform``; what it returns is entered while that
             goes on.
 
@@ -79,7 +81,7 @@ def decode_image(
         OSError: The image is truncated or damaged.
         ValueError: The bytes are of no kind that is read, or the image has too many pixels.
     """
-    with phase("decode"), open_image(data) as image:
+    with phase("decode"), open_image(data, read_avif=read_avif) as image:
         if is_fast(image, data, image_size=image_size):
             picture = _decode_fast(data)
         else:
@@ -95,14 +97,18 @@ def decode_image(
         return array[:, :, ::-1] if flip else array
 
 
-def measure_image(data: bytes) -> tuple[int, int]:
+def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
     """Decode an image wholly, which finds truncated ones, and return its upright (width, height).
+
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
 
     Raises:
         OSError: As `decode_image`.
         ValueError: As `decode_image`.
     """
-    with open_image(data) as image:
+    with open_image(data, read_avif=read_avif) as image:
         _load(image)
         return ImageOps.exif_transpose(image).size
 

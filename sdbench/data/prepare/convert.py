@@ -143,6 +143,7 @@ def plan(flags: ConvertFlags) -> Conversion:
         latents=flags.latents,
         filters=flags.filters,
         class_prompts=flags.class_prompts,
+        read_avif=flags.read_avif,
         empty_captions=flags.empty_captions,
         text_embedding_dim=flags.text_embedding_dim,
     )
@@ -160,6 +161,7 @@ def plan(flags: ConvertFlags) -> Conversion:
         "latents": flags.latents,
         "filters": dict(source.filters or {}),
         "class_prompts": source.class_prompts,
+        "read_avif": source.read_avif,
         "empty_captions": source.empty_captions,
         "num_samples": num_samples,
         "samples_per_shard": samples_per_shard,

@@ -33,17 +33,17 @@ class ImageRowReader:
 
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
-    def __init__(self, samples: Samples, *, empty_captions: str) -> None:
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         """Set up; nothing is read yet.
 
         Args:
             samples: Stored images.
-            empty_captions: Value of ``--empty_captions``.
+            config: Which images and captions are good.
         """
         self.num_dropped = samples.num_dropped
         self.taken = set(samples.columns.values())
         self._samples = samples
-        self._empty_captions = empty_captions
+        self._config = config
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -60,9 +60,9 @@ class ImageRowReader:
 
         sample = self._samples.read(index)
         assert isinstance(sample, ImageSample)
-        check_whole(sample, empty_captions=self._empty_captions)
+        check_whole(sample, empty_captions=self._config.empty_captions)
         try:
-            width, height = measure_image(sample.image)
+            width, height = measure_image(sample.image, read_avif=self._config.read_avif)
         except (OSError, ValueError) as error:
             raise undecodable(sample.name, error) from error
         return {"jpg": sample.image, "caption": sample.caption, "width": width, "height": height}
@@ -156,7 +156,7 @@ def open_rows(config: SourceConfig) -> RowReader:
         RunError: A file is damaged, or cannot be copied.
     """
     if not config.wants_latents:
-        return ImageRowReader(open_samples(config), empty_captions=config.empty_captions)
+        return ImageRowReader(open_samples(config), config=config)
     # Without any size the check of one says what is there and what is needed.
     sizes = find_image_sizes(read_columns(config)) or [config.image_size]
     configs = [dataclasses.replace(config, image_size=size) for size in sizes]
