@@ -123,11 +123,11 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
 
     measure, calls = transforms.measure_image, []
 
-    def interrupt(data):
+    def interrupt(data, **options):
         calls.append(data)
         if len(calls) == 25:
             raise KeyboardInterrupt
-        return measure(data)
+        return measure(data, **options)
 
     monkeypatch.setattr(transforms, "measure_image", interrupt)
     job = (mds_folder, tmp_path / "out", "--samples_per_shard", 10)
