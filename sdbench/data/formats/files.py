@@ -7,7 +7,12 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import PLACE_FLAGS
-from sdbench.data.formats.listing import describe_files, list_folder, tell_other_splits
+from sdbench.data.formats.listing import (
+    describe_files,
+    list_folder,
+    take_training_split,
+    tell_other_splits,
+)
 from sdbench.data.remote import PIPE, cache_folder, fetch_all, is_url, list_urls
 from sdbench.data.source import SourceConfig
 
@@ -39,14 +44,14 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
         if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(suffix):
-            files += list_urls(name, suffix=suffix)
+            found, others = take_training_split(list_urls(name, suffix=suffix), folder=name)
         elif not is_url(name) and Path(name).is_dir():
             found, others = list_folder(Path(name), suffix=suffix)
-            files += map(str, found)
-            if is_told:
-                tell_other_splits(Path(name), others)
         else:
-            files.append(name)
+            found, others = [name], []
+        files += found
+        if is_told:
+            tell_other_splits(name, others)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing or not files:
         what = f"No such {kind} file"

@@ -113,7 +113,7 @@ class FolderSamples:
 
     def tell_left_out(self) -> None:
         """Print what of the folder is not read: images, folders that are read already, splits."""
-        tell_other_splits(self._place, self._other_splits)
+        tell_other_splits(str(self._place), self._other_splits)
         for path in self._repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
         if self._captions is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
 # In archives made on a Mac, beside the folder that was packed.
 MAC_FOLDER = "__MACOSX"
 NUM_KINDS_TOLD = 5
+NUM_NAMES_TOLD = 3
 
 
 class Listing(NamedTuple):
@@ -94,14 +95,15 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         ) from error
 
 
-def find_training_folder(folder: Path) -> tuple[Path, list[Path]]:
+def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
     """Descend to what is trained on: Hugging Face has it in ``train``, ``data`` or both.
 
     Returns:
-        The folder, or one below it where nothing else is beside that but other splits; and these,
-        which are left out.
+        The folder, or one below it where nothing else is beside that but other splits; and the
+        names of these below `folder`, which are left out.
     """
-    others: list[Path] = []
+    place = folder
+    others: list[str] = []
     for _ in range(2):
         entries = _scan(folder)
         if any(_is_data(entry.name) for entry in entries):
@@ -109,7 +111,8 @@ def find_training_folder(folder: Path) -> tuple[Path, list[Path]]:
         names = {entry.name for entry in entries if entry.is_dir()}
         training = names.intersection(TRAINING_SPLITS)
         if len(training) == 1 and not names - training - {*OTHER_SPLITS}:
-            others += [folder / name for name in sorted(names - training)]
+            left_out = sorted(names - training)
+            others += [str((folder / name).relative_to(place)) for name in left_out]
             folder /= training.pop()
         elif names == {DATA_FOLDER}:
             folder /= DATA_FOLDER
@@ -124,29 +127,52 @@ def _is_data(name: str) -> bool:
     )
 
 
-def list_folder(folder: Path, *, suffix: str) -> tuple[list[Path], list[Path]]:
-    """The files of a folder to train on, and the files and folders of other splits.
+def list_folder(folder: Path, *, suffix: str) -> tuple[list[str], list[str]]:
+    """The files of a folder to train on, and the names of the files and folders of other splits.
 
     Args:
         folder: As the user gave it; `find_training_folder` says which is listed.
         suffix: How the files end.
     """
+    place = str(folder)
     folder, others = find_training_folder(folder)
-    files = sorted(folder / entry.name for entry in _scan(folder) if entry.name.endswith(suffix))
-    splits = {path: _SPLIT.match(path.name) for path in files}
-    if any(split and split[1].lower() in TRAINING_SPLITS for split in splits.values()):
-        of_others = [
-            path for path, split in splits.items() if split and split[1].lower() in OTHER_SPLITS
-        ]
-        others += of_others
-        files = [path for path in files if path not in of_others]
-    return files, others
+    paths = sorted(folder / entry.name for entry in _scan(folder) if entry.name.endswith(suffix))
+    files, of_others = take_training_split([str(path) for path in paths], folder=place)
+    return files, others + of_others
 
 
-def tell_other_splits(place: Path, others: Iterable[Path]) -> None:
+def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], list[str]]:
+    """Leave out the files of other splits, where there are files of one for training.
+
+    Args:
+        files: Paths or URLs below `folder`.
+        folder: What names are relative to.
+
+    Returns:
+        The files to train on, and the names of those that are left out.
+    """
+    names = {file: file.removeprefix(folder).lstrip("/") for file in files}
+    splits = {file: _split_of(name) for file, name in names.items()}
+    if not any(split in TRAINING_SPLITS for split in splits.values()):
+        return files, []
+    others = [file for file in files if splits[file] in OTHER_SPLITS]
+    kept = [file for file in files if splits[file] not in OTHER_SPLITS]
+    return kept, [names[file] for file in others]
+
+
+def _split_of(name: str) -> str | None:
+    """The word for a split that a file's name, or that of a folder it is in, begins with."""
+    found = filter(None, map(_SPLIT.match, name.split("/")))
+    return next((match[1].lower() for match in found), None)
+
+
+def tell_other_splits(place: str, others: Sequence[str]) -> None:
     """Say which splits are beside the one that is read."""
-    if names := [str(path.relative_to(place)) for path in others]:
-        tell_once(f"Of {place} the split for training is read, not {', '.join(names)}.")
+    if others:
+        names = ", ".join(others[:NUM_NAMES_TOLD])
+        more = len(others) - NUM_NAMES_TOLD
+        rest = f" and {more} more" if more > 0 else ""
+        tell_once(f"Of {place} the split for training is read, not {names}{rest}.")
 
 
 def describe_files(names: Iterable[str]) -> str:
