@@ -275,6 +275,15 @@ def test_a_caption_that_is_missing_is_bad_and_an_empty_one_is_not(tmp_path):
         assert indices(list(loader)) == expected
 
 
+def test_a_caption_that_is_no_utf_8_is_bad(tmp_path):
+    stored = pyarrow.array([b"a", b"\xe4", b"c", b"d"])
+    captions = pyarrow.Array.from_buffers(pyarrow.string(), 4, stored.buffers())
+    columns = {"jpg": make_pictures(range(4)), "caption": captions}
+    place = write(tmp_path / "a.parquet", columns, row_group_size=4)
+    with pytest.raises(RunError, match="row 1 of row group 0: its caption is not UTF-8"):
+        list(data.build(make_config(place)))
+
+
 def test_damage_that_no_decoder_sees_is_found(tmp_path, capsys):
     """A bit in what is behind the end of a picture, by the checksum of its page."""
     out = tmp_path / "out"

@@ -287,7 +287,7 @@ def _make_png(data: np.ndarray) -> bytes:
     if mode in ("P", "PA"):
         raise ValueError(f"a picture of the mode {mode} was stored without its palette")
     # A pixel of black and white takes a bit; PIL would make room for all of them first.
-    if width * height > 8 * len(pixels):
+    if not 0 < width * height <= 8 * len(pixels):
         raise ValueError(f"{width} x {height} pixels in {len(pixels)} bytes")
     picture = Image.frombytes(mode, (width, height), pixels)
     file = io.BytesIO()

@@ -100,7 +100,10 @@ class ParquetSamples:
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
             data = image.as_buffer().to_pybytes() if image.is_valid else None
-            return ImageSample(name, data, clean_caption(caption.as_py()))
+            try:
+                return ImageSample(name, data, clean_caption(caption.as_py()))
+            except UnicodeDecodeError as error:
+                raise BadSampleError(f"{name}: its caption is not UTF-8 ({error}).") from error
         arrays: dict[str, np.ndarray] = {}
         for part, shape in self._shapes.items():
             # The latents come first.
