@@ -18,6 +18,7 @@ from sdbench.data.formats.checks import (
     check_tokenizer_folder,
     endings,
 )
+from sdbench.data.formats.listing import list_folder
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def detect_format(place: str) -> str:
     if not folder.is_dir() or (folder / "index.json").is_file():
         return "mds"
     for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
-        if any(path.name.endswith(endings(suffix)) for path in folder.iterdir()):
+        if list_folder(folder, suffix=suffix)[0]:
             return data_format
     # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
     # which names what is there.

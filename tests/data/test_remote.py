@@ -70,6 +70,21 @@ def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):  # noqa: F811
     assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
 
 
+def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, capsys):  # noqa: F811
+    datasets.write_parquet(tmp_path / "data")
+    place = f"s3://{BUCKET}/{tmp_path.name}/data"
+    for number, split in enumerate(("train", "test")):
+        folder = tmp_path / split
+        folder.mkdir()
+        (tmp_path / "data" / f"{number}.parquet").rename(folder / "0.parquet")
+        assert s3.upload(folder, f"{tmp_path.name}/data/{split}") == f"{place}/{split}"
+    assert indices(list(data.build(make_config("parquet", place)))) == list(range(28))
+    told = f"Of {place} the split for training is read, not test/0.parquet.\n"
+    assert capsys.readouterr().err.count(told) == 1
+    tests = data.build(make_config("parquet", f"{place}/test"))
+    assert indices(list(tests)) == list(range(30, 46))
+
+
 def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F811
     url = f"{upload('webdataset')}/00000.tar"
     first = fetch(url, cache=tmp_path / "cache")

@@ -119,13 +119,15 @@ def test_every_bad_image_is_named(tmp_path, capsys):
             writer.write({"jpg": jpg, "caption": caption})
     assert main(tmp_path) == 0
     capsys.readouterr()
-    assert main(tmp_path, "--deep") == 1
+    assert main(tmp_path, "--deep", "--empty_captions", "bad") == 1
     lines = capsys.readouterr().out.splitlines()
     place = f"broken: {tmp_path}/shard.00000.mds, sample"
     assert lines[0] == f"{place} 1: the image has 0 bytes."
     assert lines[1].startswith(f"{place} 2: the image cannot be ")
-    assert lines[2] == f"{place} 3: no caption."
+    assert lines[2] == f"{place} 3: the caption is empty."
     assert lines[3:] == ["3 broken things were found."]
+    assert main(tmp_path, "--deep") == 1
+    assert capsys.readouterr().out.splitlines()[2:] == ["2 broken things were found."]
 
 
 def test_every_bad_latent_is_named(tmp_path, capsys):

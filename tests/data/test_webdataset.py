@@ -375,7 +375,6 @@ def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
         ([("bad.gif", PIXEL), ("bad.txt", b"a text")], "no image"),
         ([("bad.b.png", PIXEL), ("bad.b.txt", b"a key ends at the first dot")], "no image"),
         ([("bad.png", PIXEL)], "no caption"),
-        ([("bad.png", PIXEL), ("bad.txt", b" \n")], "no caption"),
         ([("bad.png", PIXEL), ("bad.json", b'{"width": 5}')], "no caption"),
         ([("bad.png", PIXEL), ("bad.cls", b"7")], r"class 7 has no caption \(--class_prompts\)"),
         ([("bad.png", PIXEL), ("bad.cls", b"cat")], "cls cannot be read"),

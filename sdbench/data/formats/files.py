@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import PLACE_FLAGS, endings
 from sdbench.data.formats.copies import StoredFile
+from sdbench.data.formats.listing import (
+    describe_files,
+    list_folder,
+    take_training_split,
+    tell_other_splits,
+)
 from sdbench.data.remote import (
     PIPE,
     cache_folder,
@@ -19,12 +26,14 @@ from sdbench.data.remote import (
 from sdbench.data.source import SourceConfig
 
 
-def find_files(place: str, *, suffix: str) -> list[str]:
+def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     """Names and URLs of the files that a place means.
 
     Args:
-        place: A file, a folder (not those below it), a URL of either, or any of them in braces.
+        place: A file, a folder (not those below it but as `find_training_folder` says), a URL of
+            either, or any of them in braces.
         suffix: How the files of a folder end, e.g. ``.tar``; packed ones are found too.
+        is_told: Whether to say what is left out.
 
     Raises:
         ConfigError: One of them does not exist, there is none, a folder has one packed and
@@ -46,16 +55,25 @@ def find_files(place: str, *, suffix: str) -> list[str]:
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
         if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(known):
-            files += _check_once(list_urls(name, endings=known), endings=known)
+            found, others = take_training_split(list_urls(name, endings=known), folder=name)
+            _check_once(found, endings=known)
         elif not is_url(name) and Path(name).is_dir():
-            found = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(known))
-            files += _check_once(found, endings=known)
+            found, others = list_folder(Path(name), suffix=suffix)
+            _check_once(found, endings=known)
         else:
-            files.append(name)
+            found, others = [name], []
+        files += found
+        if is_told:
+            tell_other_splits(name, others)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing or not files:
+        what = f"No such {kind} file"
+        if not missing:
+            what = f"The folder holds no {kind} file"
+            if not is_url(place) and Path(place).is_dir():
+                what += f", but {describe_files(os.listdir(place))}"
         raise ConfigError(
-            f"No such {kind} file" if missing else f"The folder holds no {kind} file",
+            what,
             value=missing[0] if missing else place,
             allowed=allowed,
             flag=PLACE_FLAGS,
@@ -63,8 +81,8 @@ def find_files(place: str, *, suffix: str) -> list[str]:
     return files
 
 
-def _check_once(files: list[str], *, endings: tuple[str, ...]) -> list[str]:
-    """Check that no file of a folder is there packed and unpacked; return the files.
+def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:
+    """Check that no file of a folder is there packed and unpacked.
 
     Raises:
         ConfigError: One is, and its samples would come twice in an epoch.
@@ -80,7 +98,6 @@ def _check_once(files: list[str], *, endings: tuple[str, ...]) -> list[str]:
                 flag=PLACE_FLAGS,
             )
         by_stem[stem] = file
-    return files
 
 
 def fetch_files(config: SourceConfig, *, suffix: str) -> list[StoredFile]:
@@ -91,7 +108,7 @@ def fetch_files(config: SourceConfig, *, suffix: str) -> list[StoredFile]:
         RunError: A file cannot be copied.
     """
     place = config.remote or config.local
-    names = find_files(place, suffix=suffix)
+    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
     sources = [name for name in names if must_be_copied(name)]
     if not sources:  # nor is a folder for copies needed
         return [StoredFile(Path(name)) for name in names]

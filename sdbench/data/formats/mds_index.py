@@ -11,7 +11,12 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import new_file
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    find_picture_columns,
+    lacks_columns,
+    wrong_type,
+)
 from sdbench.data.formats.mds_entries import INDEX_NAME, parse_index, read_bounds
 from sdbench.data.formats.missing_latents import count_samples
 from sdbench.data.latent_columns import find_latent_columns
@@ -19,7 +24,8 @@ from sdbench.data.remote import cache_folder, fetch, is_url
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
-MDS_COLUMNS = {"jpg", "caption"}
+# What pictures and captions may be stored as: the bytes of a file, a picture of PIL's, text.
+PICTURE_ENCODINGS = {"image": ("bytes", "jpeg", "png", "pil"), "caption": ("str",)}
 COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
 # Of several hashes in an index the one that is cheapest to compute is checked.
@@ -283,13 +289,7 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
             shape are checked when they are read.)
     """
     if not config.wants_latents:
-        if not place.columns >= MDS_COLUMNS:
-            raise ConfigError(
-                f"{place.source} is not a data set of images with captions",
-                value=f"columns {', '.join(sorted(place.columns))}",
-                allowed="columns jpg and caption; for latents --latents precomputed",
-                flag=PLACE_FLAGS,
-            )
+        _check_picture_columns(place)
         return
     columns = find_latent_columns(place.columns, image_size=config.image_size)
     shapes = SampleType(tuple(columns)).array_shapes(config)
@@ -304,6 +304,27 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
                     value=encoding,
                     allowed=f"arrays of the shape {shape}",
                     flag="--model_name",
+                )
+
+
+def _check_picture_columns(place: MdsPlace) -> None:
+    """Check that every shard has pictures and captions, encoded as they can be read.
+
+    Raises:
+        ConfigError: A column is missing, or of another encoding.
+    """
+    if find_picture_columns(place.columns) is None:
+        raise lacks_columns(place.columns, place=place.source)
+    for shard in place.shards:
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        for part, column in find_picture_columns(encodings).items():
+            if encodings[column] not in PICTURE_ENCODINGS[part]:
+                raise wrong_type(
+                    column,
+                    place=place.source,
+                    part=part,
+                    kind=encodings[column],
+                    allowed=", ".join(PICTURE_ENCODINGS[part]),
                 )
 
 

@@ -8,6 +8,7 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 from __future__ import annotations
 
 import bisect
+import io
 import mmap
 import os
 import struct
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from streaming import Stream
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
@@ -25,11 +27,13 @@ from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
+from sdbench.data.formats.checks import find_picture_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import read_bounds
 from sdbench.data.formats.mds_index import MdsPlace, choose_hash, keep_index, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
+from sdbench.data.pipeline.transforms import to_rgb
 from sdbench.data.remote import explain
 from sdbench.data.samples import (
     BadSampleError,
@@ -84,9 +88,13 @@ class MdsSamples:
         self._starts = np.cumsum([0, *self.blocks[:-1]]).tolist()
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
-        self.columns = {"image": "jpg", "caption": "caption"}
         if config.wants_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+            self._columns = [self.columns] * len(shards)
+        else:
+            # Data sets that are streamed together may name their columns differently.
+            self._columns = [find_picture_columns(shard.column_names) for shard in shards]
+            self.columns = self._columns[0]
         self.sample_type = SampleType(tuple(self.columns))
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
@@ -112,14 +120,15 @@ class MdsSamples:
         name = _name(shard.file, position)
         data = shard.read(position)
         try:
-            values = {key: shard.value(data, column) for key, column in self.columns.items()}
+            columns = self._columns[shard_id]
+            values = {key: shard.value(data, column) for key, column in columns.items()}
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         for key, value in values.items():
             if value is None:
                 kind = BadSampleError if key == "text_embedding" else MissingLatentError
-                raise kind(f"{name}, {self.columns[key]}: no value.")
+                raise kind(f"{name}, {columns[key]}: no value.")
         if self.sample_type is SampleType.IMAGES:
             return ImageSample(name, values["image"], clean_caption(values["caption"]))
         return LatentSample(name, values)
@@ -258,6 +267,33 @@ class _ShardFile:
 
 Decoder = Callable[[np.ndarray], Any]
 
+# Modes of PIL that a PNG file keeps as they are.
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
+
+
+def _make_png(data: np.ndarray) -> bytes:
+    """A PNG file of a picture in Streaming's encoding ``pil``.
+
+    That has width, height and the length of the mode's name as uint32, the name, and the pixels. A
+    palette is not stored with them.
+
+    Raises:
+        ValueError: The pixels are incomplete, or say nothing without their palette.
+    """
+    width, height, num_letters = struct.unpack_from("<3I", data)
+    pixels = data[12 + num_letters :].tobytes()
+    mode = data[12 : 12 + num_letters].tobytes().decode()
+    if mode in ("P", "PA"):
+        raise ValueError(f"a picture of the mode {mode} was stored without its palette")
+    # A pixel of black and white takes a bit; PIL would make room for all of them first.
+    if not 0 < width * height <= 8 * len(pixels):
+        raise ValueError(f"{width} x {height} pixels in {len(pixels)} bytes")
+    picture = Image.frombytes(mode, (width, height), pixels)
+    file = io.BytesIO()
+    kept = picture if mode in PNG_MODES else to_rgb(picture)
+    kept.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
 
 def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
     """The function that makes a value of the bytes of a column.
@@ -269,6 +305,11 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
+    if encoding in ("jpeg", "png"):
+        # Files, too: Streaming would open them, by any decoder that fits.
+        return lambda data: data.tobytes()
+    if encoding == "pil":
+        return _make_png
     name, *rest = encoding.split(":")
     if name == "ndarray" and len(rest) == 2:
         dtype, shape = np.dtype(rest[0]), tuple(int(side) for side in rest[1].split(","))

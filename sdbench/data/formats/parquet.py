@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    find_picture_columns,
+    lacks_columns,
+    wrong_type,
+)
 from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.latent_columns import check_array, find_latent_columns
@@ -30,9 +35,6 @@ from sdbench.data.samples import (
 from sdbench.data.source import SourceConfig
 
 SUFFIX = ".parquet"
-# Spellings: ours and LAION's, Hugging Face's (a struct with the field bytes), others'.
-IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
-CAPTION_COLUMNS = ("caption", "text", "TEXT")
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
@@ -102,7 +104,10 @@ class ParquetSamples:
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
             data = image.as_buffer().to_pybytes() if image.is_valid else None
-            return ImageSample(name, data, clean_caption(caption.as_py() or ""))
+            try:
+                return ImageSample(name, data, clean_caption(caption.as_py()))
+            except UnicodeDecodeError as error:
+                raise BadSampleError(f"{name}: its caption is not UTF-8 ({error}).") from error
         arrays: dict[str, np.ndarray] = {}
         for part, shape in self._shapes.items():
             # The latents come first.
@@ -123,9 +128,13 @@ class ParquetSamples:
         number, group = self._groups[block]
         path = self._files[number]
         with _damage_named(path, RunError):
-            # Opened anew each time, as processes must not share an open file.
+            # Opened anew each time, as processes must not share an open file. Pages without a
+            # checksum are read unchecked.
             file = pyarrow.parquet.ParquetFile(
-                path.path, metadata=self._footers[number], memory_map=True
+                path.path,
+                metadata=self._footers[number],
+                memory_map=True,
+                page_checksum_verification=True,
             )
             table = file.read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
@@ -176,11 +185,16 @@ def _to_array(
 
 
 def _unwrap(column: Any) -> Any:
-    """The stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors."""
+    """The stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors.
+
+    What pandas stores as a category comes as a dictionary with numbers of its values.
+    """
     import pyarrow
 
     if pyarrow.types.is_struct(column.type):
         return column.field("bytes")
+    if pyarrow.types.is_dictionary(column.type):
+        return column.dictionary_decode()
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
 
 
@@ -190,24 +204,35 @@ def _stored_type(kind: Any) -> Any:
 
     if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return kind.field("bytes").type
+    if pyarrow.types.is_dictionary(kind):
+        return kind.value_type
     return kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
 
 
 def _is_bytes(kind: Any) -> bool:
     from pyarrow import types
 
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return (
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _find_columns(names: list[str], *, path: StoredFile, config: SourceConfig) -> dict[str, str]:
     if config.wants_latents:
         return find_latent_columns(names, image_size=config.image_size)
-    image = next((name for name in IMAGE_COLUMNS if name in names), None)
-    caption = next((name for name in CAPTION_COLUMNS if name in names), None)
-    if image is None or caption is None:
-        wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
-        raise _lacks_column(path, names, wanted=f"{wanted}; for latents --latents precomputed")
-    return {"image": image, "caption": caption}
+    columns = find_picture_columns(names)
+    if columns is None:
+        raise lacks_columns(names, place=f"The parquet file {path}")
+    return columns
 
 
 def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile) -> None:
@@ -219,13 +244,18 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile)
     from pyarrow import types
 
     if not set(columns.values()) <= set(schema.names):
-        raise _lacks_column(path, schema.names, wanted=", ".join(columns.values()))
+        raise ConfigError(
+            f"The parquet file {path} lacks a column that the first file has",
+            value=f"columns {', '.join(sorted(schema.names))}",
+            allowed=", ".join(columns.values()),
+            flag=PLACE_FLAGS,
+        )
     for part, column in columns.items():
         kind = _stored_type(schema.field(column).type)
         if part == "image":
             is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
         elif part == "caption":
-            is_right, allowed = types.is_string(kind) or types.is_large_string(kind), "text"
+            is_right, allowed = _is_text(kind), "text"
         else:
             innermost = kind
             while types.is_nested(innermost) and hasattr(innermost, "value_type"):
@@ -233,21 +263,8 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile)
             is_right = _is_bytes(kind) or types.is_floating(innermost)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
-            raise ConfigError(
-                f"The column {column} of {path} is of a type that no {part} is read from",
-                value=str(schema.field(column).type),
-                allowed=allowed,
-                flag=PLACE_FLAGS,
-            )
-
-
-def _lacks_column(path: StoredFile, names: list[str], *, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"The parquet file {path} lacks a column",
-        value=f"columns {', '.join(sorted(names))}",
-        allowed=wanted,
-        flag=PLACE_FLAGS,
-    )
+            kind = str(schema.field(column).type)
+            raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
 
 
 def _read_footer(path: StoredFile, kind: type) -> Any:

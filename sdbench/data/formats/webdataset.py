@@ -28,9 +28,9 @@ from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.copies import StoredFile, read_whole, state_of
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import must_be_copied
 from sdbench.data.samples import (
-    IMAGE_EXTENSIONS,
     BadSampleError,
     ImageSample,
     SampleType,
@@ -104,7 +104,7 @@ class WebDatasetSamples:
 
         Args:
             tars: In order.
-            config: Filters and class prompts.
+            config: Filters, class prompts, and which kinds of images are read.
 
         Raises:
             ConfigError: A filter or the file of class prompts cannot be understood, or no sample
@@ -115,8 +115,13 @@ class WebDatasetSamples:
         self._class_prompts = _read_class_prompts(config.class_prompts)
         terms = parse_filters(config.filters)
         captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
+        self._images = image_extensions(read_avif=config.read_avif)
         load = functools.partial(
-            load_index, folder=private_folder("tar-indexes"), terms=terms, captions=captions
+            load_index,
+            folder=private_folder("tar-indexes"),
+            terms=terms,
+            images=self._images,
+            captions=captions,
         )
         indexes = (read_whole(tar, load) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
@@ -142,7 +147,7 @@ class WebDatasetSamples:
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
-            allowed=f"tars with {', '.join(IMAGE_EXTENSIONS)} and {', '.join(CAPTION_EXTENSIONS)}",
+            allowed=f"tars with {', '.join(self._images)} and {', '.join(CAPTION_EXTENSIONS)}",
             flag=PLACE_FLAGS,
         )
 
@@ -193,7 +198,7 @@ class WebDatasetSamples:
             if extension == "cls":
                 text = self._class_prompts[int(text)]
             if extension == "json":
-                text = json.loads(text).get("caption") or ""
+                text = json.loads(text).get("caption")
             return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(
@@ -217,7 +222,12 @@ def _read_span(file: int, span: Span | None) -> bytes | None:
 
 
 def load_index(
-    tar: StoredFile, *, folder: Path, terms: list[Term], captions: Sequence[str]
+    tar: StoredFile,
+    *,
+    folder: Path,
+    terms: list[Term],
+    images: Sequence[str],
+    captions: Sequence[str],
 ) -> TarIndex:
     """Make the index of a tar, or read the one that was made before.
 
@@ -228,6 +238,7 @@ def load_index(
         tar: The tar.
         folder: For indexes.
         terms: Conditions on the samples.
+        images: Extensions that an image may have.
         captions: Extensions that a caption may come from, the first one that is there.
 
     Raises:
@@ -236,13 +247,13 @@ def load_index(
     from filelock import FileLock
 
     state = state_of(os.stat(tar))
-    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}\n{captions}"
+    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}\n{images}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = folder / f"{digest}.json"
     with FileLock(path.with_suffix(".lock"), mode=0o600):
         stored = _read_index(path)
         if stored is None:
-            stored = _make_index(tar, terms=terms, captions=captions)
+            stored = _make_index(tar, terms=terms, images=images, captions=captions)
             if state_of(os.stat(tar)) != state:
                 raise RunError(f"{tar} has been changed while it was indexed.")
             with new_file(path) as new:
@@ -258,18 +269,20 @@ def _read_index(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _make_index(tar: StoredFile, *, terms: list[Term], captions: Sequence[str]) -> dict[str, Any]:
+def _make_index(
+    tar: StoredFile, *, terms: list[Term], images: Sequence[str], captions: Sequence[str]
+) -> dict[str, Any]:
     entries, num_dropped = [], 0
     with open(tar, "rb") as file:
         for key, spans in _group_members(tar):
             # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
             kinds = {extension.rpartition(".")[2] for extension in spans}
-            if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
+            if kinds.isdisjoint((*images, *captions)):
                 continue
             if terms and not accepts(terms, _read_metadata(file.fileno(), spans.get("json"))):
                 num_dropped += 1
                 continue
-            image = next((spans[name] for name in IMAGE_EXTENSIONS if name in spans), None)
+            image = next((spans[name] for name in images if name in spans), None)
             caption = next((name for name in captions if name in spans), None)
             entries.append((key, image, caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}

@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         data_format=flags.data_format,
         local=flags.local,
         text_embedding_dim=flags.text_embedding_dim,
+        read_avif=flags.read_avif,
+        empty_captions=flags.empty_captions,
         # The shards' hashes are compared here, all of them.
         validate_hash="none",
     )
