@@ -16,7 +16,9 @@ from sdbench.data.formats.checks import (
     check_enough_samples,
     check_not_augmented,
     check_tokenizer_folder,
+    endings,
 )
+from sdbench.data.formats.listing import list_folder
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -159,15 +161,15 @@ def detect_format(place: str) -> str:
     Returns:
         A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
     """
-    if place.startswith("pipe:") or place.endswith(".tar"):
+    if place.startswith("pipe:") or place.endswith(endings(".tar")):
         return "webdataset"
     if place.endswith(".parquet"):
         return "parquet"
     folder = Path(place)
     if not folder.is_dir() or (folder / "index.json").is_file():
         return "mds"
-    for pattern, data_format in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
-        if next(folder.glob(pattern), None) is not None:
+    for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if list_folder(folder, suffix=suffix)[0]:
             return data_format
     # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
     # which names what is there.

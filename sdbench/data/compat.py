@@ -56,6 +56,19 @@ class CheckedStream(Stream):
         super().__init__(**options)
         self._wanted_hash = wanted_hash
 
+    def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
+        """Tell which shards are present.
+
+        Of shards that are read in place Streaming would delete those that lie there unpacked,
+        without their compressed form.
+        """
+        if self.remote not in (None, self.local):
+            super().set_up_local(shards, cache_usage_per_shard)
+            return
+        for number, shard in enumerate(shards):
+            path = Path(self.local, self.split, shard.raw_data.basename)
+            cache_usage_per_shard[number] = shard.raw_data.bytes if path.is_file() else 0
+
     def prepare_shard(self, shard: MDSReader) -> int:
         """Make a shard present; returns the change of the cache's size in bytes."""
         # Streaming's copy goes through a temporary file of one name for all processes.

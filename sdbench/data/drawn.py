@@ -1,13 +1,18 @@
-"""The pictures of a folder, with the captions of its table: `list_pictures`, `reader_of`."""
+"""The pictures of a folder, with the captions of its table: `list_pictures`, `open_picture`."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sdbench.base.errors import ConfigError
-from sdbench.data.samples import ImageSample
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.image_files import open_image
+from sdbench.data.samples import ImageSample, undecodable
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # Where generate.py puts pictures, in the folder that it is given.
 PICTURES_NAME = "pictures"
@@ -49,6 +54,18 @@ def reader_of(rows: Sequence[tuple[Path, str]]) -> Callable[[int], ImageSample]:
         return ImageSample(str(path), path.read_bytes(), caption)
 
     return read
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Open a picture of `list_pictures`; its pixels are not decoded yet.
+
+    Raises:
+        RunError: It is no image, or a damaged one.
+    """
+    try:
+        return open_image(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(str(undecodable(str(path), error))) from error
 
 
 def _refusal(what: str, value: Path) -> ConfigError:

@@ -1,16 +1,19 @@
-"""Copies of files behind URLs, and of the output of commands, on this machine.
+"""Copies of files behind URLs, of packed files and of the output of commands, on this machine.
 
-Tars and parquet files are read by number, which needs whole files, so each is copied once. (MDS
-shards are copied one by one, as they are needed, by Streaming.) A library does not replace this:
-fsspec's file cache asks no web server for the version of a file, never tries again, and locks out
-no other process; Streaming's downloaders know neither versions nor web servers, and load torch.
+Tars and parquet files are read by number, which needs whole files, so each is copied once, and
+unpacked if it is a gzip file. (MDS shards are copied one by one, as they are needed, by Streaming.)
+A library does not replace this: fsspec's file cache asks no web server for the version of a file,
+never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
+web servers, and load torch.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +29,8 @@ from sdbench.base.progress import show_progress
 
 PIPE = "pipe:"
 S3 = "s3://"
+# RFC 1952, section 2.3.1: the first two bytes.
+GZIP_MAGIC = b"\x1f\x8b"
 
 # How long a server may be silent, and how often boto3 and urllib3 try, with growing pauses: a store
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
@@ -39,6 +44,21 @@ NUM_PARALLEL_DOWNLOADS = 8
 def is_url(place: str) -> bool:
     """Whether a place is a URL or a command, not a path."""
     return "://" in place or place.startswith(PIPE)
+
+
+def must_be_copied(place: str) -> bool:
+    """Whether a file can only be read by number from a copy: it is elsewhere, or packed.
+
+    Args:
+        place: A URL, a command, or the path of a file that is there.
+
+    Raises:
+        RunError: The file cannot be read.
+    """
+    try:
+        return is_url(place) or _is_packed(Path(place))
+    except OSError as error:
+        raise RunError(f"{place} cannot be read: {error.strerror}.") from error
 
 
 def cache_folder(place: str, local: str | None) -> Path:
@@ -63,11 +83,11 @@ def identify(place: str) -> str:
     return str(Path(place).resolve()) if Path(place).exists() else place
 
 
-def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
+def fetch_all(places: Sequence[str], *, cache: Path) -> list[Path]:
     """Copy files in parallel, showing progress.
 
     Args:
-        urls: What to copy.
+        places: What to copy.
         cache: Folder for the copies.
 
     Returns:
@@ -77,51 +97,52 @@ def fetch_all(urls: Sequence[str], *, cache: Path) -> list[Path]:
         RunError: As `fetch`.
     """
     with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
-        copies = pool.map(functools.partial(fetch, cache=cache), urls)
-        return list(show_progress(copies, total=len(urls), unit="file"))
+        copies = pool.map(functools.partial(fetch, cache=cache), places)
+        return list(show_progress(copies, total=len(places), unit="file"))
 
 
-def fetch(url: str, *, cache: Path) -> Path:
-    """Copy a file, unless this version of it has been copied before.
+def fetch(place: str, *, cache: Path) -> Path:
+    """Copy a file, unpacked, unless this version of it has been copied before.
 
     Of several processes one copies, and the others wait for it. A copy has a temporary name until
-    it is whole. Its final name holds a digest of the URL and of the version that the store tells
+    it is whole. Its final name holds a digest of the place and of the version that the store tells
     (its ETag), so that no other file or version is taken for it. The output of a command has no
     version: the command runs again only if its copy has been deleted.
 
     Args:
-        url: ``s3://``, ``http(s)://``, another scheme that Streaming knows, or ``pipe:`` and a
-            command.
+        place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
+            command, or the path of a gzip file.
         cache: Folder for the copy.
 
     Returns:
         The copy.
 
     Raises:
-        RunError: The file cannot be copied; the URL and the reason are named.
+        RunError: The file cannot be copied; its place and the reason are named.
     """
     from filelock import FileLock
 
     try:
-        version = _version(url)
-        digest = hashlib.sha256(f"{url}\n{version}".encode()).hexdigest()[:12]
-        name = "pipe" if url.startswith(PIPE) else urlsplit(url).path.rsplit("/", 1)[-1]
+        version = _version(place)
+        digest = hashlib.sha256(f"{place}\n{version}".encode()).hexdigest()[:12]
+        name = urlsplit(place).path if is_url(place) else place
+        name = "pipe" if place.startswith(PIPE) else name.rsplit("/", 1)[-1]
         path = cache / f"{digest}-{name}"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(cache / f".{path.name}.lock", mode=0o600):
             if not path.is_file():
                 with new_file(path) as new:
-                    _copy(url, new)
+                    _copy_unpacked(place, new)
         return path
     except RunError:
         raise
     except Exception as error:
         # Each store raises its own types; all mean that the file cannot be copied.
-        raise RunError(f"{url!r} cannot be read: {explain(error)}") from error
+        raise RunError(f"{place!r} cannot be read: {explain(error)}") from error
 
 
-def list_urls(folder: str, *, suffix: str) -> list[str]:
-    """The files of an S3 folder whose names end with `suffix`, sorted.
+def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
+    """The files of an S3 folder whose names end with one of `endings`, sorted.
 
     Raises:
         ConfigError: It is a folder of another store, whose files have to be named.
@@ -131,7 +152,7 @@ def list_urls(folder: str, *, suffix: str) -> list[str]:
         raise ConfigError(
             "Only folders of S3 can be listed",
             value=folder,
-            allowed=f"an s3:// folder, or each file by name, e.g. {folder}/{{00..15}}{suffix}",
+            allowed=f"an s3:// folder, or each file by name, e.g. {folder}/{{00..15}}{endings[0]}",
             flag="--remote",
         )
     bucket, prefix = _split_s3(folder.rstrip("/") + "/")
@@ -140,10 +161,13 @@ def list_urls(folder: str, *, suffix: str) -> list[str]:
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
     except Exception as error:
         raise RunError(f"{folder} cannot be listed: {explain(error)}") from error
-    return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(suffix))
+    return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(endings))
 
 
 def _version(url: str) -> str:
+    if not is_url(url):
+        stat = os.stat(url)
+        return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
@@ -153,6 +177,24 @@ def _version(url: str) -> str:
         answer.close()
         return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
     return ""
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
+def _copy_unpacked(place: str, path: Path) -> None:
+    """Copy a file to `path`; its folder is a temporary one."""
+    found = Path(place)
+    if is_url(place):
+        found = path.with_name("copy")
+        _copy(place, found)
+        if not _is_packed(found):
+            found.rename(path)
+            return
+    with gzip.open(found) as packed, path.open("wb") as file:
+        shutil.copyfileobj(packed, file, 2**20)
 
 
 def _copy(url: str, path: Path) -> None:
@@ -173,11 +215,14 @@ def _run(command: str, path: Path) -> None:
     """Write the output of a command to a file.
 
     Raises:
-        RunError: It ended with an error, or printed nothing for `PIPE_SILENCE_TIMEOUT_S`.
+        RunError: A part of it ended with an error, or it printed nothing, at all or for
+            `PIPE_SILENCE_TIMEOUT_S`.
     """
     with path.open("wb") as file, tempfile.TemporaryFile() as errors:
-        # WebDataset's "pipe:" is a command line for the shell, given by the user.
-        process = subprocess.Popen(command, shell=True, stdout=file, stderr=errors)
+        # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
+        # a download that fails before a | would be taken for an empty file.
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        process = subprocess.Popen(shell, stdout=file, stderr=errors)
         num_bytes = -1
         while True:
             try:
@@ -195,6 +240,8 @@ def _run(command: str, path: Path) -> None:
         said = " ".join(errors.read().decode(errors="replace").split())[-500:]
     if exit_code:
         raise RunError(f"{PIPE + command!r} ended with exit code {exit_code}: {said}")
+    if not path.stat().st_size:
+        raise RunError(f"{PIPE + command!r} printed nothing: {said or 'no error either'}")
 
 
 def _download(url: str, path: Path) -> None:

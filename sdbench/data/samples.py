@@ -12,13 +12,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR, SourceConfig
+from sdbench.settings.data import KEEP
 
 if TYPE_CHECKING:
     import numpy as np
 
-
-# Extensions of the image files that tars and folders are read for.
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # The VAE's moments are stored as one array and delivered as two.
 DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
 
@@ -71,7 +69,7 @@ class ImageSample(NamedTuple):
         name: Where it is, for messages: ``photos/a.jpg``, ``00001.tar: 000123``,
             ``shard.00002.mds, sample 17``.
         image: Bytes of an image file of any kind; None when there is a caption without an image.
-        caption: Text as `clean_caption` gives it; None when there is none.
+        caption: Text as `clean_caption` gives it, which may be empty; None when there is none.
     """
 
     name: str
@@ -139,28 +137,35 @@ class MissingLatentError(BadSampleError):
     """A sample has no encoded image of the size asked for: its picture was smaller."""
 
 
-def clean_caption(text: str) -> str | None:
-    """A caption without white space and byte-order mark, or None when nothing is left.
+def clean_caption(text: str | None) -> str | None:
+    """A caption without the white space and the byte-order mark around it; None stays None.
 
     Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
     """
-    return text.strip().removeprefix("\ufeff").strip() or None
+    return None if text is None else text.strip().removeprefix("\ufeff").strip()
 
 
-def check_whole(sample: ImageSample) -> None:
+def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
     """Check that a sample has an image and a caption.
 
+    Args:
+        sample: As it was read.
+        empty_captions: Value of ``--empty_captions``.
+
     Raises:
-        BadSampleError: One of them is missing, or the image is empty.
+        BadSampleError: One of them is missing, the image is empty, or the caption is and may not
+            be.
     """
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")
     if sample.caption is None:
         raise BadSampleError(f"{sample.name}: no caption.")
+    if not sample.caption and empty_captions != KEEP:
+        raise BadSampleError(f"{sample.name}: the caption is empty.")
 
 
-def undecodable(sample: ImageSample, error: Exception) -> BadSampleError:
-    """The error for an image that a decoder refuses."""
+def undecodable(name: str, error: Exception) -> BadSampleError:
+    """The error for an image that a decoder refuses, with the name of its sample."""
     reason = " ".join(str(error).split())
-    return BadSampleError(f"{sample.name}: the image cannot be decoded ({reason}).")
+    return BadSampleError(f"{name}: the image cannot be decoded ({reason}).")

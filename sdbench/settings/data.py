@@ -19,6 +19,7 @@ from sdbench.settings.kinds import (
 from sdbench.settings.setting import setting
 
 ONLINE, PRECOMPUTED = "online", "precomputed"
+KEEP = "keep"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,20 @@ class DataSettings:
     )
     max_bad_fraction: float = setting(
         FRACTION, 0.01, "share of bad samples in an epoch above which skipping gives up"
+    )
+    read_avif: bool = setting(
+        SWITCH,
+        False,
+        "read AVIF pictures too, which takes a decoder of video frames for files of strangers; "
+        "otherwise only JPEG, PNG and WebP",
+        before=False,
+    )
+    empty_captions: str = setting(
+        one_of(KEEP, "bad"),
+        KEEP,
+        "what a caption without any text is: a caption, as training without prompts needs them, or "
+        "a bad sample; a caption that is missing is always a bad sample",
+        before="bad",
     )
     missing_latents: str = setting(
         one_of("error", "leave_out"),

@@ -258,6 +258,8 @@ def test_fewer_samples_than_a_batch(kind, make_config):
     flag = "--batch_size (or another data set with --remote or --local)"
     with refused(flag, value=50, allowed="at most 48"):
         data.check(make_config(kind, device_batch_size=25, world_size=2))
+    with refused(flag, value=50, allowed="at most 49 ranks"):
+        data.check(make_config(kind, device_batch_size=1, world_size=50))
 
 
 @pytest.mark.parametrize("kind", STORED)

@@ -86,7 +86,7 @@ def bad_folder(tmp_path):
     lines = ["file,caption"]
     for number in range(10):
         (folder / f"{number}.png").write_bytes(datasets.make_png(number))
-        lines.append(f"{number}.png,{'' if number == 3 else f'picture {number}'}")
+        lines.append(f"{number}.png" + (f",picture {number}" if number != 3 else ""))
     (folder / "1.png").write_bytes(b"")
     (folder / "2.png").write_bytes(datasets.make_png(2)[:60])
     (folder / "4.png").unlink()
@@ -116,16 +116,6 @@ def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, ba
         main(*job)
 
 
-def test_an_image_of_another_type_is_kept_where_types_have_no_names(tmp_path, encoded):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    (folder / "a.jpg").write_bytes(encoded(Image.new("RGB", (4, 4)), file_format="BMP"))
-    (folder / "a.txt").write_text("a")
-    with pytest.raises(RunError, match=r"a.jpg: .*neither a JPEG, nor a PNG, nor a WebP"):
-        main(folder, tmp_path / "tars", "--to", "webdataset")
-    assert main(folder, tmp_path / "mds") == 0
-
-
 def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     main(mds_folder, tmp_path / "undisturbed", "--samples_per_shard", 10)
 
@@ -133,11 +123,11 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
 
     measure, calls = transforms.measure_image, []
 
-    def interrupt(data):
+    def interrupt(data, **options):
         calls.append(data)
         if len(calls) == 25:
             raise KeyboardInterrupt
-        return measure(data)
+        return measure(data, **options)
 
     monkeypatch.setattr(transforms, "measure_image", interrupt)
     job = (mds_folder, tmp_path / "out", "--samples_per_shard", 10)

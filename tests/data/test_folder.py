@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from PIL import Image
 
 from data import main as data_main
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main as sdbench_main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare.rows import open_rows
+from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -17,7 +22,7 @@ from tests.refusals import refused
 
 def make_config(folder, **changes) -> SourceConfig:
     options = {"image_size": 8, "device_batch_size": 2, "seed": 0, "shuffle": False, **changes}
-    return SourceConfig(data_format="folder", remote=str(folder), **options)
+    return SourceConfig(**{"data_format": "folder", "remote": str(folder), **options})
 
 
 @pytest.fixture
@@ -28,6 +33,11 @@ def folder(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(datasets.make_png(index))
     return tmp_path / "pictures"
+
+
+def give_captions(folder) -> None:
+    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
+        path.with_suffix(".txt").write_text("a caption")
 
 
 def read_all(folder) -> list:
@@ -53,7 +63,7 @@ def test_a_table_of_captions(name, header, folder, capsys):
     assert [sample.caption for sample in read_all(folder)] == ["last, and\nfirst", 'a "one"']
     assert indices(list(data.build(make_config(folder)))) == [3, 0]
     told = f"2 images of {folder} are not in its table of captions.\n"
-    assert capsys.readouterr().err == told * 2  # opened twice above
+    assert capsys.readouterr().err == told  # once, although opened twice above
 
 
 @pytest.mark.parametrize(
@@ -111,10 +121,21 @@ def test_a_byte_order_mark_is_no_part_of_a_caption(folder):
 def test_folders_without_images_or_captions(folder, tmp_path):
     with refused(value=str(folder)):
         data.check(make_config(folder))
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").touch()
-    with refused(value=str(tmp_path / "texts")):
-        data.check(make_config(tmp_path / "texts"))
+    (folder / "sub" / "captions.csv").write_text("file,caption\nc.png,one\n")
+    with refused(value=str(folder)) as caught:
+        data.check(make_config(folder))
+    assert caught.value.what == (
+        f"None of the 4 images has a caption; for {folder}/sub/captions.csv its own folder has to "
+        "be given"
+    )
+    texts = tmp_path / "texts"
+    (texts / "sub").mkdir(parents=True)
+    for name in ("a.tiff", "sub/b.TIFF", "readme.txt", "LICENSE"):
+        (texts / name).touch()
+    with refused(value=str(texts)) as caught:
+        data.check(make_config(texts))
+    assert caught.value.what == ("The data folder holds no images, but 2 .tiff, 1 LICENSE, 1 .txt")
+    assert "images (jpg, jpeg, png, webp), each with a .txt" in caught.value.allowed
 
 
 @pytest.mark.parametrize(
@@ -125,13 +146,11 @@ def test_folders_without_images_or_captions(folder, tmp_path):
             lambda folder: (folder / "b.txt").write_bytes(b"\xe4"),
             "b.jpeg: its caption is not UTF-8",
         ),
-        (lambda folder: (folder / "b.txt").write_text(" \n"), "b.jpeg: no caption."),
         (lambda folder: (folder / "b.jpeg").write_bytes(b""), "b.jpeg: the image has 0 bytes."),
     ],
 )
 def test_one_bad_sample_stops_or_is_replaced(damage, message, folder, capsys):
-    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
-        path.with_suffix(".txt").write_text("a caption")
+    give_captions(folder)
     damage(folder)
     with pytest.raises(RunError, match=f"{message}.*--on_bad_sample skip goes on"):
         list(data.build(make_config(folder)))
@@ -144,8 +163,6 @@ def test_one_bad_sample_stops_or_is_replaced(damage, message, folder, capsys):
 
 
 def test_a_batch_without_any_good_sample_is_an_error(folder):
-    for path in folder.glob("*.*"):
-        path.with_suffix(".txt").touch()
     (folder / "sub" / "a.txt").write_text("a caption")
     config = make_config(folder, on_bad_sample="skip", max_bad_fraction=1.0)
     with pytest.raises(RunError, match="All 2 samples of a batch are bad: .*a.PNG: no caption"):
@@ -156,3 +173,142 @@ def test_a_row_without_a_file_is_named(folder):
     (folder / "captions.csv").write_text("file,caption\na.PNG,one\n,two\nb.jpeg,three\n")
     with pytest.raises(RunError, match=r"pictures/\(row 2: no file\): no image."):
         list(data.build(make_config(folder)))
+
+
+def test_a_table_of_json_lines(folder, capsys):
+    """As Hugging Face's image folders have it; U+2028 is no end of a line there."""
+    (folder / "metadata.jsonl").write_text(
+        '{"file_name": "sub/c.png", "text": "three\u2028four", "width": 60}\n\n'
+        '{"text": " one ", "file_name": "a.PNG"}\n{"file_name": "b.jpeg", "text": null}\n'
+    )
+    assert [sample.caption for sample in read_all(folder)] == ["three\u2028four", "one", None]
+    assert "1 images of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("{'file_name': 'a.PNG'}", "it cannot be read"),
+        ('["a.PNG", "one"]', "it is no object"),
+        ('{"file_name": "a.PNG", "text": ["one", "two"]}', "its file or its caption is no text"),
+    ],
+)
+def test_a_line_of_json_that_is_no_row(row, fault, folder):
+    good = '{"file_name": "b.jpeg", "text": "two"}\n'
+    (folder / "metadata.jsonl").write_text(f"{good}{row}\n")
+    with refused() as caught:
+        data.check(make_config(folder))
+    assert f"row at line 2 of {folder / 'metadata.jsonl'} " in caught.value.what
+    assert fault in caught.value.what
+
+
+@pytest.mark.parametrize("layout", ["train", "data", "data/train", "training"])
+def test_hugging_faces_folders(layout, folder, tmp_path, capsys):
+    """The split for training is read; another beside it is named, not trained on."""
+    dataset = tmp_path / "dataset"
+    (dataset / layout).parent.mkdir(parents=True, exist_ok=True)
+    (dataset / "README.md").touch()
+    (dataset / ".gitattributes").touch()
+    folder.rename(dataset / layout)
+    (dataset / layout / "metadata.csv").write_text("file_name,text\na.PNG,one\nsub/c.png,two\n")
+    assert data.detect_format(str(dataset)) == "folder"
+    assert indices(list(data.build(make_config(dataset)))) == [0, 3]
+    assert "split" not in capsys.readouterr().err
+    if layout == "data":
+        return
+    test = (dataset / layout).with_name("test")
+    test.mkdir()
+    (test / "x.png").write_bytes(datasets.make_png(9))
+    assert indices(list(data.build(make_config(dataset)))) == [0, 3]
+    told = f"Of {dataset} the split for training is read, not {test.relative_to(dataset)}.\n"
+    assert capsys.readouterr().err.count(told) == 1
+    # Another folder beside them is no split: all of it is one data set.
+    (test.parent / "more").mkdir()
+    give_captions(dataset / layout)
+    (dataset / layout / "metadata.csv").unlink()
+    assert data.check(make_config(dataset)) == 5
+
+
+def test_what_programs_leave_is_no_sample(folder):
+    for name in ("._a.PNG", "__MACOSX/b.jpeg", ".ipynb_checkpoints/a-checkpoint.PNG"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\0\x05\x16\x07")
+        (folder / name).with_suffix(".txt").write_text("a caption")
+    give_captions(folder)
+    assert indices(list(data.build(make_config(folder)))) == [0, 1, 2, 3]
+    (folder / "captions.csv").write_text("file,caption\na.PNG,one\nb.jpeg,two\n")
+    assert indices(list(data.build(make_config(folder)))) == [0, 1]
+
+
+def test_folders_behind_links_are_read_once(folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "z.png").write_bytes(datasets.make_png(7))
+    (folder / "linked").symlink_to(other)
+    (folder / "again").symlink_to(folder / "sub")
+    (other / "back").symlink_to(folder)
+    for path in (*other.glob("*.png"), *folder.glob("*.*"), *folder.glob("sub/*")):
+        path.with_suffix(".txt").write_text("a caption")
+    config = make_config(folder, device_batch_size=5)
+    assert indices(list(data.build(config))) == [0, 1, 7, 2, 3]
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"{path} is a folder that is read already, under another name."
+        for path in (folder / "again", folder / "linked" / "back")
+    ]
+
+
+def test_links_that_lead_nowhere(folder, tmp_path):
+    give_captions(folder)
+    gone = tmp_path / "gone"
+    (folder / "b.jpeg").unlink()
+    (folder / "b.jpeg").symlink_to(gone)
+    with pytest.raises(RunError, match=f"b.jpeg: the link leads to {gone}, which is not there."):
+        list(data.build(make_config(folder)))
+    loader = data.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.25))
+    assert indices(list(loader)) == [0, 0, 2, 3]
+    # It may have been a folder of a thousand pictures, on a disk that is not mounted.
+    (folder / "more").symlink_to(gone)
+    with refused(value=str(folder / "more")):
+        data.check(make_config(folder))
+
+
+def test_an_empty_caption_is_a_caption_unless_it_is_bad(folder):
+    give_captions(folder)
+    (folder / "b.txt").write_text(" \n")
+    config = make_config(folder, device_batch_size=4)
+    (batch,) = data.build(config)
+    captions = ["a caption", "", "a caption", "a caption"]
+    assert batch["input_ids"].tolist() == CaptionTokenizer(pad_token_id=0)(captions).tolist()
+    with pytest.raises(RunError, match="b.jpeg: the caption is empty"):
+        list(data.build(make_config(folder, empty_captions="bad")))
+
+
+def test_avif_is_read_only_if_asked_for(folder, tmp_path, encoded):
+    """In a folder, in tars made of it, and in a folder made of those; by name and by content."""
+    give_captions(folder)
+    avif = encoded(Image.open(folder / "a.PNG"), file_format="AVIF")
+    (folder / "d.avif").write_bytes(avif)
+    (folder / "d.txt").write_text("a caption")
+    assert data.check(make_config(folder)) == 4
+    assert indices(list(data.build(make_config(folder, read_avif=True)))) == [0, 1, 0, 2]
+    (folder / "a.PNG").write_bytes(avif)
+    with pytest.raises(RunError, match=r"a.PNG: .*an AVIF file, .* AVIF files with --read_avif"):
+        list(data.build(make_config(folder)))
+    tars, back = tmp_path / "tars", tmp_path / "back"
+    rows = open_rows(make_config(folder, read_avif=True))
+    write_rows(rows, tars, data_format="webdataset")
+    config = make_config(tars, data_format="webdataset", device_batch_size=5)
+    (batch,) = data.build(dataclasses.replace(config, read_avif=True))
+    assert indices([batch]) == [0, 1, 0, 2, 3]
+    with pytest.raises(RunError, match=": no image"):
+        list(data.build(config))
+    write_rows(open_rows(dataclasses.replace(config, read_avif=True)), back, data_format="folder")
+    assert data.check(make_config(back)) == 3
+    assert data.check(make_config(back, read_avif=True)) == 5
+
+
+def write_rows(rows, out, *, data_format: str) -> None:
+    output = open_output(out, data_format=data_format, columns=rows.columns, num_chunks=1, job={})
+    output.write_chunk(0, map(rows.read, range(len(rows))))
+    output.finish()

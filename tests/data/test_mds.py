@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from streaming import MDSWriter
 
 from sdbench import data
 from sdbench.base.errors import RunError
@@ -41,15 +44,45 @@ def test_both_folders_given_means_a_copy(folder, tmp_path):
     )
 
 
-def test_a_cut_copy_is_made_again(folder, tmp_path, capsys):
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (lambda path: os.truncate(path, 3000), "shard.00001.mds"),
+        (flip_a_bit, "shard.00001.mds"),
+        (lambda path: os.truncate(path, 0), "index.json"),
+        (lambda path: os.truncate(path, 100), "index.json"),
+    ],
+    ids=["cut", "bit flip", "empty index", "cut index"],
+)
+def test_a_damaged_copy_is_made_again(damage, file, shuffle, num_workers, folder, tmp_path, capfd):
     cache = tmp_path / "cache"
-    list(data.build(make_config(folder, local=str(cache))))
-    os.truncate(cache / "shard.00001.mds", 3000)
-    loader = data.build(make_config(folder, local=str(cache)))
-    assert sorted(indices(list(loader)))[:3] == [0, 1, 2]
-    assert "shard.00001.mds is an incomplete copy" in capsys.readouterr().err
-    copied = (cache / "shard.00001.mds").read_bytes()
-    assert copied == (folder / "shard.00001.mds").read_bytes()
+    config = make_config(folder, local=str(cache), shuffle=shuffle, num_workers=num_workers)
+    expected = indices(list(data.build(config)))
+    damage(cache / file)
+    assert indices(list(data.build(config))) == expected
+    told = capfd.readouterr().err
+    assert (f"Shard {folder}/shard.00001.mds is damaged" in told) == (file != "index.json")
+    assert "Its copy is thrown away" in told or file == "index.json"
+    assert str(cache) not in told
+    assert (cache / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_a_damaged_copy_of_a_damaged_shard_is_not_kept(folder, tmp_path):
+    cache = tmp_path / "cache"
+    config = make_config(folder, local=str(cache), shuffle=False)
+    list(data.build(config))
+    for place in (folder, cache):
+        flip_a_bit(place / "shard.00002.mds")
+    with pytest.raises(RunError, match=f"^Shard {folder}/shard.00002.mds is damaged: its xxh64"):
+        list(data.build(config))
+    assert not (cache / "shard.00002.mds").exists()
 
 
 def test_a_cache_of_other_data_is_refused(folder, tmp_path):
@@ -64,8 +97,6 @@ def test_a_cache_of_other_data_is_refused(folder, tmp_path):
 
 def test_streams_are_mixed_by_proportion(folder, tmp_path):
     other = tmp_path / "other"
-    from streaming import MDSWriter
-
     with MDSWriter(out=str(other), columns={"jpg": "bytes", "caption": "str"}) as writer:
         for index in range(49):
             writer.write({"jpg": datasets.make_png(50), "caption": f"other {index}"})
@@ -89,8 +120,6 @@ def test_hashes_that_are_not_there(folder):
 
 
 def test_of_several_resolutions_the_wanted_one_is_read(tmp_path):
-    from streaming import MDSWriter
-
     columns = {
         "latents_256": "ndarray:float16:4,32,32",
         "latents_512": "ndarray:float32:4,64,64",
@@ -214,3 +243,77 @@ def test_a_shard_lost_after_the_start_is_an_error_that_names_it(folder):
     with pytest.raises(RunError, match=r"Shard shard.00001.mds cannot be had from .*pairs"):
         list(loader)
     assert loader.stats.num_images_delivered < 48
+
+
+def write_pictures(folder: Path, encoding: str, pictures: list[Image.Image]) -> Path:
+    """A data set with the columns image and text, of Streaming's encodings of pictures."""
+    with MDSWriter(out=str(folder), columns={"image": encoding, "text": "str"}) as writer:
+        for number, picture in enumerate(pictures):
+            writer.write({"image": picture, "text": f"picture {number}"})
+    return folder
+
+
+def read_one(folder: Path, **changes) -> dict:
+    config = make_config(folder, shuffle=False, **changes)
+    return next(iter(data.build(config)))
+
+
+@pytest.mark.parametrize("encoding", ["pil", "png", "jpeg"])
+def test_streamings_encodings_of_pictures(encoding, tmp_path):
+    pictures = [Image.open(io.BytesIO(datasets.make_png(number))) for number in range(4)]
+    pictures[1] = pictures[1].convert("L")
+    pictures[2] = pictures[2].convert("CMYK" if encoding != "png" else "RGBA")
+    folder = write_pictures(tmp_path / "data", encoding, pictures)
+    batch = read_one(folder)
+    assert indices([batch]) == [0, 1, 2, 3]
+    captions = [f"picture {number}" for number in range(4)]
+    assert batch["input_ids"].tolist() == CaptionTokenizer(pad_token_id=0)(captions).tolist()
+
+
+def test_pixels_of_pil_are_those_of_a_png(tmp_path):
+    pictures = [Image.fromarray(datasets.make_ramp(number)) for number in range(4)]
+    batches = [
+        read_one(write_pictures(tmp_path / encoding, encoding, pictures), image_size=40)
+        for encoding in ("pil", "png")
+    ]
+    assert torch.equal(batches[0]["image"], batches[1]["image"])
+    columns = datasets.make_ramp(2)[:, 10:50].transpose(2, 0, 1)
+    assert (batches[0]["image"][2].numpy() == columns).all()
+
+
+def test_pixels_that_lost_their_palette_are_bad(tmp_path):
+    pictures = [Image.new("RGB", (8, 8))] * 3
+    pictures.append(Image.new("P", (8, 8), 1))
+    folder = write_pictures(tmp_path / "data", "pil", pictures)
+    with pytest.raises(RunError, match=r"sample 3: .*mode P was stored without its palette"):
+        read_one(folder)
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "value"),
+    [("ndarray:uint8", "str", "ndarray:uint8"), ("bytes", "json", "json")],
+)
+def test_columns_that_hold_no_pictures_or_no_text(image, text, value, tmp_path):
+    with MDSWriter(out=str(tmp_path / "data"), columns={"image": image, "text": text}) as writer:
+        stored = datasets.make_png(1) if image == "bytes" else np.zeros((8, 8, 3), np.uint8)
+        writer.write({"image": stored, "text": "a caption"})
+    with refused(value=value):
+        data.check(make_config(tmp_path / "data", device_batch_size=1))
+
+
+def test_streams_may_name_their_columns_differently(folder, tmp_path):
+    pictures = [Image.open(io.BytesIO(datasets.make_png(50)))] * 49
+    other = write_pictures(tmp_path / "other", "png", pictures)
+    config = make_config(folder, remote=None, streams=f"{folder}=0.75,{other}=0.25")
+    found = indices(list(data.build(config)))
+    assert found.count(50) == 24
+    assert len(found) == 96
+
+
+def test_diffusion_benchmarks_data_set_has_other_column_names_too(tmp_path):
+    from data import StreamingLAIONDataset
+
+    pictures = [datasets.make_png(number) for number in range(4)]
+    folder = write_pictures(tmp_path / "data", "bytes", pictures)
+    sample = StreamingLAIONDataset(None, str(folder), None, False, image_size=32)[3]
+    assert (sample["image"] == 15).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare.verify import main as verify_data
+from sdbench.data.prepare.writers import open_output
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -229,3 +233,113 @@ def test_damaged_files_are_named(tmp_path):
         data.check(make_config(place))
     with refused(value=str(tmp_path / "none.parquet")):
         data.check(make_config(tmp_path / "none.parquet"))
+
+
+def make_pictures(numbers) -> list[bytes]:
+    return [datasets.make_png(number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("of_pictures", "of_texts"),
+    [
+        (pyarrow.binary_view(), pyarrow.string_view()),
+        (pyarrow.large_binary(), pyarrow.large_string()),
+        (pyarrow.binary(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
+        (
+            pyarrow.dictionary(pyarrow.int32(), pyarrow.binary()),
+            pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+        ),
+    ],
+    ids=["views", "large", "category", "dictionaries"],
+)
+def test_the_types_that_pandas_and_polars_write(of_pictures, of_texts, tmp_path):
+    captions = ["a cat", "a dog", "a cat", "a bird", "a cat", "a dog"]
+    columns = {
+        "jpg": pyarrow.array(make_pictures(range(6)), type=of_pictures),
+        "caption": pyarrow.array(captions, type=of_texts),
+    }
+    place = write(tmp_path / "a.parquet", columns)
+    stored = pyarrow.parquet.read_schema(place)
+    assert [stored.field(name).type for name in columns] == [of_pictures, of_texts]
+    (batch,) = data.build(make_config(place, device_batch_size=6))
+    assert indices([batch]) == list(range(6))
+    assert batch["input_ids"].tolist() == CaptionTokenizer(pad_token_id=0)(captions).tolist()
+
+
+def test_a_caption_that_is_missing_is_bad_and_an_empty_one_is_not(tmp_path):
+    columns = {"jpg": make_pictures(range(4)), "caption": ["a", "", "c", None]}
+    place = write(tmp_path / "a.parquet", columns)
+    config = make_config(place, device_batch_size=4, on_bad_sample="skip", max_bad_fraction=0.5)
+    for empty_captions, expected in (("keep", [0, 1, 2, 0]), ("bad", [0, 2, 0, 2])):
+        loader = data.build(dataclasses.replace(config, empty_captions=empty_captions))
+        assert indices(list(loader)) == expected
+
+
+def test_a_caption_that_is_no_utf_8_is_bad(tmp_path):
+    stored = pyarrow.array([b"a", b"\xe4", b"c", b"d"])
+    captions = pyarrow.Array.from_buffers(pyarrow.string(), 4, stored.buffers())
+    columns = {"jpg": make_pictures(range(4)), "caption": captions}
+    place = write(tmp_path / "a.parquet", columns, row_group_size=4)
+    with pytest.raises(RunError, match="row 1 of row group 0: its caption is not UTF-8"):
+        list(data.build(make_config(place)))
+
+
+def test_damage_that_no_decoder_sees_is_found(tmp_path, capsys):
+    """A bit in what is behind the end of a picture, by the checksum of its page."""
+    out = tmp_path / "out"
+    columns = {"jpg": "bytes", "caption": "str"}
+    output = open_output(out, data_format="parquet", columns=columns, num_chunks=1, job={})
+    rows = [{"jpg": png + b"padding", "caption": "a"} for png in make_pictures(range(4))]
+    output.write_chunk(0, rows)
+    output.finish()
+    (file,) = out.iterdir()
+    assert verify_data([str(out), "--deep"]) == 0
+    assert indices(list(data.build(make_config(out)))) == [0, 1, 2, 3]
+    content = file.read_bytes()
+    # The smallest and the largest value stand in the statistics too.
+    stored = next(row["jpg"] for row in rows if content.count(row["jpg"]) == 1)
+    file.write_bytes(content.replace(stored, stored[:-1] + b"G"))
+    capsys.readouterr()
+    assert verify_data([str(out), "--deep"]) == 1
+    assert f"broken: {file} is damaged or missing" in capsys.readouterr().out
+    with pytest.raises(RunError, match="is damaged or missing .*CRC"):
+        list(data.build(make_config(out)))
+
+
+def test_hugging_faces_files_of_the_split_for_training(tmp_path, capsys):
+    dataset = tmp_path / "dataset"
+    (dataset / "data").mkdir(parents=True)
+    (dataset / "README.md").touch()
+    for name, numbers in (
+        ("train-00000-of-00002", (0, 1)),
+        ("train-00001-of-00002", (2, 3)),
+        ("test-00000-of-00001", (8, 9)),
+        ("._train-00000-of-00002", ()),
+    ):
+        captions = [f"picture {number}" for number in numbers]
+        columns = {"image": make_pictures(numbers), "text": captions}
+        write(dataset / "data" / f"{name}.parquet", columns)
+    for place in (dataset, dataset / "data"):
+        assert data.detect_format(str(place)) == "parquet"
+        assert indices(list(data.build(make_config(place)))) == [0, 1, 2, 3]
+        test = f"{'data/' if place == dataset else ''}test-00000-of-00001.parquet"
+        told = f"Of {place} the split for training is read, not {test}.\n"
+        assert capsys.readouterr().err.count(told) == 1
+    held_out = dataset / "data" / "test-{00000..00000}-of-00001.parquet"
+    assert indices(list(data.build(make_config(held_out)))) == [8, 9]
+
+
+def test_what_is_there_instead_is_told(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.csv", "b.csv", "c.feather"):
+        (folder / name).touch()
+    with refused(value=str(folder)) as caught:
+        data.check(make_config(folder))
+    assert caught.value.what == "The folder holds no parquet file, but 2 .csv, 1 .feather"
+    types = {"jpg": pyarrow.binary(), "caption": pyarrow.string()}
+    columns = {name: pyarrow.array([], type=kind) for name, kind in types.items()}
+    place = write(folder / "a.parquet", columns)
+    with refused(value=str(place), allowed="one with samples") as caught:
+        data.check(make_config(place))
+    assert caught.value.what == f"The data set {place} has no samples"

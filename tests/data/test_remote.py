@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import http.server
-import re
 import threading
 from pathlib import Path
 
@@ -57,6 +57,32 @@ def test_every_format_is_read_from_s3(kind, num_workers, upload):
     place = upload(kind) + ("/{00000..00002}.tar" if kind == "webdataset" else "")
     loader = data.build(make_config(kind, place, num_workers=num_workers))
     assert indices(list(loader)) == list(range(48))
+
+
+def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):  # noqa: F811
+    datasets.write_tars(tmp_path / "tars")
+    (tmp_path / "packed").mkdir()
+    for path in (tmp_path / "tars").iterdir():
+        packed = gzip.compress(path.read_bytes(), compresslevel=1)
+        (tmp_path / "packed" / f"{path.name}.gz").write_bytes(packed)
+    place = s3.upload(tmp_path / "packed", f"{tmp_path.name}/packed")
+    assert data.detect_format(f"{place}/00000.tar.gz") == "webdataset"
+    assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
+
+
+def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, capsys):  # noqa: F811
+    datasets.write_parquet(tmp_path / "data")
+    place = f"s3://{BUCKET}/{tmp_path.name}/data"
+    for number, split in enumerate(("train", "test")):
+        folder = tmp_path / split
+        folder.mkdir()
+        (tmp_path / "data" / f"{number}.parquet").rename(folder / "0.parquet")
+        assert s3.upload(folder, f"{tmp_path.name}/data/{split}") == f"{place}/{split}"
+    assert indices(list(data.build(make_config("parquet", place)))) == list(range(28))
+    told = f"Of {place} the split for training is read, not test/0.parquet.\n"
+    assert capsys.readouterr().err.count(told) == 1
+    tests = data.build(make_config("parquet", f"{place}/test"))
+    assert indices(list(tests)) == list(range(30, 46))
 
 
 def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F811
@@ -160,7 +186,9 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # no
     s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
     cache = str(tmp_path / "another")
     assert main(["verify-data", place, "--local", cache, "--num_workers", "0"]) == 1
-    assert re.search(r"shard.00001.mds .*its xxh64 is not the one", capsys.readouterr().out)
+    told = f"broken: {place}/shard.00001.mds: its xxh64 is not the one in index.json."
+    assert told in capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "another" / "shard.00001.mds").exists()
 
 
 def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
@@ -168,9 +196,9 @@ def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
         fetch("s3://pictures/none.tar", cache=tmp_path)
     with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
         data.check(make_config("mds", "s3://pictures/none"))
-    assert list_urls("s3://pictures/none", suffix=".parquet") == []
+    assert list_urls("s3://pictures/none", endings=(".parquet",)) == []
     with refused("--remote", value="gs://b/x"):
-        list_urls("gs://b/x", suffix=".parquet")
+        list_urls("gs://b/x", endings=(".parquet",))
 
 
 def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811

@@ -118,3 +118,12 @@ def test_refusals(tmp_path, shapes) -> None:
     assert refusal_of("judge", folder).value == "a cat"
     (folder / "pictures" / "0.png").unlink()
     assert refusal_of("judge", folder).value == str(folder / "pictures" / "0.png")
+
+
+def test_a_picture_of_another_kind_is_named(tmp_path, capsys) -> None:
+    folder = as_generated(tmp_path / "drawn", [("a red circle", Image.new("RGB", (8, 8)))])
+    picture = folder / "pictures" / "0.png"
+    Image.new("RGB", (8, 8)).save(picture, "TIFF")
+    assert sdbench(["judge", str(folder)]) == 1
+    told = f"error: {picture}: the image cannot be decoded (it begins like a TIFF file, "
+    assert told in capsys.readouterr().err

@@ -103,9 +103,13 @@ def test_copies_of_another_folder(tmp_path, mds_folder, capsys):
     (cache / "shard.00000.mds").unlink()
     flip_bit(cache / "shard.00002.mds", position=500_000)
     assert main(mds_folder, "--local", cache) == 1
-    printed = capsys.readouterr().out
-    assert f"broken: {mds_folder}/shard.00000.mds: cannot be had" in printed
-    assert f"{cache}/shard.00002.mds (a copy from {mds_folder}): its xxh64 is not" in printed
+    printed = capsys.readouterr()
+    assert f"broken: {mds_folder}/shard.00000.mds: cannot be had" in printed.out
+    assert "1 broken thing was found" in printed.out
+    # A damaged copy says nothing about the data set.
+    assert f"{mds_folder}/shard.00002.mds: its xxh64 is not the one in index.json. " in printed.err
+    copied = (cache / "shard.00002.mds").read_bytes()
+    assert copied == (mds_folder / "shard.00002.mds").read_bytes()
 
 
 def test_every_bad_image_is_named(tmp_path, capsys):
@@ -115,13 +119,15 @@ def test_every_bad_image_is_named(tmp_path, capsys):
             writer.write({"jpg": jpg, "caption": caption})
     assert main(tmp_path) == 0
     capsys.readouterr()
-    assert main(tmp_path, "--deep") == 1
+    assert main(tmp_path, "--deep", "--empty_captions", "bad") == 1
     lines = capsys.readouterr().out.splitlines()
     place = f"broken: {tmp_path}/shard.00000.mds, sample"
     assert lines[0] == f"{place} 1: the image has 0 bytes."
     assert lines[1].startswith(f"{place} 2: the image cannot be ")
-    assert lines[2] == f"{place} 3: no caption."
+    assert lines[2] == f"{place} 3: the caption is empty."
     assert lines[3:] == ["3 broken things were found."]
+    assert main(tmp_path, "--deep") == 1
+    assert capsys.readouterr().out.splitlines()[2:] == ["2 broken things were found."]
 
 
 def test_every_bad_latent_is_named(tmp_path, capsys):

@@ -14,7 +14,8 @@ import pytest
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
-from sdbench.data.prepare.chunk_formats import FORMATS, image_extension
+from sdbench.data.image_files import image_extension
+from sdbench.data.prepare.chunk_formats import FORMATS
 from sdbench.data.prepare.writers import Output, open_output
 from tests.data.datasets import read_files, read_mds
 from tests.refusals import refused
@@ -263,5 +264,5 @@ def test_a_folder_of_somebody_else_is_not_taken(tmp_path):
 
 def test_the_type_of_an_image_is_told_by_its_bytes():
     assert [image_extension(data) for data in IMAGES] == ["png", "jpg", "webp"]
-    with pytest.raises(ValueError, match="neither a JPEG, nor a PNG, nor a WebP"):
+    with pytest.raises(ValueError, match="like a GIF file, and JPEG, PNG and WebP files are read"):
         image_extension(b"GIF89a")

@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
+# How gzip files of a kind end.
+PACKED_ENDINGS = {".tar": (".tar.gz", ".tgz")}
+
+
+def endings(suffix: str) -> tuple[str, ...]:
+    """How the files of a kind may end: with its suffix, or as packed ones do."""
+    return (suffix, *PACKED_ENDINGS.get(suffix, ()))
+
+
+# Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,
+# others'.
+IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
+CAPTION_COLUMNS = ("caption", "text", "TEXT")
+
+
+@functools.cache
+def tell_once(sentence: str) -> None:
+    """Print a sentence on stderr, at the first call with it in this process."""
+    print(sentence, file=sys.stderr)
+
+
+def find_picture_columns(names: Collection[str]) -> dict[str, str] | None:
+    """Find the columns of pictures and captions.
+
+    Returns:
+        ``image`` and ``caption`` to the name of the column; None if one of them is missing.
+    """
+    image = next((name for name in IMAGE_COLUMNS if name in names), None)
+    caption = next((name for name in CAPTION_COLUMNS if name in names), None)
+    return None if image is None or caption is None else {"image": image, "caption": caption}
+
+
+def lacks_columns(names: Collection[str], *, place: str) -> ConfigError:
+    """The refusal of a data set that has other columns than `find_picture_columns` looks for."""
+    wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
+    return ConfigError(
+        f"{place} lacks a column of pictures with captions",
+        value=f"columns {', '.join(sorted(names))}",
+        allowed=f"{wanted}; for latents --latents precomputed",
+        flag=PLACE_FLAGS,
+    )
+
+
+def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:
+    """The refusal of a column whose type no `part` of a sample is read from."""
+    return ConfigError(
+        f"The column {column} of {place} is of a type that no {part} is read from",
+        value=kind,
+        allowed=allowed,
+        flag=PLACE_FLAGS,
+    )
 
 
 def check_synthetic(config: SourceConfig) -> int:
@@ -72,10 +126,16 @@ def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
     """
     if num_samples >= config.global_batch_size:
         return
+    place = config.streams or config.remote or config.local
+    what = "The data set" if place is None else f"The data set {place}"
+    if not num_samples:
+        raise ConfigError(
+            f"{what} has no samples", value=place, allowed="one with samples", flag=PLACE_FLAGS
+        )
     largest = num_samples // config.world_size * config.world_size
-    nearest = f"at most {largest}" if largest else f"fewer than {config.world_size} ranks"
+    nearest = f"at most {largest}" if largest else f"at most {num_samples} ranks"
     raise ConfigError(
-        f"The data set has {num_samples} samples, fewer than one global batch "
+        f"{what} has {num_samples} samples, fewer than one global batch "
         f"({config.device_batch_size} per rank x {config.world_size} ranks)",
         value=config.global_batch_size,
         allowed=nearest,

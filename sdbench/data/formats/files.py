@@ -1,24 +1,43 @@
-"""The tars or parquet files that a place means, copied here where they are elsewhere."""
+"""The tars or parquet files that a place means, copied here where they are elsewhere or packed."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS
-from sdbench.data.remote import PIPE, cache_folder, fetch_all, is_url, list_urls
+from sdbench.data.formats.checks import PLACE_FLAGS, endings
+from sdbench.data.formats.copies import StoredFile
+from sdbench.data.formats.listing import (
+    describe_files,
+    list_folder,
+    take_training_split,
+    tell_other_splits,
+)
+from sdbench.data.remote import (
+    PIPE,
+    cache_folder,
+    fetch_all,
+    is_url,
+    list_urls,
+    must_be_copied,
+)
 from sdbench.data.source import SourceConfig
 
 
-def find_files(place: str, *, suffix: str) -> list[str]:
+def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     """Names and URLs of the files that a place means.
 
     Args:
-        place: A file, a folder (not those below it), a URL of either, or any of them in braces.
-        suffix: How the files of a folder end, e.g. ``.tar``.
+        place: A file, a folder (not those below it but as `find_training_folder` says), a URL of
+            either, or any of them in braces.
+        suffix: How the files of a folder end, e.g. ``.tar``; packed ones are found too.
+        is_told: Whether to say what is left out.
 
     Raises:
-        ConfigError: One of them does not exist, there is none, or a URL's folder cannot be listed.
+        ConfigError: One of them does not exist, there is none, a folder has one packed and
+            unpacked, or a URL's folder cannot be listed.
         RunError: A store does not answer.
     """
     from braceexpand import UnbalancedBracesError, braceexpand
@@ -31,19 +50,30 @@ def find_files(place: str, *, suffix: str) -> list[str]:
         raise ConfigError(
             "The braces are not closed", value=place, allowed=allowed, flag=PLACE_FLAGS
         ) from error
+    known = endings(suffix)
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
-        if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(suffix):
-            files += list_urls(name, suffix=suffix)
+        if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(known):
+            found, others = take_training_split(list_urls(name, endings=known), folder=name)
+            _check_once(found, endings=known)
         elif not is_url(name) and Path(name).is_dir():
-            files += sorted(str(path) for path in Path(name).glob(f"*{suffix}"))
+            found, others = list_folder(Path(name), suffix=suffix)
+            _check_once(found, endings=known)
         else:
-            files.append(name)
+            found, others = [name], []
+        files += found
+        if is_told:
+            tell_other_splits(name, others)
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing or not files:
+        what = f"No such {kind} file"
+        if not missing:
+            what = f"The folder holds no {kind} file"
+            if not is_url(place) and Path(place).is_dir():
+                what += f", but {describe_files(os.listdir(place))}"
         raise ConfigError(
-            f"No such {kind} file" if missing else f"The folder holds no {kind} file",
+            what,
             value=missing[0] if missing else place,
             allowed=allowed,
             flag=PLACE_FLAGS,
@@ -51,18 +81,42 @@ def find_files(place: str, *, suffix: str) -> list[str]:
     return files
 
 
-def fetch_files(config: SourceConfig, *, suffix: str) -> list[Path]:
-    """The files that `config` names, on this machine; those behind URLs are copied first.
+def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:
+    """Check that no file of a folder is there packed and unpacked.
+
+    Raises:
+        ConfigError: One is, and its samples would come twice in an epoch.
+    """
+    by_stem: dict[str, str] = {}
+    for file in files:
+        stem = file.removesuffix(next(ending for ending in endings if file.endswith(ending)))
+        if stem in by_stem:
+            raise ConfigError(
+                "The folder holds a file packed and unpacked",
+                value=f"{by_stem[stem]}, {file}",
+                allowed="one of them, or the files by name",
+                flag=PLACE_FLAGS,
+            )
+        by_stem[stem] = file
+
+
+def fetch_files(config: SourceConfig, *, suffix: str) -> list[StoredFile]:
+    """The files that `config` names, on this machine; those elsewhere and packed ones are copied.
 
     Raises:
         ConfigError: As `find_files`.
         RunError: A file cannot be copied.
     """
     place = config.remote or config.local
-    names = find_files(place, suffix=suffix)
-    urls = [name for name in names if is_url(name)]
-    if not urls:  # nor is a folder for copies needed
-        return [Path(name) for name in names]
+    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
+    sources = [name for name in names if must_be_copied(name)]
+    if not sources:  # nor is a folder for copies needed
+        return [StoredFile(Path(name)) for name in names]
     cache = cache_folder(place, config.local if config.remote else None)
-    copies = dict(zip(urls, fetch_all(urls, cache=cache), strict=True))
-    return [copies.get(name, Path(name)) for name in names]
+    if config.rank == 0 and not all(map(is_url, sources)):
+        print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
+    copies = dict(zip(sources, fetch_all(sources, cache=cache), strict=True))
+    return [
+        StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
+        for name in names
+    ]

@@ -5,16 +5,24 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
+from sdbench.data.formats.listing import (
+    TABLE_NAMES,
+    Listing,
+    describe_files,
+    find_training_folder,
+    list_below,
+    tell_other_splits,
+)
+from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
 from sdbench.data.samples import (
-    IMAGE_EXTENSIONS,
     BadSampleError,
     ImageSample,
     SampleType,
@@ -22,53 +30,77 @@ from sdbench.data.samples import (
 )
 from sdbench.data.source import SourceConfig
 
-# Ours, and the name and columns that Hugging Face's image folders have.
-TABLE_NAMES = ("captions.csv", "metadata.csv")
+# Ours, and what Hugging Face's image folders have.
 FILE_COLUMNS = ("file", "file_name")
 CAPTION_COLUMNS = ("caption", "text")
+CAPTION_SUFFIX = ".txt"
 LAYOUT = (
     f"images ({', '.join(IMAGE_EXTENSIONS)}), each with a .txt of the same name beside it, or "
-    "captions.csv with the columns file and caption"
+    "captions.csv with the columns file and caption, or metadata.jsonl with file_name and text"
 )
+# How the rows of a table have to be written, by its extension.
+ROW_FORMS = {
+    ".csv": 'CSV in UTF-8, quotes around text with commas or line breaks, "" for a quote in it',
+    ".jsonl": 'an object on each line, in UTF-8: {"file_name": "a.jpg", "text": "a caption"}',
+}
 
 
 class FolderSamples:
-    """The images of a folder and its sub-folders, in the order of their paths."""
+    """The images of a folder and its sub-folders, in the order of their paths.
+
+    Folders behind links are read too, each once; what is hidden is not.
+    """
 
     num_dropped = 0
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
-    def __init__(self, folder: Path, *, needs_captions: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
+    ) -> None:
         """List the folder, and read its table of captions if it has one.
 
         Args:
             folder: Of images.
             needs_captions: Whether some image must have a caption.
+            read_avif: Value of ``--read_avif``.
 
         Raises:
-            ConfigError: There is no such folder, no image in it, or no image with a caption.
+            ConfigError: There is no such folder, no image in it, or no image with a caption; or a
+                link leads nowhere that is no image.
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
-        self._folder = folder
-        table = next((folder / name for name in TABLE_NAMES if (folder / name).is_file()), None)
+        self._place = folder
+        self._read_avif = read_avif
+        self._folder, self._other_splits = find_training_folder(folder)
+        tables = (self._folder / name for name in TABLE_NAMES)
+        table = next((path for path in tables if path.is_file()), None)
+        self._captions: list[str | None] | None = None
+        self._repeated: list[Path] = []
+        hint = ""
         if table is None:
-            self._images = _list_images(folder)
-            self._captions: list[str] | None = None
+            listing = list_below(self._folder)
+            _check_links(listing)
+            self._images = _images_of(listing, read_avif=read_avif)
+            self._repeated = listing.repeated
+            if not self._images:
+                found = describe_files(path.name for path in listing.files)
+                _raise_missing(f"The data folder holds no images, but {found}", folder)
+            has_caption = any(_caption_file(path).is_file() for path in self._images)
+            if below := [path for path in listing.files if path.name in TABLE_NAMES]:
+                hint = f"; for {below[0]} its own folder has to be given"
         else:
             self._images, self._captions = _read_table(table)
-        if not self._images:
-            what = "holds no images" if table is None else f"has a {table.name} without rows"
-            _raise_missing(f"The data folder {what}", folder)
-        if table is None:
-            has_caption = any(path.with_suffix(".txt").is_file() for path in self._images)
-        else:
-            has_caption = any(map(clean_caption, self._captions or ()))
+            if not self._images:
+                _raise_missing(f"The data folder has a {table.name} without rows", folder)
+            has_caption = any(map(clean_caption, self._captions))
         if needs_captions and not has_caption:
-            _raise_missing(f"None of the {len(self._images)} images has a caption", folder)
+            what = f"None of the {len(self._images)} images has a caption{hint}"
+            _raise_missing(what, folder)
         if not any(path.is_file() for path in self._images):
-            _raise_missing(f"None of the files that {table} names is there", folder)
+            source = f"files that {table} names" if table else "links to images"
+            _raise_missing(f"Of the {source} none is there", folder)
         self.blocks = [len(self._images)]
 
     @property
@@ -79,14 +111,17 @@ class FolderSamples:
     def __len__(self) -> int:
         return len(self._images)
 
-    def tell_unlisted(self) -> None:
-        """Print how many images of the folder are not in its table of captions."""
+    def tell_left_out(self) -> None:
+        """Print what of the folder is not read: images, folders that are read already, splits."""
+        tell_other_splits(str(self._place), self._other_splits)
+        for path in self._repeated:
+            tell_once(f"{path} is a folder that is read already, under another name.")
         if self._captions is not None:
-            num_unlisted = len(set(_list_images(self._folder)) - set(self._images))
+            images = _images_of(list_below(self._folder), read_avif=self._read_avif)
+            num_unlisted = len({*images} - {*self._images})
             if num_unlisted:
-                print(
-                    f"{num_unlisted} images of {self._folder} are not in its table of captions.",
-                    file=sys.stderr,
+                tell_once(
+                    f"{num_unlisted} images of {self._folder} are not in its table of captions."
                 )
 
     def name(self, index: int) -> str:
@@ -97,67 +132,135 @@ class FolderSamples:
         """Read one image and its caption; either may be missing.
 
         Raises:
-            BadSampleError: The caption is not UTF-8.
+            BadSampleError: The caption is not UTF-8, or the image is a link that leads nowhere.
         """
         path = self._images[index]
         if self._captions is None:
+            stored = _read_if_there(_caption_file(path))
             try:
-                text = (_read_if_there(path.with_suffix(".txt")) or b"").decode("utf-8")
+                text = None if stored is None else stored.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise BadSampleError(f"{path}: its caption is not UTF-8 ({error}).") from error
         else:
             text = self._captions[index]
-        return ImageSample(self.name(index), _read_if_there(path), clean_caption(text))
+        image = _read_if_there(path)
+        if image is None and path.is_symlink():
+            raise BadSampleError(f"{path}: the link leads to {_target(path)}, which is not there.")
+        return ImageSample(self.name(index), image, clean_caption(text))
 
 
 def _read_if_there(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
+def _caption_file(image: Path) -> Path:
+    return image.with_suffix(CAPTION_SUFFIX)
+
+
+def _target(link: Path) -> str:
+    return os.readlink(link)
+
+
 def _raise_missing(what: str, folder: Path) -> None:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 
-def _list_images(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.is_file()
-    )
+def _images_of(listing: Listing, *, read_avif: bool) -> list[Path]:
+    """Files and links that are images by their names; a link that leads nowhere is a bad sample."""
+    paths = listing.files + listing.dangling
+    return sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
 
 
-def _read_table(table: Path) -> tuple[list[Path], list[str]]:
+def _check_links(listing: Listing) -> None:
+    """Check that no link leads nowhere which may have been to a folder of images.
+
+    Raises:
+        ConfigError: One does.
+    """
+    for path in listing.dangling:
+        is_sample = has_image_name(path, read_avif=True) or path.suffix == CAPTION_SUFFIX
+        if not is_sample:
+            raise ConfigError(
+                f"A link in the data folder leads to {_target(path)}, which is not there",
+                value=str(path),
+                allowed="links to what is there: mend it, or remove it",
+                flag=PLACE_FLAGS,
+            )
+
+
+def _read_table(table: Path) -> tuple[list[Path], list[str | None]]:
     """Images and captions of a table, in its order; paths are relative to its folder.
 
     Raises:
         ConfigError: The table is damaged, lacks a column, or a row would lose text.
     """
-    rows = list(_read_rows(table))
-    _, columns = rows.pop(0) if rows else (0, [])
+    is_csv = table.suffix == ".csv"
+    columns, rows = _read_csv(table) if is_csv else _read_json_lines(table)
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if file_column is None or caption_column is None:
         raise ConfigError(
             f"{table} lacks a column",
             value=", ".join(columns),
-            allowed="a header line with the columns file and caption (or file_name and text)",
+            allowed="the columns file and caption, or file_name and text",
             flag=PLACE_FLAGS,
         )
     images, captions = [], []
-    for number, (line, cells) in enumerate(rows, start=1):
-        if len(cells) > len(columns):
-            fault = f"it has {len(cells)} cells, and the header {len(columns)}"
-            _raise_row(fault, table, line=line, value=",".join(cells))
-        # Where a short row ends there is no such file, or no caption.
-        row = dict(itertools.zip_longest(columns, cells, fillvalue=""))
-        for cell in cells:
-            _check_no_row_inside(cell, table, line=line)
-        images.append(table.parent / (row[file_column] or f"(row {number}: no file)"))
-        captions.append(row[caption_column])
+    for number, (line, row) in enumerate(rows, start=1):
+        # Where a row ends early there is no such file, or no caption.
+        file, caption = row.get(file_column), row.get(caption_column)
+        for value in (file, caption):
+            if not isinstance(value, str | None):
+                _raise_row("its file or its caption is no text", table, line=line, value=value)
+        images.append(table.parent / (file or f"(row {number}: no file)"))
+        captions.append(caption)
     return images, captions
 
 
-def _read_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
+# A row of a table with the number of its line, from 1.
+Row = tuple[int, Mapping[str, Any]]
+
+
+def _read_csv(table: Path) -> tuple[list[str], list[Row]]:
+    """Columns and rows of a table in CSV.
+
+    Raises:
+        ConfigError: It is not CSV in UTF-8, or a row would lose text.
+    """
+    lines = list(_read_cells(table))
+    _, columns = lines.pop(0) if lines else (0, [])
+    rows: list[Row] = []
+    for line, cells in lines:
+        if len(cells) > len(columns):
+            fault = f"it has {len(cells)} cells, and the header {len(columns)}"
+            _raise_row(fault, table, line=line, value=",".join(cells))
+        for cell in cells:
+            _check_no_row_inside(cell, table, line=line)
+        rows.append((line, dict(itertools.zip_longest(columns, cells))))
+    return columns, rows
+
+
+def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
+    """Columns and rows of a table that has a JSON object on each line.
+
+    Raises:
+        ConfigError: A line is none.
+    """
+    rows: list[Row] = []
+    for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
+        if not stored.strip():
+            continue
+        try:
+            row = json.loads(stored.decode("utf-8-sig"))
+        except ValueError as error:
+            _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
+        if not isinstance(row, dict):
+            _raise_row("it is no object", table, line=line, value=row)
+        rows.append((line, row))
+    return sorted({name for _, row in rows for name in row}), rows
+
+
+def _read_cells(table: Path) -> Iterator[tuple[int, list[str]]]:
     """The header and the rows of a table, but for empty ones, each with the number of its line.
 
     Raises:
@@ -192,11 +295,11 @@ def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
             _raise_row("a quote of it is not closed", table, line=line, value=inside)
 
 
-def _raise_row(fault: str, table: Path, *, line: int, value: str) -> NoReturn:
+def _raise_row(fault: str, table: Path, *, line: int, value: object) -> NoReturn:
     raise ConfigError(
         f"The row at line {line} of {table} would lose text: {fault}",
         value=value,
-        allowed='CSV in UTF-8, quotes around text with commas or line breaks, "" for a quote in it',
+        allowed=ROW_FORMS[table.suffix],
         flag=PLACE_FLAGS,
     )
 
@@ -205,7 +308,7 @@ def check(config: SourceConfig) -> int:
     """Check a folder by the names in it; return its number of samples."""
     samples = open_samples(config)
     if config.rank == 0:
-        samples.tell_unlisted()
+        samples.tell_left_out()
     return len(samples)
 
 
@@ -224,4 +327,8 @@ def open_samples(config: SourceConfig) -> FolderSamples:
     Raises:
         ConfigError: As `FolderSamples`.
     """
-    return FolderSamples(Path(config.remote or config.local), needs_captions=config.caption is None)
+    return FolderSamples(
+        Path(config.remote or config.local),
+        needs_captions=config.caption is None,
+        read_avif=config.read_avif,
+    )

@@ -7,7 +7,7 @@ LOCAL_WORLD_SIZE, which every launcher sets.
 
 from __future__ import annotations
 
-import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from PIL import Image
 from streaming.base.distributed import get_world_size
 
-from sdbench.data.compat import CheckedStreamingDataset, open_shards
-from sdbench.data.formats.mds_index import locate
+from sdbench.data.compat import CheckedStream, CheckedStreamingDataset, open_shards
+from sdbench.data.formats.checks import find_picture_columns
+from sdbench.data.formats.mds_index import check_files, keep_index, locate
 from sdbench.data.formats.mds_shards import MdsSamples, make_streams, open_samples
 from sdbench.data.formats.missing_latents import LEAVE_OUT
+from sdbench.data.image_files import open_image
 from sdbench.data.pipeline.batches import make_batches
 from sdbench.data.pipeline.loader import CheckedLoader, build_from_samples
 from sdbench.data.pipeline.order import Key
@@ -99,6 +101,8 @@ def _epoch_size(streams: list[Any], *, config: SourceConfig) -> int:
 class StreamingLAIONDataset(CheckedStreamingDataset):
     """Images and token ids one by one, with the arguments of mosaicml/diffusion-benchmark.
 
+    Image files have to be stored as ``bytes``, as its writer stores them.
+
     `data.build` makes whole batches, several times faster. A sample is
     ``{image, input_ids: (77,) int64}``; without a `transform` the image is (3, S, S) uint8.
     """
@@ -135,19 +139,21 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
             batch_size: Of the loader that reads it.
             image_size: Side in pixels, without a `transform`.
         """
-        if remote is None:
-            place = locate(None, str(Path(local, split or "")))
-            remote, local, split = place.remote, place.local, None
-        super().__init__(
-            remote=remote,
-            local=local,
-            split=split,
-            shuffle=shuffle,
-            predownload=predownload,
+        remote = remote and os.path.join(remote, split or "")
+        place = locate(remote, str(Path(local, split or "")))
+        check_files(place)
+        keep_index(place)
+        stream = CheckedStream(
+            wanted_hash="auto",
+            remote=place.remote,
+            local=place.local,
             download_retry=download_retry,
             download_timeout=download_timeout,
-            batch_size=batch_size,
         )
+        super().__init__(
+            streams=[stream], shuffle=shuffle, predownload=predownload, batch_size=batch_size
+        )
+        self._columns = find_picture_columns(self.shards[0].column_names)
         self._transform = transform
         self._image_size = image_size
         self._tokenizer = CaptionTokenizer(pad_token_id=0)
@@ -158,13 +164,14 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
+        file, caption = (sample[column] for column in self._columns.values())
         if self._transform is None:
-            pixels = decode_image(sample["jpg"], image_size=self._image_size)
+            pixels = decode_image(file, image_size=self._image_size)
             image = torch.from_numpy(np.ascontiguousarray(pixels))
         else:
-            with Image.open(io.BytesIO(sample["jpg"])) as picture:
+            with open_image(file) as picture:
                 image = self._transform(to_rgb(picture))
-        input_ids = torch.from_numpy(self._tokenizer([clean_caption(sample["caption"]) or ""])[0])
+        input_ids = torch.from_numpy(self._tokenizer([clean_caption(caption)])[0])
         return {"image": image, "input_ids": input_ids}
 
 

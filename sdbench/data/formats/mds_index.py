@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.base.files import new_file
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    find_picture_columns,
+    lacks_columns,
+    wrong_type,
+)
+from sdbench.data.formats.mds_entries import INDEX_NAME, parse_index, read_bounds
 from sdbench.data.formats.missing_latents import count_samples
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.remote import cache_folder, fetch, is_url
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
-INDEX_NAME = "index.json"
-MDS_COLUMNS = {"jpg", "caption"}
+# What pictures and captions may be stored as: the bytes of a file, a picture of PIL's, text.
+PICTURE_ENCODINGS = {"image": ("bytes", "jpeg", "png", "pil"), "caption": ("str",)}
+COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
 # Of several hashes in an index the one that is cheapest to compute is checked.
 HASHES_BY_COST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "md5", "sha256")
@@ -54,19 +61,14 @@ class MdsPlace:
             ConfigError: It is damaged, or not one of MDS shards.
         """
         try:
-            shards = json.loads(self.index)["shards"]
-            formats = {shard["format"] for shard in shards}
-            needed = {"samples", "column_names", "raw_data", "zip_data"}
-            if formats != {"mds"} or not all(needed <= set(shard) for shard in shards):
-                raise ValueError(f"no MDS shards: {', '.join(sorted(formats)) or 'none at all'}")
-        except (ValueError, KeyError, TypeError) as error:
+            return parse_index(self.index)
+        except ValueError as error:
             raise ConfigError(
                 f"index.json is damaged or holds no shards ({error})",
                 value=f"{self.source.rstrip('/')}/{INDEX_NAME}",
                 allowed=MADE_BY,
                 flag=PLACE_FLAGS,
             ) from error
-        return shards
 
     @property
     def columns(self) -> set[str]:
@@ -91,12 +93,25 @@ def check(config: SourceConfig) -> int:
     for place in locate_mds(config):
         _check_columns(place, config=config)
         _check_hashes(place, wanted=config.validate_hash)
-        if not is_url(place.source):
-            for shard in place.shards:
-                file = shard["raw_data"] if place.remote is None else copied_file(shard)
-                _check_shard_file(Path(place.source), file)
+        check_files(place)
         num_samples += count_samples(place, config=config)
     return num_samples
+
+
+def check_files(place: MdsPlace) -> None:
+    """Check the shards of a data set on disk by their sizes and headers.
+
+    Raises:
+        ConfigError: One is missing, or is not what index.json says.
+    """
+    if is_url(place.source):
+        return
+    folder = Path(place.source)
+    for shard in place.shards:
+        file = shard["raw_data"] if place.remote is None else copied_file(shard)
+        _check_shard_file(folder, file)
+        if file is shard["raw_data"]:
+            _check_header(folder / file["basename"], shard)
 
 
 def read_columns(config: SourceConfig) -> set[str]:
@@ -213,13 +228,32 @@ def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
         ConfigError: It holds another data set, or another version of this one.
     """
     cached = cache / INDEX_NAME
-    if cached.is_file() and cached.read_bytes() != index:
+    if cached.is_file() and cached.read_bytes() != index and not _is_damaged(cached):
         raise ConfigError(
             f"The cache holds another data set, or another version of {remote}",
             value=str(cache),
             allowed="a folder of its own for each data set, or one to be emptied first",
             flag="--local",
         )
+
+
+def _is_damaged(index: Path) -> bool:
+    """Whether the copy of an index.json is none, as after a crash: `keep_index` makes it again."""
+    try:
+        parse_index(index.read_bytes())
+    except ValueError:
+        return True
+    return False
+
+
+def keep_index(place: MdsPlace) -> None:
+    """Write the index.json of a data set to the folder for copies of its shards."""
+    index = Path(place.local, INDEX_NAME)
+    if index.is_file() and index.read_bytes() == place.index:
+        return
+    index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with new_file(index) as new:
+        new.write_bytes(place.index)
 
 
 def _read_index(source: str) -> bytes:
@@ -255,13 +289,7 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
             shape are checked when they are read.)
     """
     if not config.wants_latents:
-        if not place.columns >= MDS_COLUMNS:
-            raise ConfigError(
-                f"{place.source} is not a data set of images with captions",
-                value=f"columns {', '.join(sorted(place.columns))}",
-                allowed="columns jpg and caption; for latents --latents precomputed",
-                flag=PLACE_FLAGS,
-            )
+        _check_picture_columns(place)
         return
     columns = find_latent_columns(place.columns, image_size=config.image_size)
     shapes = SampleType(tuple(columns)).array_shapes(config)
@@ -276,6 +304,27 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
                     value=encoding,
                     allowed=f"arrays of the shape {shape}",
                     flag="--model_name",
+                )
+
+
+def _check_picture_columns(place: MdsPlace) -> None:
+    """Check that every shard has pictures and captions, encoded as they can be read.
+
+    Raises:
+        ConfigError: A column is missing, or of another encoding.
+    """
+    if find_picture_columns(place.columns) is None:
+        raise lacks_columns(place.columns, place=place.source)
+    for shard in place.shards:
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        for part, column in find_picture_columns(encodings).items():
+            if encodings[column] not in PICTURE_ENCODINGS[part]:
+                raise wrong_type(
+                    column,
+                    place=place.source,
+                    part=part,
+                    kind=encodings[column],
+                    allowed=", ".join(PICTURE_ENCODINGS[part]),
                 )
 
 
@@ -336,9 +385,21 @@ def _check_shard_file(folder: Path, file: dict) -> None:
         value = path.stat().st_size
     else:
         return
-    raise ConfigError(
-        what,
-        value=value,
-        allowed="a complete data set: copy or convert it again",
-        flag=PLACE_FLAGS,
-    )
+    raise ConfigError(what, value=value, allowed=COMPLETE, flag=PLACE_FLAGS)
+
+
+def _check_header(path: Path, shard: dict) -> None:
+    """Check that the header of a shard says what index.json says.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    try:
+        read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"A shard contradicts index.json or is damaged ({error})",
+            value=str(path),
+            allowed=COMPLETE,
+            flag=PLACE_FLAGS,
+        ) from error

@@ -8,6 +8,7 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 from __future__ import annotations
 
 import bisect
+import io
 import mmap
 import os
 import struct
@@ -18,17 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from streaming import Stream
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
-from sdbench.base.files import new_file
 from sdbench.data.compat import CheckedStream, open_shards
-from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, choose_hash, locate_mds
+from sdbench.data.formats.checks import find_picture_columns
+from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.mds_entries import read_bounds
+from sdbench.data.formats.mds_index import MdsPlace, choose_hash, keep_index, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
+from sdbench.data.pipeline.transforms import to_rgb
 from sdbench.data.remote import explain
 from sdbench.data.samples import (
     BadSampleError,
@@ -83,9 +88,13 @@ class MdsSamples:
         self._starts = np.cumsum([0, *self.blocks[:-1]]).tolist()
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
-        self.columns = {"image": "jpg", "caption": "caption"}
         if config.wants_latents:
             self.columns = find_latent_columns(shards[0].column_names, image_size=config.image_size)
+            self._columns = [self.columns] * len(shards)
+        else:
+            # Data sets that are streamed together may name their columns differently.
+            self._columns = [find_picture_columns(shard.column_names) for shard in shards]
+            self.columns = self._columns[0]
         self.sample_type = SampleType(tuple(self.columns))
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
@@ -96,7 +105,7 @@ class MdsSamples:
     def name(self, index: int) -> str:
         """Shard of a sample, and its number there."""
         shard_id, position = self._find(index)
-        return _name(self.path_of(shard_id), position)
+        return _name(self._file(shard_id), position)
 
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample; its shard is copied first if it is not here yet.
@@ -108,17 +117,18 @@ class MdsSamples:
         """
         shard_id, position = self._find(index)
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
-        name = _name(shard.path, position)
+        name = _name(shard.file, position)
         data = shard.read(position)
         try:
-            values = {key: shard.value(data, column) for key, column in self.columns.items()}
+            columns = self._columns[shard_id]
+            values = {key: shard.value(data, column) for key, column in columns.items()}
         except (ValueError, struct.error) as error:
             reason = " ".join(str(error).split())
             raise BadSampleError(f"{name}: it cannot be decoded ({reason}).") from error
         for key, value in values.items():
             if value is None:
                 kind = BadSampleError if key == "text_embedding" else MissingLatentError
-                raise kind(f"{name}, {self.columns[key]}: no value.")
+                raise kind(f"{name}, {columns[key]}: no value.")
         if self.sample_type is SampleType.IMAGES:
             return ImageSample(name, values["image"], clean_caption(values["caption"]))
         return LatentSample(name, values)
@@ -131,34 +141,31 @@ class MdsSamples:
             position = int(self._present[shard_id][position])
         return shard_id, position
 
-    def path_of(self, shard_id: int) -> Path:
-        """Where a shard lies, or will lie once it has been downloaded."""
-        stream = self._streams[self._stream_of_shard[shard_id]]
-        return Path(stream.local, stream.split, self._shards[shard_id].raw_data.basename)
+    def _file(self, shard_id: int) -> StoredFile:
+        """Where a shard lies, or will lie once it has been downloaded, and what it is a copy of."""
+        shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
+        source = None
+        if stream.remote not in (None, stream.local):
+            copied = shard.zip_data or shard.raw_data
+            source = os.path.join(stream.remote, stream.split, copied.basename)
+        return StoredFile(Path(stream.local, stream.split, shard.raw_data.basename), source=source)
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
-        path, shard = self.path_of(shard_id), self._shards[shard_id]
+        file, shard = self._file(shard_id), self._shards[shard_id]
         algorithm = choose_hash(shard.raw_data.hashes, wanted=self._validate_hash)
-        if self._is_cut_copy(shard_id):
-            print(f"{path} is an incomplete copy: copying it again.", file=sys.stderr)
-            path.unlink(missing_ok=True)  # another worker may have seen it too
-        if not path.is_file():
+        if not file.path.is_file():
             self._fetch(shard_id)
-        opened = _ShardFile(path, shard, algorithm=algorithm, shapes=self._shapes)
-        self._open[shard_id] = opened
+        self._open[shard_id] = opened = read_whole(
+            file,
+            lambda file: _ShardFile(file, shard, algorithm=algorithm, shapes=self._shapes),
+            copy_again=lambda file: self._fetch(shard_id),
+        )
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
         return opened
 
-    def _is_cut_copy(self, shard_id: int) -> bool:
-        """Whether the shard is a copy that is incomplete, as a killed run leaves it."""
-        path, stream = self.path_of(shard_id), self._streams[self._stream_of_shard[shard_id]]
-        is_copy = stream.remote not in (None, stream.local)
-        num_bytes = self._shards[shard_id].raw_data.bytes
-        return is_copy and path.is_file() and path.stat().st_size != num_bytes
-
     def _fetch(self, shard_id: int) -> None:
-        path = self.path_of(shard_id)
+        path = self._file(shard_id).path
         stream = self._streams[self._stream_of_shard[shard_id]]
         source = stream.remote or stream.local
         # Another process, or Streaming's own thread, may be copying it, and fail without telling
@@ -179,8 +186,8 @@ class MdsSamples:
         self._streams[self._stream_of_shard[shard_id]].prepare_shard(self._shards[shard_id])
 
 
-def _name(path: Path, position: int) -> str:
-    return f"{path}, sample {position}"
+def _name(shard: StoredFile, position: int) -> str:
+    return f"{shard}, sample {position}"
 
 
 class _ShardFile:
@@ -188,7 +195,7 @@ class _ShardFile:
 
     def __init__(
         self,
-        path: Path,
+        file: StoredFile,
         shard: MDSReader,
         *,
         algorithm: str | None,
@@ -197,20 +204,20 @@ class _ShardFile:
         """Open the file and check it against its index entry.
 
         Args:
-            path: Of the file.
+            file: The file.
             shard: Its index entry.
             algorithm: Which hash to check, or None.
             shapes: Of the arrays that columns hold.
 
         Raises:
-            RunError: Its size or hash is not what index.json says.
+            RunError: Its size, header or hash is not what index.json says.
         """
-        self.path = path
-        self._file = path.open("rb", buffering=0)
-        num_bytes = path.stat().st_size
+        self.file = file
+        self._file = file.path.open("rb", buffering=0)
+        num_bytes = os.fstat(self._file.fileno()).st_size
         if num_bytes != shard.raw_data.bytes:
             raise RunError(
-                f"Shard {path} is damaged: it has {num_bytes} bytes on disk and "
+                f"Shard {file} is damaged: it has {num_bytes} bytes, and "
                 f"{shard.raw_data.bytes} by index.json."
             )
         if algorithm:
@@ -218,12 +225,13 @@ class _ShardFile:
                 digest = get_hash(algorithm, content)
             if digest != shard.raw_data.hashes[algorithm]:
                 raise RunError(
-                    f"Shard {path} is damaged: its {algorithm} is not the one in index.json. "
-                    "(If it is a copy, delete it to have it copied again.)"
+                    f"Shard {file} is damaged: its {algorithm} is not the one in index.json."
                 )
-        # MDS: the number of samples, then where each one begins and the last one ends, as uint32.
-        offsets = os.pread(self._file.fileno(), 4 * (len(shard) + 1), 4)
-        self._offsets = np.frombuffer(offsets, np.uint32).tolist()
+        try:
+            bounds = read_bounds(file.path, num_samples=len(shard), column_sizes=shard.column_sizes)
+        except ValueError as error:
+            raise RunError(f"Shard {file} is damaged: {error}.") from error
+        self._bounds = bounds.tolist()
         self._columns = {
             name: (position, parse_encoding(encoding, shape=shapes.get(name)))
             for position, (name, encoding) in enumerate(
@@ -239,10 +247,10 @@ class _ShardFile:
         Raises:
             RunError: The file has been cut since it was opened.
         """
-        begin, end = self._offsets[index : index + 2]
+        begin, end = self._bounds[index : index + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
-            raise RunError(f"Shard {self.path} has been cut while it was read.")
+            raise RunError(f"Shard {self.file} has been cut while it was read.")
         return data
 
     def value(self, data: np.ndarray, column: str) -> Any:
@@ -259,6 +267,33 @@ class _ShardFile:
 
 Decoder = Callable[[np.ndarray], Any]
 
+# Modes of PIL that a PNG file keeps as they are.
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
+
+
+def _make_png(data: np.ndarray) -> bytes:
+    """A PNG file of a picture in Streaming's encoding ``pil``.
+
+    That has width, height and the length of the mode's name as uint32, the name, and the pixels. A
+    palette is not stored with them.
+
+    Raises:
+        ValueError: The pixels are incomplete, or say nothing without their palette.
+    """
+    width, height, num_letters = struct.unpack_from("<3I", data)
+    pixels = data[12 + num_letters :].tobytes()
+    mode = data[12 : 12 + num_letters].tobytes().decode()
+    if mode in ("P", "PA"):
+        raise ValueError(f"a picture of the mode {mode} was stored without its palette")
+    # A pixel of black and white takes a bit; PIL would make room for all of them first.
+    if not 0 < width * height <= 8 * len(pixels):
+        raise ValueError(f"{width} x {height} pixels in {len(pixels)} bytes")
+    picture = Image.frombytes(mode, (width, height), pixels)
+    file = io.BytesIO()
+    kept = picture if mode in PNG_MODES else to_rgb(picture)
+    kept.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
 
 def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
     """The function that makes a value of the bytes of a column.
@@ -270,6 +305,11 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
+    if encoding in ("jpeg", "png"):
+        # Files, too: Streaming would open them, by any decoder that fits.
+        return lambda data: data.tobytes()
+    if encoding == "pil":
+        return _make_png
     name, *rest = encoding.split(":")
     if name == "ndarray" and len(rest) == 2:
         dtype, shape = np.dtype(rest[0]), tuple(int(side) for side in rest[1].split(","))
@@ -307,11 +347,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
     """
     streams = []
     for place in locate_mds(config):
-        index = Path(place.local, INDEX_NAME)
-        if not index.is_file():
-            index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with new_file(index) as new:
-                new.write_bytes(place.index)
+        keep_index(place)
         if config.rank == 0:
             _tell_unpacking(place)
         weight = {} if place.proportion is None else {"proportion": place.proportion}

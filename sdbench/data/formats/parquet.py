@@ -10,13 +10,18 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import (
+    PLACE_FLAGS,
+    find_picture_columns,
+    lacks_columns,
+    wrong_type,
+)
+from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import is_url
@@ -30,9 +35,6 @@ from sdbench.data.samples import (
 from sdbench.data.source import SourceConfig
 
 SUFFIX = ".parquet"
-# Spellings: ours and LAION's, Hugging Face's (a struct with the field bytes), others'.
-IMAGE_COLUMNS = ("jpg", "image", "image_bytes", "image.bytes", "png", "webp")
-CAPTION_COLUMNS = ("caption", "text", "TEXT")
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
@@ -42,7 +44,7 @@ class ParquetSamples:
 
     num_dropped = 0
 
-    def __init__(self, files: list[Path], *, config: SourceConfig) -> None:
+    def __init__(self, files: list[StoredFile], *, config: SourceConfig) -> None:
         """Read the files' footers.
 
         Args:
@@ -53,7 +55,9 @@ class ParquetSamples:
             ConfigError: A file is damaged, or lacks a column.
         """
         self._files = files
-        self._footers = [_read_footer(path, ConfigError) for path in files]
+        self._footers = [
+            read_whole(path, lambda path: _read_footer(path, ConfigError)) for path in files
+        ]
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
@@ -92,13 +96,18 @@ class ParquetSamples:
         """
         block, row = self._find(index)
         if block != self._block:
-            self._values, self._block = self._read_group(block), block
+            file = self._files[self._groups[block][0]]
+            self._values = read_whole(file, lambda file: self._read_group(block))
+            self._block = block
         name = self.name(index)
         values = {part: column[row] for part, column in self._values.items()}
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
             data = image.as_buffer().to_pybytes() if image.is_valid else None
-            return ImageSample(name, data, clean_caption(caption.as_py() or ""))
+            try:
+                return ImageSample(name, data, clean_caption(caption.as_py()))
+            except UnicodeDecodeError as error:
+                raise BadSampleError(f"{name}: its caption is not UTF-8 ({error}).") from error
         arrays: dict[str, np.ndarray] = {}
         for part, shape in self._shapes.items():
             # The latents come first.
@@ -119,9 +128,13 @@ class ParquetSamples:
         number, group = self._groups[block]
         path = self._files[number]
         with _damage_named(path, RunError):
-            # Opened anew each time, as processes must not share an open file.
+            # Opened anew each time, as processes must not share an open file. Pages without a
+            # checksum are read unchecked.
             file = pyarrow.parquet.ParquetFile(
-                path, metadata=self._footers[number], memory_map=True
+                path.path,
+                metadata=self._footers[number],
+                memory_map=True,
+                page_checksum_verification=True,
             )
             table = file.read_row_group(
                 group, columns=list(self.columns.values()), use_threads=False
@@ -172,11 +185,16 @@ def _to_array(
 
 
 def _unwrap(column: Any) -> Any:
-    """The stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors."""
+    """The stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors.
+
+    What pandas stores as a category comes as a dictionary with numbers of its values.
+    """
     import pyarrow
 
     if pyarrow.types.is_struct(column.type):
         return column.field("bytes")
+    if pyarrow.types.is_dictionary(column.type):
+        return column.dictionary_decode()
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
 
 
@@ -186,27 +204,38 @@ def _stored_type(kind: Any) -> Any:
 
     if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return kind.field("bytes").type
+    if pyarrow.types.is_dictionary(kind):
+        return kind.value_type
     return kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
 
 
 def _is_bytes(kind: Any) -> bool:
     from pyarrow import types
 
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return (
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
 
 
-def _find_columns(names: list[str], *, path: Path, config: SourceConfig) -> dict[str, str]:
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _find_columns(names: list[str], *, path: StoredFile, config: SourceConfig) -> dict[str, str]:
     if config.wants_latents:
         return find_latent_columns(names, image_size=config.image_size)
-    image = next((name for name in IMAGE_COLUMNS if name in names), None)
-    caption = next((name for name in CAPTION_COLUMNS if name in names), None)
-    if image is None or caption is None:
-        wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
-        raise _lacks_column(path, names, wanted=f"{wanted}; for latents --latents precomputed")
-    return {"image": image, "caption": caption}
+    columns = find_picture_columns(names)
+    if columns is None:
+        raise lacks_columns(names, place=f"The parquet file {path}")
+    return columns
 
 
-def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> None:
+def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile) -> None:
     """Check that a file has the columns, of types that samples can be read from.
 
     Raises:
@@ -215,13 +244,18 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> No
     from pyarrow import types
 
     if not set(columns.values()) <= set(schema.names):
-        raise _lacks_column(path, schema.names, wanted=", ".join(columns.values()))
+        raise ConfigError(
+            f"The parquet file {path} lacks a column that the first file has",
+            value=f"columns {', '.join(sorted(schema.names))}",
+            allowed=", ".join(columns.values()),
+            flag=PLACE_FLAGS,
+        )
     for part, column in columns.items():
         kind = _stored_type(schema.field(column).type)
         if part == "image":
             is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
         elif part == "caption":
-            is_right, allowed = types.is_string(kind) or types.is_large_string(kind), "text"
+            is_right, allowed = _is_text(kind), "text"
         else:
             innermost = kind
             while types.is_nested(innermost) and hasattr(innermost, "value_type"):
@@ -229,32 +263,19 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: Path) -> No
             is_right = _is_bytes(kind) or types.is_floating(innermost)
             allowed = "binary, or lists of floating point numbers"
         if not is_right:
-            raise ConfigError(
-                f"The column {column} of {path} is of a type that no {part} is read from",
-                value=str(schema.field(column).type),
-                allowed=allowed,
-                flag=PLACE_FLAGS,
-            )
+            kind = str(schema.field(column).type)
+            raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
 
 
-def _lacks_column(path: Path, names: list[str], *, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"The parquet file {path} lacks a column",
-        value=f"columns {', '.join(sorted(names))}",
-        allowed=wanted,
-        flag=PLACE_FLAGS,
-    )
-
-
-def _read_footer(path: Path, kind: type) -> Any:
+def _read_footer(path: StoredFile, kind: type) -> Any:
     import pyarrow.parquet
 
     with _damage_named(path, kind):
-        return pyarrow.parquet.read_metadata(path)
+        return pyarrow.parquet.read_metadata(path.path)
 
 
 @contextmanager
-def _damage_named(path: Path, kind: type) -> Iterator[None]:
+def _damage_named(path: StoredFile, kind: type) -> Iterator[None]:
     """Turn pyarrow's errors, and those of a file that is gone, into ours, naming the file."""
     import pyarrow
 
@@ -265,7 +286,10 @@ def _damage_named(path: Path, kind: type) -> Iterator[None]:
         if kind is RunError:
             raise RunError(f"{what}.") from error
         raise ConfigError(
-            what, value=str(path), allowed="whole parquet files", flag=PLACE_FLAGS
+            what,
+            value=path.source or str(path),
+            allowed="whole parquet files",
+            flag=PLACE_FLAGS,
         ) from error
 
 
@@ -334,5 +358,8 @@ def read_columns(config: SourceConfig) -> set[str]:
         ConfigError: There is no data set.
         RunError: A file is damaged, or cannot be copied.
     """
-    footers = [_read_footer(path, RunError) for path in fetch_files(config, suffix=SUFFIX)]
+    footers = [
+        read_whole(path, lambda path: _read_footer(path, RunError))
+        for path in fetch_files(config, suffix=SUFFIX)
+    ]
     return set.intersection(*(set(footer.schema.to_arrow_schema().names) for footer in footers))

@@ -8,6 +8,7 @@ any sample.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
@@ -24,11 +25,12 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.copies import StoredFile, read_whole, state_of
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
-from sdbench.data.remote import is_url
+from sdbench.data.image_files import image_extensions
+from sdbench.data.remote import must_be_copied
 from sdbench.data.samples import (
-    IMAGE_EXTENSIONS,
     BadSampleError,
     ImageSample,
     SampleType,
@@ -51,10 +53,12 @@ BLOCK_BYTES = 512
 # Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
 MAX_END_BYTES = 2**20
 # Changes whenever the content of an index does.
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 
-# A place in a tar: first byte and number of bytes; None where a sample has no such member.
-Span = tuple[int, int]
+# A place in a tar: first byte and number of bytes, and for a sparse member where each of the pieces
+# that are stored one behind the other belongs, with its number of bytes: the rest is zeros. None
+# where a sample has no such member.
+Span = tuple[int, int, Sequence[tuple[int, int]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class TarIndex:
     """What a tar holds.
 
     Attributes:
-        state: Of the tar, as `_state` gives it.
+        state: Of the tar, as `state_of` gives it.
         entries: The samples that meet the conditions.
         num_dropped: The number of those that do not.
     """
@@ -95,12 +99,12 @@ class WebDatasetSamples:
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 
-    def __init__(self, tars: list[Path], *, config: SourceConfig) -> None:
+    def __init__(self, tars: list[StoredFile], *, config: SourceConfig) -> None:
         """Index the tars, or read the indexes that were made before.
 
         Args:
             tars: In order.
-            config: Filters and class prompts.
+            config: Filters, class prompts, and which kinds of images are read.
 
         Raises:
             ConfigError: A filter or the file of class prompts cannot be understood, or no sample
@@ -111,7 +115,15 @@ class WebDatasetSamples:
         self._class_prompts = _read_class_prompts(config.class_prompts)
         terms = parse_filters(config.filters)
         captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
-        indexes = (load_index(tar, terms=terms, captions=captions) for tar in tars)
+        self._images = image_extensions(read_avif=config.read_avif)
+        load = functools.partial(
+            load_index,
+            folder=private_folder("tar-indexes"),
+            terms=terms,
+            images=self._images,
+            captions=captions,
+        )
+        indexes = (read_whole(tar, load) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
@@ -129,10 +141,13 @@ class WebDatasetSamples:
                 allowed="conditions that some samples meet",
                 flag="--filters",
             )
+        for tar in self._tars:
+            if tar.source is not None:  # the output of a command has no version that would change
+                tar.path.unlink(missing_ok=True)
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
-            allowed=f"tars with {', '.join(IMAGE_EXTENSIONS)} and {', '.join(CAPTION_EXTENSIONS)}",
+            allowed=f"tars with {', '.join(self._images)} and {', '.join(CAPTION_EXTENSIONS)}",
             flag=PLACE_FLAGS,
         )
 
@@ -165,16 +180,16 @@ class WebDatasetSamples:
         return number, self._indexes[number].entries[index - self._starts[number]]
 
     def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
-        path = self._tars[number]
+        tar = self._tars[number]
         try:
             # Not kept open: there may be more tars than files that a process may open.
-            with path.open("rb", buffering=0) as file:
-                state = _state(os.fstat(file.fileno()))
+            with open(tar, "rb", buffering=0) as file:
+                state = state_of(os.fstat(file.fileno()))
                 contents = [_read_span(file.fileno(), span) for span in spans]
         except OSError as error:
-            raise RunError(f"{path} cannot be read any more: {error}") from error
+            raise RunError(f"{tar} cannot be read any more: {error}") from error
         if state != self._indexes[number].state:
-            raise RunError(f"{path} has been changed since it was indexed.")
+            raise RunError(f"{tar} has been changed since it was indexed.")
         return contents
 
     def _take_caption(self, extension: str, data: bytes, *, name: str) -> str | None:
@@ -183,77 +198,97 @@ class WebDatasetSamples:
             if extension == "cls":
                 text = self._class_prompts[int(text)]
             if extension == "json":
-                text = json.loads(text).get("caption") or ""
+                text = json.loads(text).get("caption")
             return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
             ) from error
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise BadSampleError(f"{name}: {extension} cannot be read ({error}).") from error
-
-
-def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """Numbers that differ when another file, or another version, has the same name."""
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def _read_span(file: int, span: Span | None) -> bytes | None:
     if span is None:
         return None
-    begin, num_bytes = span
-    return os.pread(file, num_bytes, begin)
+    begin, num_bytes, pieces = span
+    if pieces is None:
+        return os.pread(file, num_bytes, begin)
+    content = bytearray(num_bytes)
+    for first, size in pieces:
+        content[first : first + size] = os.pread(file, size, begin)
+        begin += size
+    return bytes(content)
 
 
-def load_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> TarIndex:
+def load_index(
+    tar: StoredFile,
+    *,
+    folder: Path,
+    terms: list[Term],
+    images: Sequence[str],
+    captions: Sequence[str],
+) -> TarIndex:
     """Make the index of a tar, or read the one that was made before.
 
-    Indexes are kept in the user's cache folder. The name of one is a digest of the tar's path and
-    state and of the conditions, so that it is never used for another tar.
+    The name of an index is a digest of the tar's path and state and of the conditions, so that it
+    is never used for another tar.
 
     Args:
         tar: The tar.
+        folder: For indexes.
         terms: Conditions on the samples.
+        images: Extensions that an image may have.
         captions: Extensions that a caption may come from, the first one that is there.
 
     Raises:
-        ConfigError: As `private_folder`.
         RunError: The tar is damaged.
     """
     from filelock import FileLock
 
-    state = _state(tar.stat())
-    identity = f"{INDEX_VERSION}\n{tar.absolute()}\n{state}\n{terms}\n{captions}"
+    state = state_of(os.stat(tar))
+    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}\n{images}\n{captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    path = private_folder("tar-indexes") / f"{digest}.json"
+    path = folder / f"{digest}.json"
     with FileLock(path.with_suffix(".lock"), mode=0o600):
-        if path.is_file():
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            stored = _make_index(tar, terms=terms, captions=captions)
+        stored = _read_index(path)
+        if stored is None:
+            stored = _make_index(tar, terms=terms, images=images, captions=captions)
+            if state_of(os.stat(tar)) != state:
+                raise RunError(f"{tar} has been changed while it was indexed.")
             with new_file(path) as new:
                 new.write_text(json.dumps(stored), encoding="utf-8")
     return TarIndex(state, [Entry(*entry) for entry in stored["entries"]], stored["num_dropped"])
 
 
-def _make_index(tar: Path, *, terms: list[Term], captions: Sequence[str]) -> dict[str, Any]:
+def _read_index(path: Path) -> dict[str, Any] | None:
+    """An index that was made before; None where there is none, or a cut one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _make_index(
+    tar: StoredFile, *, terms: list[Term], images: Sequence[str], captions: Sequence[str]
+) -> dict[str, Any]:
     entries, num_dropped = [], 0
-    with tar.open("rb") as file:
+    with open(tar, "rb") as file:
         for key, spans in _group_members(tar):
             # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
             kinds = {extension.rpartition(".")[2] for extension in spans}
-            if kinds.isdisjoint((*IMAGE_EXTENSIONS, *captions)):
+            if kinds.isdisjoint((*images, *captions)):
                 continue
             if terms and not accepts(terms, _read_metadata(file.fileno(), spans.get("json"))):
                 num_dropped += 1
                 continue
-            image = next((spans[name] for name in IMAGE_EXTENSIONS if name in spans), None)
+            image = next((spans[name] for name in images if name in spans), None)
             caption = next((name for name in captions if name in spans), None)
             entries.append((key, image, caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}
 
 
-def _group_members(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
+def _group_members(tar: StoredFile) -> Iterator[tuple[str, dict[str, Span]]]:
     """Samples as WebDataset makes them: the key, and the members that follow with it by extension.
 
     Raises:
@@ -268,25 +303,32 @@ def _group_members(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
         yield key, spans
 
 
-def _list_members(tar: Path) -> Iterator[tuple[str, str, Span]]:
+def _list_members(tar: StoredFile) -> Iterator[tuple[str, str, Span]]:
     """Key, extension and place of each file in a tar that WebDataset reads.
 
     Raises:
-        RunError: The tar ends too early, is compressed, or is no tar.
+        RunError: The tar ends too early, is compressed other than by gzip, or is no tar.
     """
     end = 0
     try:
         # Not compressed: what is compressed cannot be read by number.
         with tarfile.open(tar, "r:") as members:
             for member in members:
-                end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
+                # Of a sparse member fewer bytes are stored than `size` says.
+                if members.offset <= end:
+                    raise tarfile.ReadError("a member has a negative size")
+                end = members.offset
                 parts = _MEMBER.fullmatch(member.name)
                 if member.isfile() and parts and not _META.match(member.name):
-                    yield parts[1], parts[2].lower(), (member.offset_data, member.size)
-        with tar.open("rb") as file:
+                    pieces = _check_pieces(member, end=end) if member.issparse() else None
+                    yield parts[1], parts[2].lower(), (member.offset_data, member.size, pieces)
+        with open(tar, "rb") as file:
             file.seek(end)
             rest = file.read(MAX_END_BYTES + 1)
-    except (tarfile.TarError, OSError) as error:
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        # Of a broken header tarfile raises errors of any type.
         raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
     # Python takes a tar that is cut, or has a broken header, for one that ends there: behind the
     # last member come zeros, and nothing else.
@@ -294,11 +336,28 @@ def _list_members(tar: Path) -> Iterator[tuple[str, str, Span]]:
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
 
 
+def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]:
+    """The pieces of a sparse member, in the order in which they are stored.
+
+    Raises:
+        tarfile.ReadError: They do not lie in it.
+    """
+    pieces = [(first, size) for first, size in member.sparse if size]
+    stored, position = 0, 0
+    for first, size in pieces:
+        if first < position or size < 0:
+            raise tarfile.ReadError(f"the pieces of {member.name} overlap")
+        position, stored = first + size, stored + size
+    if position > member.size or member.offset_data + stored > end:
+        raise tarfile.ReadError(f"the pieces of {member.name} do not lie in it")
+    return pieces
+
+
 def _read_metadata(file: int, span: Span | None) -> Mapping[str, Any]:
     """The fields of a sample's json; none where there is no json, or a broken one."""
     try:
         metadata = json.loads(_read_span(file, span) or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}
 
@@ -315,7 +374,7 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
         prompts = {int(number): prompt for number, prompt in pairs}
         if not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise ValueError("a caption is no text")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"The file of class prompts cannot be read ({error})",
             value=path,
@@ -333,7 +392,7 @@ def check(config: SourceConfig) -> int | None:
     """
     parse_filters(config.filters)
     _read_class_prompts(config.class_prompts)
-    if any(map(is_url, find_files(config.remote or config.local, suffix=SUFFIX))):
+    if any(map(must_be_copied, list_files(config))):
         return None
     return len(open_samples(config))
 
@@ -349,7 +408,7 @@ def list_files(config: SourceConfig) -> list[str]:
 
 
 def open_samples(config: SourceConfig) -> WebDatasetSamples:
-    """Open the tars that `config` names; what is elsewhere is copied here first.
+    """Open the tars that `config` names; what is elsewhere or packed is copied here first.
 
     Raises:
         ConfigError: As `find_files` and `WebDatasetSamples`.

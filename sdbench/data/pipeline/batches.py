@@ -253,7 +253,7 @@ class ImageBatchReader(SampleBatchReader):
         augmentation = self._augmentation(key)
         if self.config.caption is not None:
             sample = sample._replace(caption=self.config.caption)
-        check_whole(sample)
+        check_whole(sample, empty_captions=self.config.empty_captions)
         report.bytes_read += len(sample.image) + len(sample.caption)
         try:
             decoded = decode_image(
@@ -261,10 +261,11 @@ class ImageBatchReader(SampleBatchReader):
                 image_size=self.config.image_size,
                 crop=augmentation.crop,
                 flip=augmentation.flip,
+                read_avif=self.config.read_avif,
                 phase=report.phase,
             )
         except (OSError, ValueError) as error:
-            raise undecodable(sample, error) from error
+            raise undecodable(sample.name, error) from error
         with report.phase("collate"):
             self._arrays["image"][position] = decoded
         self._captions.append("" if augmentation.drop_caption else sample.caption)

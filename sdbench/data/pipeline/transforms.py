@@ -10,14 +10,15 @@ Milliseconds per picture on one core of a Xeon (medians of 9 x 10 pictures of Op
     torchvision, torch    0.65  1.34  1.17    0.93
 
 so torchvision decodes what it decodes as PIL does, and torch resizes. PIL does the rest: whatever
-has transparency, a palette, a colour profile or an orientation, and JPEG files at least twice as
-large as needed, which it can decode at a half, a quarter or an eighth of their size.
+has transparency, a palette, a colour profile or an orientation, and JPEG files at least four times
+as large as needed, which it decodes at a half, a quarter or an eighth of their size. A factor of
+two is left to the resizing, as PIL's thumbnail leaves it: the decoder's own reduction is a mean of
+blocks, and a picture made by it alone differs visibly from a resized one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -28,11 +29,14 @@ from PIL import ExifTags, Image, ImageOps
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_with_torchvision
 
+from sdbench.data.image_files import open_image
+
 # Kinds that torchvision turns into the same RGB as PIL.
 FAST_KINDS = {(kind, mode) for kind in ("JPEG", "PNG", "WEBP") for mode in ("RGB", "L")}
 
-# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
-MAX_PIXELS = 256 * 2**20 // 3
+# A JPEG is decoded at a fraction of its size, but at no less than so many times the wanted one:
+# `reducing_gap` of PIL's `Image.thumbnail`, which has the same default.
+REDUCING_GAP = 2
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -55,9 +59,10 @@ def decode_image(
     image_size: int,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
+    read_avif: bool = False,
     phase: Phase = _untimed,
 ) -> np.ndarray:
-    """Decode any image file that PIL reads.
+    """Decode an image file of a kind that is read.
 
     Args:
         data: The file's bytes.
@@ -65,6 +70,7 @@ def decode_image(
         crop: Where the largest square is cut out along each side, from 0 (left, top) to 1; None for
             the centre.
         flip: Whether to mirror the picture.
+        read_avif: Value of ``--read_avif``.
         phase: Is called with ``decode`` and ``transform``; what it returns is entered while that
             goes on.
 
@@ -72,10 +78,10 @@ def decode_image(
         (3, image_size, image_size) uint8, RGB; in any layout, as it is copied into a batch anyway.
 
     Raises:
-        OSError: The bytes are no image, or a truncated one.
-        ValueError: The image has too many pixels.
+        OSError: The image is truncated or damaged.
+        ValueError: The bytes are of no kind that is read, or the image has too many pixels.
     """
-    with phase("decode"), _open(data) as image:
+    with phase("decode"), open_image(data, read_avif=read_avif) as image:
         if is_fast(image, data, image_size=image_size):
             picture = _decode_fast(data)
         else:
@@ -91,14 +97,18 @@ def decode_image(
         return array[:, :, ::-1] if flip else array
 
 
-def measure_image(data: bytes) -> tuple[int, int]:
+def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
     """Decode an image wholly, which finds truncated ones, and return its upright (width, height).
 
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
+
     Raises:
-        OSError: The bytes are no image, or a truncated one.
-        ValueError: The image has too many pixels.
+        OSError: As `decode_image`.
+        ValueError: As `decode_image`.
     """
-    with _open(data) as image:
+    with open_image(data, read_avif=read_avif) as image:
         _load(image)
         return ImageOps.exif_transpose(image).size
 
@@ -111,7 +121,7 @@ def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
         data: The file's bytes.
         image_size: Side of the square that is wanted.
     """
-    if image.format == "JPEG" and min(image.size) >= 2 * image_size:
+    if image.format == "JPEG" and min(image.size) >= 2 * REDUCING_GAP * image_size:
         return False
     return (
         (image.format, image.mode) in FAST_KINDS
@@ -143,16 +153,6 @@ def find_square(width: int, height: int, *, crop: tuple[float, float] | None) ->
     return Square(round(crop[0] * (width - side)), round(crop[1] * (height - side)), side)
 
 
-def _open(data: bytes) -> Image.Image:
-    try:
-        image = Image.open(io.BytesIO(data))
-    except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from error
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
-    return image
-
-
 def _decode_fast(data: bytes) -> torch.Tensor:
     """(3, H, W) uint8; rows of pixels in memory, as the decoder wrote them."""
     # A copy, because torch warns of memory that it must not write to.
@@ -165,7 +165,7 @@ def _decode_fast(data: bytes) -> torch.Tensor:
 
 def _decode_any(image: Image.Image, *, image_size: int) -> torch.Tensor:
     """(3, H, W) uint8 of any mode, upright, a JPEG no larger than it has to be."""
-    image.draft("RGB", (image_size, image_size))
+    image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
     _load(image)
     rgb = to_rgb(ImageOps.exif_transpose(image))
     return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)

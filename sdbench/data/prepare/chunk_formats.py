@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import RunError
-from sdbench.data.formats.mds_index import INDEX_NAME
+from sdbench.data.formats.mds_entries import INDEX_NAME
+from sdbench.data.image_files import image_extension
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
 MDS_HASHES = ["sha1", "xxh64"]
@@ -101,9 +102,10 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]
 
     schema = pyarrow.schema([_parquet_field(*column) for column in sorted(columns.items())])
     num_rows = 0
-    # Images and latents do not get smaller by compression or by a dictionary.
+    # Images and latents do not get smaller by compression or by a dictionary. The checksums find
+    # damage that neither the format nor a decoder would notice.
     with pyarrow.parquet.ParquetWriter(
-        path, schema, compression="none", use_dictionary=False
+        path, schema, compression="none", use_dictionary=False, write_page_checksum=True
     ) as writer:
         remaining = iter(rows)
         while group := list(itertools.islice(remaining, ROWS_PER_GROUP)):
@@ -171,21 +173,6 @@ def _image_files(row: Row) -> dict[str, bytes]:
         "txt": row["caption"].encode(),
         "json": json.dumps(size).encode(),
     }
-
-
-def image_extension(data: bytes) -> str:
-    """The extension of an image by its first bytes.
-
-    Raises:
-        ValueError: It is of no type that tars and folders of images are read for.
-    """
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpg"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    raise ValueError("it is neither a JPEG, nor a PNG, nor a WebP image")
 
 
 FORMATS = {

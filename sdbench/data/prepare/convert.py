@@ -41,7 +41,7 @@ OUT.partial until all are there.
 exit codes: 0 ok, 1 a sample or file is bad or OUT cannot be written, 2 bad input, 130 Ctrl-C
 """
 
-# Formats that store images as files, whose readers know them by the extension.
+# Formats that store images as files.
 FILE_FORMATS = ("webdataset", "folder")
 
 
@@ -143,9 +143,11 @@ def plan(flags: ConvertFlags) -> Conversion:
         latents=flags.latents,
         filters=flags.filters,
         class_prompts=flags.class_prompts,
+        read_avif=flags.read_avif,
+        empty_captions=flags.empty_captions,
         text_embedding_dim=flags.text_embedding_dim,
     )
-    rows = open_rows(source, as_files=flags.target_format in FILE_FORMATS)
+    rows = open_rows(source)
     if rows.num_dropped:
         print(f"{rows.num_dropped} samples are left out by --filters.")
     columns = read_columns(source)
@@ -159,6 +161,8 @@ def plan(flags: ConvertFlags) -> Conversion:
         "latents": flags.latents,
         "filters": dict(source.filters or {}),
         "class_prompts": source.class_prompts,
+        "read_avif": source.read_avif,
+        "empty_captions": source.empty_captions,
         "num_samples": num_samples,
         "samples_per_shard": samples_per_shard,
     }

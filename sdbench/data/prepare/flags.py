@@ -38,6 +38,8 @@ class StoredDataFlags:
     local: str | None = setting(
         TEXT, None, "folder for copies of what a URL names (default: one of the user's cache)"
     )
+    read_avif: bool = shared(DataSettings, "read_avif")
+    empty_captions: str = shared(DataSettings, "empty_captions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from sdbench.data.latent_columns import (
     find_image_sizes,
     name_column,
 )
-from sdbench.data.prepare.chunk_formats import Columns, Row, image_extension
+from sdbench.data.prepare.chunk_formats import Columns, Row
 from sdbench.data.samples import (
     ImageSample,
     LatentSample,
@@ -33,17 +33,17 @@ class ImageRowReader:
 
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
-    def __init__(self, samples: Samples, *, as_files: bool = False) -> None:
+    def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
         """Set up; nothing is read yet.
 
         Args:
             samples: Stored images.
-            as_files: Whether each image must be of a type that makes a file of its own.
+            config: Which images and captions are good.
         """
         self.num_dropped = samples.num_dropped
         self.taken = set(samples.columns.values())
         self._samples = samples
-        self._as_files = as_files
+        self._config = config
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -60,13 +60,11 @@ class ImageRowReader:
 
         sample = self._samples.read(index)
         assert isinstance(sample, ImageSample)
-        check_whole(sample)
+        check_whole(sample, empty_captions=self._config.empty_captions)
         try:
-            width, height = measure_image(sample.image)
-            if self._as_files:
-                image_extension(sample.image)
+            width, height = measure_image(sample.image, read_avif=self._config.read_avif)
         except (OSError, ValueError) as error:
-            raise undecodable(sample, error) from error
+            raise undecodable(sample.name, error) from error
         return {"jpg": sample.image, "caption": sample.caption, "width": width, "height": height}
 
 
@@ -147,19 +145,18 @@ def describe_source(place: str, *, data_format: str, **options: Any) -> SourceCo
     )
 
 
-def open_rows(config: SourceConfig, *, as_files: bool = False) -> RowReader:
+def open_rows(config: SourceConfig) -> RowReader:
     """Open a data set, latents in all their resolutions.
 
     Args:
         config: The data set; its image size is not used.
-        as_files: Whether each image must be of a type that makes a file of its own.
 
     Raises:
         ConfigError: There is none, or it holds no samples of the kind asked for.
         RunError: A file is damaged, or cannot be copied.
     """
     if not config.wants_latents:
-        return ImageRowReader(open_samples(config), as_files=as_files)
+        return ImageRowReader(open_samples(config), config=config)
     # Without any size the check of one says what is there and what is needed.
     sizes = find_image_sizes(read_columns(config)) or [config.image_size]
     configs = [dataclasses.replace(config, image_size=size) for size in sizes]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
-from sdbench.data.formats.mds_index import INDEX_NAME, MdsPlace, copied_file, locate_mds
+from sdbench.data.formats.copies import StoredFile, read_whole
+from sdbench.data.formats.mds_entries import INDEX_NAME, read_bounds
+from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
 from sdbench.data.prepare.flags import VerifyFlags
@@ -54,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         data_format=flags.data_format,
         local=flags.local,
         text_embedding_dim=flags.text_embedding_dim,
+        read_avif=flags.read_avif,
+        empty_captions=flags.empty_captions,
         # The shards' hashes are compared here, all of them.
         validate_hash="none",
     )
@@ -158,39 +163,50 @@ class ShardWork:
         files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
         sound = True
         if not is_url(place.source):
-            faults = list(_check_present(Path(place.source), files))
+            faults = list(_check_present(Path(place.source), shard))
             yield from faults
             sound = not faults
         if place.remote is None:
             if not any(Path(place.local, file["basename"]).is_file() for file in files):
                 yield f"{Path(place.local, files[-1]['basename'])}: missing."
         elif sound:
-            from sdbench.data.compat import open_shards
+            yield from self._check_copy(number)
 
-            try:
-                self.stream.prepare_shard(open_shards(self.stream)[number])
-            except Exception as error:
-                # Each object store raises its own types; all mean that the shard cannot be had.
-                name = f"{place.remote}/{copied_file(shard)['basename']}"
-                yield f"{name}: cannot be had ({explain(error)})."
-                return
-            origin = f" (a copy from {place.remote})"
-            yield from _check_present(Path(place.local), files, origin=origin)
+    def _check_copy(self, number: int) -> Iterator[str]:
+        """A sentence if a shard cannot be copied soundly; a damaged copy is made again once."""
+        from sdbench.data.compat import open_shards
+
+        place, shard = self.place, self.place.shards[number]
+        path = Path(place.local, shard["raw_data"]["basename"])
+        source = os.path.join(place.remote, copied_file(shard)["basename"])
+
+        def copy(file: StoredFile) -> None:
+            self.stream.prepare_shard(open_shards(self.stream)[number])
+
+        def check(file: StoredFile) -> None:
+            if faults := list(_find_faults(file.path, shard["raw_data"], shard=shard)):
+                raise RunError(f"{file}: {', and '.join(faults)}.")
+
+        try:
+            copy(file := StoredFile(path, source=source))
+            read_whole(file, check, copy_again=copy)
+        except RunError as error:
+            yield str(error)
+        except Exception as error:
+            # Each object store raises its own types; all mean that the shard cannot be had.
+            yield f"{source}: cannot be had ({explain(error)})."
 
 
-def _check_present(
-    folder: Path, files: Sequence[Mapping[str, Any]], *, origin: str = ""
-) -> Iterator[str]:
+def _check_present(folder: Path, shard: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each fault of those files of a shard that are in a folder."""
-    for file in files:
-        path = folder / file["basename"]
-        if path.is_file():
-            for fault in _find_faults(path, file):
-                yield f"{path}{origin}: {fault}."
+    for file in (shard["raw_data"], shard["zip_data"]):
+        if file and (path := folder / file["basename"]).is_file():
+            for fault in _find_faults(path, file, shard=shard):
+                yield f"{path}: {fault}."
 
 
-def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
-    """How a file differs from its entry in the index."""
+def _find_faults(path: Path, file: Mapping[str, Any], *, shard: Mapping[str, Any]) -> Iterator[str]:
+    """How a file of a shard differs from its entry in the index."""
     from streaming.base.hashing import get_hash, is_hash
 
     num_bytes = path.stat().st_size
@@ -206,6 +222,11 @@ def _find_faults(path: Path, file: Mapping[str, Any]) -> Iterator[str]:
                 yield f"its hash in {INDEX_NAME}, {algorithm}, is an unknown one"
             elif get_hash(algorithm, content) != digest:
                 yield f"its {algorithm} is not the one in {INDEX_NAME}"
+    if file is shard["raw_data"]:
+        try:
+            read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
+        except ValueError as error:
+            yield str(error)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.drawn import list_pictures
+from sdbench.data.drawn import list_pictures, open_picture
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: There are no pictures, or their captions name no colour and shape.
     """
-    from PIL import Image
-
     flags = parse(
         JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"
     ).config
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = find_colour_and_shape(caption)
         if asked is None:
             raise _refusal("a caption names no colour and shape", caption)
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             seen = look_at(np.asarray(image.convert("RGB")))
         verdicts.append({"file": path.name, "caption": caption, **seen._asdict()})
         verdicts[-1] |= {

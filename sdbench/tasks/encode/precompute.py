@@ -142,6 +142,8 @@ class PrecomputeSettings:
     crop: str = shared(DataSettings, "crop")
     horizontal_flip_probability: float = shared(DataSettings, "horizontal_flip_probability")
     caption_drop_probability: float = shared(DataSettings, "caption_drop_probability")
+    read_avif: bool = shared(DataSettings, "read_avif")
+    empty_captions: str = shared(DataSettings, "empty_captions")
     max_bad_fraction: float = shared(DataSettings, "max_bad_fraction")
     data_timeout_s: float = shared(DataSettings, "data_timeout_s")
     validate_hash: str = shared(DataSettings, "validate_hash")
@@ -354,6 +356,8 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
         "crop",
         "horizontal_flip_probability",
         "caption_drop_probability",
+        "read_avif",
+        "empty_captions",
         "filters",
         "class_prompts",
         "samples_per_shard",

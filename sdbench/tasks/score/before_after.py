@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.drawn import AFTER, BEFORE, SHEET_NAME, list_pictures, reader_of
+from sdbench.data.drawn import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, reader_of
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse
@@ -105,8 +105,6 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         ConfigError: As `main`.
         RunError: As `main`.
     """
-    from PIL import Image
-
     from sdbench.tasks.score.likeness import UNIT, compare, embed, open_image_networks
 
     networks = open_image_networks(flags)
@@ -118,7 +116,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
             for listed in (before, after)
         ]
     subject = _open_subject(flags)
-    with Image.open(before[0][0]) as first:
+    with open_picture(before[0][0]) as first:
         image_size = min(first.size)
     sizes = {"image_size": image_size, "batch_size": flags.batch_size}
     scores = {
@@ -179,8 +177,6 @@ def _open_subject(flags: BeforeAfterFlags) -> Pictures:
 
 def _make_sheet(before: Listed, after: Listed) -> Image.Image:
     """A row for each prompt: its pictures from before, then those from after."""
-    from PIL import Image
-
     from sdbench.models.drawing import make_grid
 
     pictures, captions = [], []
@@ -191,7 +187,7 @@ def _make_sheet(before: Listed, after: Listed) -> Image.Image:
         num_each = len(pairs)
         for when, place in ((BEFORE, 0), (AFTER, 1)):
             for pair in pairs:
-                with Image.open(pair[place][0]) as picture:
+                with open_picture(pair[place][0]) as picture:
                     pictures.append(picture.convert("RGB"))
             captions += [f"{when}: {caption}"] * len(pairs)
     return make_grid(pictures, num_columns=2 * num_each, captions=captions)

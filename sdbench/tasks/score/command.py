@@ -77,10 +77,9 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
         RunError: As `main`.
     """
     import torch
-    from PIL import Image
 
     from sdbench import data
-    from sdbench.data.drawn import list_pictures, reader_of
+    from sdbench.data.drawn import list_pictures, open_picture, reader_of
     from sdbench.data.prepare.rows import describe_source
     from sdbench.ranks.distributed import Ranks
     from sdbench.tasks.score.networks import open_networks, try_out
@@ -101,7 +100,7 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
             allowed="a data set and a network, or neither",
             flag="--reference or --fid_network",
         )
-    with Image.open(rows[0][0]) as first:
+    with open_picture(rows[0][0]) as first:
         image_size = min(first.size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     networks = open_networks(flags, device=device)

@@ -47,6 +47,7 @@ def score_model(
     *,
     networks: Networks,
     num_images: int,
+    read_avif: bool = False,
     skips_bad: bool,
     seed: int,
     tokenize: Tokenize,
@@ -60,6 +61,7 @@ def score_model(
         samples: The held-out pictures.
         networks: Judge the pictures.
         num_images: Held-out pictures that are taken, from the first on, if there are so many.
+        read_avif: Value of ``--read_avif``.
         skips_bad: Whether a held-out picture that is bad is left out.
         seed: Of the first drawn picture, as `draw_samples` has it.
         tokenize: Turns captions into the token ids of the model.
@@ -80,6 +82,7 @@ def score_model(
         range(ranks.rank, num_images, ranks.world_size),
         image_size=settings.image_size,
         batch_size=settings.batch_size,
+        read_avif=read_avif,
         skips_bad=skips_bad,
     ):
         scores.add_reference(batch)

@@ -32,6 +32,7 @@ def read_pictures(
     *,
     image_size: int,
     batch_size: int,
+    read_avif: bool = False,
     skips_bad: bool = False,
 ) -> Iterator[PictureBatch]:
     """Read pictures with captions, squares cut out of their centres as in training.
@@ -41,6 +42,7 @@ def read_pictures(
         numbers: Which samples.
         image_size: Side of the pictures in pixels.
         batch_size: Samples that are read for a batch.
+        read_avif: Value of ``--read_avif``.
         skips_bad: Leave out a sample that cannot be used.
 
     Raises:
@@ -50,7 +52,8 @@ def read_pictures(
         good = []
         for number in numbers[first : first + batch_size]:
             try:
-                good.append((number, *_decode(read(number), image_size=image_size)))
+                decoded = _decode(read(number), image_size=image_size, read_avif=read_avif)
+                good.append((number, *decoded))
             except BadSampleError as error:
                 if not skips_bad:
                     raise RunError(str(error)) from error
@@ -59,13 +62,14 @@ def read_pictures(
             yield PictureBatch(known, torch.from_numpy(np.stack(pictures)), captions)
 
 
-def _decode(sample: ImageSample, *, image_size: int) -> tuple[np.ndarray, str]:
+def _decode(sample: ImageSample, *, image_size: int, read_avif: bool) -> tuple[np.ndarray, str]:
     check_whole(sample)
     assert sample.image is not None and sample.caption is not None
     try:
-        return decode_image(sample.image, image_size=image_size), sample.caption
+        picture = decode_image(sample.image, image_size=image_size, read_avif=read_avif)
     except (OSError, ValueError) as error:
-        raise undecodable(sample, error) from error
+        raise undecodable(sample.name, error) from error
+    return picture, sample.caption
 
 
 class Scores:

@@ -208,6 +208,7 @@ def _score(plan: Plan, job: TrainJob, samples: Samples, state: TrainState) -> di
             samples,
             networks=networks,
             num_images=num_images,
+            read_avif=plan.source.read_avif,
             skips_bad=plan.source.on_bad_sample == "skip",
             **_drawing_options(plan),
         )

@@ -1,0 +1,97 @@
+"""`StoredFile`, a file that may be a copy, and `read_whole`, which throws damaged copies away."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact
+from sdbench.data.remote import PIPE, fetch
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class StoredFile(os.PathLike):
+    """A file on this machine, and as text what messages are to call it.
+
+    Attributes:
+        path: Where it lies.
+        source: What it is a copy of; None for the user's own file.
+    """
+
+    path: Path
+    source: str | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        if self.source is None:
+            return str(self.path)
+        return repr(self.source) if self.source.startswith(PIPE) else self.source
+
+
+def state_of(stat: os.stat_result) -> tuple[int, ...]:
+    """Numbers that differ when another file, or another version, has the same name."""
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def read_whole(
+    file: StoredFile,
+    read: Callable[[StoredFile], Content],
+    *,
+    copy_again: Callable[[StoredFile], None] | None = None,
+) -> Content:
+    """Read a file; a copy that is found damaged is thrown away, and made again once.
+
+    So no damaged copy outlives the run that finds it, whether the fault is the copy's or the
+    source's.
+
+    Args:
+        file: The file. Other processes may read it at the same time, and throw it away.
+        read: Reads it; raises `ConfigError` or `RunError` if it is damaged.
+        copy_again: Makes the copy again, if it is not there; None for `fetch`.
+
+    Raises:
+        ConfigError: As `read`.
+        RunError: As `read`, or the file cannot be copied again.
+    """
+    try:
+        return _read_or_throw_away(file, read)
+    except (ConfigError, RunError) as error:
+        if file.source is None:
+            raise
+        # Also from processes of the loader, whose output nobody looks through.
+        print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
+    (copy_again or _fetch_again)(file)
+    return _read_or_throw_away(file, read)
+
+
+def _read_or_throw_away(file: StoredFile, read: Callable[[StoredFile], Content]) -> Content:
+    state = None
+    try:
+        state = state_of(os.stat(file))
+        return read(file)
+    except FileNotFoundError as error:
+        raise RunError(f"{file} cannot be read any more: {error}.") from error
+    except (ConfigError, RunError):
+        if file.source is not None:
+            _throw_away(file.path, state)
+        raise
+
+
+def _throw_away(path: Path, state: tuple[int, ...] | None) -> None:
+    """Remove a damaged copy, unless another process has made a new one of that name."""
+    if path.is_file() and state_of(path.stat()) == state:
+        path.unlink(missing_ok=True)
+
+
+def _fetch_again(file: StoredFile) -> None:
+    if fetch(file.source, cache=file.path.parent) != file.path:
+        raise RunError(f"{file} has been changed since it was copied.")

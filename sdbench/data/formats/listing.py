@@ -1,0 +1,186 @@
+"""What is in a folder: the files of a data set, its split for training, and what else is there."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import PLACE_FLAGS, endings, tell_once
+from sdbench.data.image_files import has_image_name
+
+# Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
+# src/datasets/data_files.py, SPLIT_KEYWORDS).
+TRAINING_SPLITS = ("train", "training")
+OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
+_SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
+# What Hugging Face's data sets have their files in, with or without a folder for each split.
+DATA_FOLDER = "data"
+TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
+# In archives made on a Mac, beside the folder that was packed.
+MAC_FOLDER = "__MACOSX"
+NUM_KINDS_TOLD = 5
+NUM_NAMES_TOLD = 3
+
+
+class Listing(NamedTuple):
+    """What is below a folder.
+
+    Attributes:
+        files: All files but hidden ones.
+        dangling: Links that lead nowhere.
+        repeated: Links to folders that are listed already.
+    """
+
+    files: list[Path]
+    dangling: list[Path]
+    repeated: list[Path]
+
+
+def is_visible(name: str) -> bool:
+    """Whether a file or folder of this name is the user's, not one that a program left there.
+
+    ``._a.jpg`` and ``__MACOSX`` are of a Mac, ``.ipynb_checkpoints`` of Jupyter.
+    """
+    return not name.startswith(".") and name != MAC_FOLDER
+
+
+def list_below(folder: Path) -> Listing:
+    """List a folder and those below it, also behind links, each once.
+
+    Raises:
+        ConfigError: One of them cannot be read.
+    """
+    listing = Listing([], [], [])
+    _list_into(listing, folder, known=set())
+    return listing
+
+
+def _list_into(listing: Listing, folder: Path, *, known: set[tuple[int, int]]) -> None:
+    stat = folder.stat()
+    if (stat.st_dev, stat.st_ino) in known:
+        listing.repeated.append(folder)
+        return
+    known.add((stat.st_dev, stat.st_ino))
+    # What is a folder itself goes before what is a link to one.
+    for entry in sorted(_scan(folder), key=lambda entry: (entry.is_symlink(), entry.name)):
+        path = Path(entry.path)
+        if entry.is_dir():
+            _list_into(listing, path, known=known)
+        elif entry.is_symlink() and not path.exists():
+            listing.dangling.append(path)
+        else:
+            listing.files.append(path)
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, but for what is hidden.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if is_visible(entry.name)]
+    except OSError as error:
+        raise ConfigError(
+            f"A folder of the data cannot be read ({error.strerror})",
+            value=str(folder),
+            allowed="folders that may be read",
+            flag=PLACE_FLAGS,
+        ) from error
+
+
+def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
+    """Descend to what is trained on: Hugging Face has it in ``train``, ``data`` or both.
+
+    Returns:
+        The folder, or one below it where nothing else is beside that but other splits; and the
+        names of these below `folder`, which are left out.
+    """
+    place = folder
+    others: list[str] = []
+    for _ in range(2):
+        entries = _scan(folder)
+        if any(_is_data(entry.name) for entry in entries):
+            break
+        names = {entry.name for entry in entries if entry.is_dir()}
+        training = names.intersection(TRAINING_SPLITS)
+        if len(training) == 1 and not names - training - {*OTHER_SPLITS}:
+            left_out = sorted(names - training)
+            others += [str((folder / name).relative_to(place)) for name in left_out]
+            folder /= training.pop()
+        elif names == {DATA_FOLDER}:
+            folder /= DATA_FOLDER
+        else:
+            break
+    return folder, others
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith((*endings(".tar"), ".parquet", ".mds")) or (
+        name in TABLE_NAMES or has_image_name(name, read_avif=True)
+    )
+
+
+def list_folder(folder: Path, *, suffix: str) -> tuple[list[str], list[str]]:
+    """The files of a folder to train on, and the names of the files and folders of other splits.
+
+    Args:
+        folder: As the user gave it; `find_training_folder` says which is listed.
+        suffix: How the files end; packed ones are listed too.
+    """
+    place = str(folder)
+    folder, others = find_training_folder(folder)
+    paths = sorted(
+        folder / entry.name for entry in _scan(folder) if entry.name.endswith(endings(suffix))
+    )
+    files, of_others = take_training_split([str(path) for path in paths], folder=place)
+    return files, others + of_others
+
+
+def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], list[str]]:
+    """Leave out the files of other splits, where there are files of one for training.
+
+    Args:
+        files: Paths or URLs below `folder`.
+        folder: What names are relative to.
+
+    Returns:
+        The files to train on, and the names of those that are left out.
+    """
+    names = {file: file.removeprefix(folder).lstrip("/") for file in files}
+    splits = {file: _split_of(name) for file, name in names.items()}
+    if not any(split in TRAINING_SPLITS for split in splits.values()):
+        return files, []
+    others = [file for file in files if splits[file] in OTHER_SPLITS]
+    kept = [file for file in files if splits[file] not in OTHER_SPLITS]
+    return kept, [names[file] for file in others]
+
+
+def _split_of(name: str) -> str | None:
+    """The word for a split that a file's name, or that of a folder it is in, begins with."""
+    found = filter(None, map(_SPLIT.match, name.split("/")))
+    return next((match[1].lower() for match in found), None)
+
+
+def tell_other_splits(place: str, others: Sequence[str]) -> None:
+    """Say which splits are beside the one that is read."""
+    if others:
+        names = ", ".join(others[:NUM_NAMES_TOLD])
+        more = len(others) - NUM_NAMES_TOLD
+        rest = f" and {more} more" if more > 0 else ""
+        tell_once(f"Of {place} the split for training is read, not {names}{rest}.")
+
+
+def describe_files(names: Iterable[str]) -> str:
+    """How many files of which extensions there are, in words."""
+    kinds = collections.Counter(Path(name).suffix.lower() or Path(name).name for name in names)
+    told = [f"{number} {kind}" for kind, number in kinds.most_common(NUM_KINDS_TOLD)]
+    if len(kinds) > NUM_KINDS_TOLD:
+        told.append("others")
+    return ", ".join(told) or "no files"

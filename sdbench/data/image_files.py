@@ -1,0 +1,125 @@
+"""Opening image files of the kinds that are read, and telling what other files are.
+
+A decoder is a large program that reads strangers' files, so only those are reached that are needed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Extensions of the image files that tars and folders are read for.
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+# The same with --read_avif.
+IMAGE_EXTENSIONS_WITH_AVIF = (*IMAGE_EXTENSIONS, "avif")
+# PIL's name of a kind to the extension that a file of it gets.
+EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
+READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
+
+# First bytes of files that are found under the names of images.
+OTHER_KINDS = {
+    b"GIF8": "a GIF file",
+    b"BM": "a BMP file",
+    b"II*\0": "a TIFF file",
+    b"MM\0*": "a TIFF file",
+    b"8BPS": "a Photoshop file",
+    b"%PDF": "a PDF file",
+    b"%!PS": "a PostScript file",
+    b"\0\0\x01\0": "an icon (ICO)",
+    b"\0\0\0\x0cjP  ": "a JPEG 2000 file",
+    b"\xff\x0a": "a JPEG XL file",
+    b"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file)",
+    b"<": "HTML, XML or SVG text",
+    b"{": "JSON text",
+    **{b"P%d" % number: "a PPM, PGM or PBM file" for number in range(1, 8)},
+}
+# Brands of ISO media files, from their fifth byte.
+AVIF_BRANDS = (b"ftypavif", b"ftypavis")
+BRANDS = {**dict.fromkeys(AVIF_BRANDS, "an AVIF file"), b"ftyphei": "a HEIC file"}
+NUM_BYTES_SHOWN = 16
+
+# Where PIL begins to warn of decompression bombs: 256 MiB as RGB, 89 million pixels.
+MAX_PIXELS = 256 * 2**20 // 3
+
+
+def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
+    """Extensions of the image files that tars and folders are read for."""
+    return IMAGE_EXTENSIONS_WITH_AVIF if read_avif else IMAGE_EXTENSIONS
+
+
+def has_image_name(path: str | os.PathLike[str], *, read_avif: bool) -> bool:
+    """Whether a file is an image by its name."""
+    extension = os.path.splitext(path)[1].lower().removeprefix(".")
+    return extension in image_extensions(read_avif=read_avif)
+
+
+def tell_kind(data: bytes, *, read_avif: bool) -> str:
+    """PIL's name of the kind of an image file, by its first bytes.
+
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
+
+    Raises:
+        ValueError: It is of no kind that is read; what it seems to be is named.
+    """
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    if read_avif and data[4:12] in AVIF_BRANDS:
+        return "AVIF"
+    raise ValueError(f"it {_describe(data)}, and {READ_KINDS}")
+
+
+def image_extension(data: bytes) -> str:
+    """The extension of an image of any kind that may be read, by its first bytes.
+
+    Raises:
+        ValueError: As `tell_kind`.
+    """
+    return EXTENSIONS[tell_kind(data, read_avif=True)]
+
+
+def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
+    """Open an image file; its pixels are not decoded yet.
+
+    PIL has decoders of forty kinds of files and chooses by content. Only that of the file's own
+    kind is offered here, so that no other is ever reached.
+
+    Args:
+        data: The file's bytes.
+        read_avif: Value of ``--read_avif``.
+
+    Raises:
+        OSError: The header is damaged.
+        ValueError: The bytes are of no kind that is read, or the image has too many pixels.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    kind = tell_kind(data, read_avif=read_avif)
+    try:
+        image = Image.open(io.BytesIO(data), formats=[kind])
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from error
+    except UnidentifiedImageError as error:
+        raise OSError(f"the header of a {kind} file of {len(data)} bytes is damaged") from error
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
+    return image
+
+
+def _describe(data: bytes) -> str:
+    for begin, name in OTHER_KINDS.items():
+        if data.startswith(begin):
+            return f"begins like {name}"
+    for begin, name in BRANDS.items():
+        if data[4:].startswith(begin):
+            return f"begins like {name}"
+    return f"begins with {data[:NUM_BYTES_SHOWN]!r}"

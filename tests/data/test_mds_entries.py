@@ -1,0 +1,252 @@
+"""Is an index.json of another hand refused where it cannot be true, by every command?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streaming.base.compression import decompress
+
+import data as program
+from sdbench import data
+from sdbench.cli import main
+from sdbench.data.source import SourceConfig
+from tests.data import datasets
+from tests.data.datasets import indices, read_files
+from tests.refusals import printed_refusal, refused
+
+Edit = Callable[[list[dict]], None]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mds") / "pairs"
+    datasets.write_mds(folder)
+    return folder
+
+
+@pytest.fixture
+def mds_folder(written, tmp_path) -> Path:
+    """The data set of the other tests, written once for all of these."""
+    return Path(shutil.copytree(written, tmp_path / "pairs"))
+
+
+def edit_index(folder: Path, edit: Edit) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    edit(index["shards"])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def put(value: object, *keys: str) -> Edit:
+    """An edit of shard 2; the value None removes the field."""
+
+    def edit(shards: list[dict]) -> None:
+        *path, last = keys
+        entry = shards[2]
+        for key in path:
+            entry = entry[key]
+        if value is None:
+            del entry[last]
+        else:
+            entry[last] = value
+
+    return edit
+
+
+def repeat(name: str) -> Edit:
+    """An edit that names the first shard once more."""
+
+    def edit(shards: list[dict]) -> None:
+        raw_data = {**shards[0]["raw_data"], "basename": name}
+        shards.append({**shards[0], "raw_data": raw_data})
+
+    return edit
+
+
+# What cannot be true, with what is said of it.
+FALSE = {
+    "negative": (put(-5, "samples"), "shard 2: samples is -5, not a whole number above 0"),
+    "none": (put(0, "samples"), "shard 2: samples is 0, not a whole number above 0"),
+    "a float": (put(16.5, "samples"), "shard 2: samples is 16.5, not a whole number above 0"),
+    "a text": (put("16", "samples"), "shard 2: samples is '16', not a whole number above 0"),
+    "true": (put(True, "samples"), "shard 2: samples is True, not a whole number above 0"),
+    "missing": (put(None, "samples"), "shard 2: samples missing"),
+    "too many for the file": (
+        put(10**30, "samples"),
+        f"shard 2: {10**30} samples take 12{'0' * 29}8",
+    ),
+    "negative bytes": (put(-1, "raw_data", "bytes"), "shard 2: bytes is -1, not a whole number"),
+    "no bytes": (put(None, "raw_data", "bytes"), "shard 2: bytes missing"),
+    "no file": (put(None, "raw_data"), "shard 2: raw_data missing"),
+    "a negative column": (put([-4, 4], "column_sizes"), "shard 2: a column size is -4, not a"),
+    "columns": (
+        put([4], "column_sizes"),
+        "shard 2: it has 2 column_names, 2 column_encodings and 1",
+    ),
+    "a limit": (put(-1, "size_limit"), "shard 2: size_limit is -1, not a whole number above 0"),
+    "a version": (put(1, "version"), "shard 2: its version is 1, not 2"),
+    "unknown": (put(1, "offset"), "shard 2: unknown: offset"),
+    "compressed without a file": (
+        put("zstd", "compression"),
+        "shard 2: of compression and zip_data",
+    ),
+    "no shards": (list.clear, "it has no shards"),
+    "other shards": (put("csv", "format"), "shard 2: it is no MDS shard"),
+    "a list": (lambda shards: shards.insert(2, []), "shard 2: it is no MDS shard"),
+    "twice": (repeat("shard.00000.mds"), "shard 4: shard.00000.mds is named twice"),
+    "twice in two words": (
+        repeat("./shard.00000.mds"),
+        "shard 4: ./shard.00000.mds is named twice",
+    ),
+    "above": (repeat("../x.mds"), "shard 4: '../x.mds' lies outside the folder of the data set"),
+    "within and above": (
+        repeat("a/../../x.mds"),
+        "shard 4: 'a/../../x.mds' lies outside the folder",
+    ),
+    "elsewhere": (repeat("/tmp/x.mds"), "shard 4: '/tmp/x.mds' lies outside the folder"),
+    "no name": (repeat(""), "shard 4: '' is no name of a file"),
+    "the index": (repeat("index.json"), "shard 4: index.json is named twice"),
+    # Of these the index alone could be true: the shard's own header is another.
+    "too few": (put(12, "samples"), "its header says 16 samples, index.json says 12"),
+    "sizes": (
+        put([9, None], "column_sizes"),
+        "its header says column_sizes [None, None], index.json says [9, None]",
+    ),
+    "too many": (put(17, "samples"), "its header says 16 samples, index.json says 17"),
+}
+
+
+@pytest.mark.parametrize("kind", FALSE)
+def test_an_index_that_cannot_be_true_is_refused(kind, mds_folder, tmp_path, capsys):
+    edit, told = FALSE[kind]
+    edit_index(mds_folder, edit)
+    check_refused(mds_folder, told, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"shards": ' + "[" * 100_000])
+def test_an_index_that_is_nested_deeply_is_refused(content, mds_folder, tmp_path, capsys):
+    (mds_folder / "index.json").write_text(content)
+    check_refused(mds_folder, "nested too deeply", tmp_path, capsys)
+
+
+def check_refused(folder: Path, told: str, tmp_path: Path, capsys) -> None:
+    place = ["--remote", str(folder), "--image_size", "16", "--batch_size", "4"]
+    assert program.main([*place, "--results_dir", str(tmp_path / "runs")]) == 2
+    assert told in printed_refusal(capsys.readouterr().err).what
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--num_workers", "0"]) == 2
+    assert told in printed_refusal(capsys.readouterr().err).what
+    assert not (tmp_path / "out").exists()
+    assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"broken: {folder}/")
+    assert told in printed
+    assert "1 broken thing was found" in printed
+
+
+@pytest.mark.parametrize("position", [4, 20, 4 + 4 * 16])
+def test_a_header_that_leads_out_of_its_shard_is_named(position, tmp_path, capsys):
+    """Without a hash nothing else tells."""
+    folder = tmp_path / "pairs"
+    datasets.write_mds(folder, hashes=())
+    path = folder / "shard.00002.mds"
+    content = bytearray(path.read_bytes())
+    content[position + 3] ^= 0x80
+    path.write_bytes(content)
+    check_refused(folder, "by its header samples lie outside of it, or overlap", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_path, capsys):
+    folder = tmp_path / "packed"
+    datasets.write_mds(folder, compression="zstd")
+    edit_index(folder, put(12, "samples"))
+    told = f"{folder}/shard.00002.mds.zstd"
+    flags = ["--image_size", "16", "--batch_size", "4", "--num_workers", num_workers]
+    flags += ["--num_batches", "11", "--results_dir", str(tmp_path / "runs")]
+    assert program.main(["--remote", str(folder), *flags]) == 1
+    error = capsys.readouterr().err
+    assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
+    assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
+    assert f"broken: {told}: its header says 16 samples" in capsys.readouterr().out
+    argv = [str(folder), str(tmp_path / "out"), "--num_workers", "0"]
+    assert main(["convert", *argv]) == 1
+    assert f"{told} is damaged" in capsys.readouterr().err
+
+
+@pytest.fixture
+def elsewhere(written, tmp_path) -> dict[str, Path]:
+    """A data set with a shard beside its folder, and a folder for copies."""
+    folder = Path(shutil.copytree(written, tmp_path / "data" / "pairs"))
+    (folder / "shard.00003.mds").rename(tmp_path / "data" / "x.mds")
+    edit_index(folder, lambda shards: shards[3]["raw_data"].update(basename="../x.mds"))
+    (tmp_path / "copies").mkdir()
+    return {"remote": folder, "local": tmp_path / "copies" / "cache"}
+
+
+@pytest.mark.parametrize("command", ["feed", "verify-data", "StreamingLAIONDataset"])
+def test_nothing_is_written_outside_of_the_folder_for_copies(command, elsewhere, tmp_path):
+    remote, local = (str(path) for path in elsewhere.values())
+    if command == "feed":
+        flags = ["--image_size", "16", "--batch_size", "4", "--results_dir", str(tmp_path / "runs")]
+        assert program.main(["--remote", remote, "--local", local, *flags]) == 2
+    elif command == "verify-data":
+        assert main(["verify-data", remote, "--local", local, "--num_workers", "0"]) == 1
+    else:
+        with refused(value=f"{remote}/index.json"):
+            program.StreamingLAIONDataset(remote, local, None, False, image_size=16)
+    assert set(read_files(tmp_path / "copies")) <= {"cache/index.json"}
+
+
+def test_samples_that_an_index_leaves_out_are_missed_by_the_data_set_of_diffusion_benchmark(
+    mds_folder,
+):
+    edit_index(mds_folder, put(12, "samples"))
+    with refused(value=f"{mds_folder}/shard.00002.mds"):
+        program.StreamingLAIONDataset(None, str(mds_folder), None, False, image_size=16)
+
+
+def test_shards_in_folders_of_their_own_are_read(mds_folder, tmp_path):
+    """As Streaming's `merge_index` names them."""
+    for number in range(4):
+        (mds_folder / f"{number}").mkdir()
+        name = f"shard.0000{number}.mds"
+        (mds_folder / name).rename(mds_folder / f"{number}" / name)
+
+    def edit(shards: list[dict]) -> None:
+        for number, shard in enumerate(shards):
+            shard["raw_data"]["basename"] = f"{number}/{shard['raw_data']['basename']}"
+
+    edit_index(mds_folder, edit)
+    for local in (None, str(tmp_path / "cache")):
+        config = SourceConfig(
+            data_format="mds",
+            remote=str(mds_folder),
+            local=local,
+            image_size=16,
+            device_batch_size=7,
+            seed=1,
+        )
+        assert sorted(indices(list(data.build(config)))) == list(range(49))
+
+
+@pytest.mark.parametrize("read", ["feed", "StreamingLAIONDataset"])
+def test_shards_that_were_unpacked_by_hand_stay(read, tmp_path):
+    """Streaming would delete them, as it has the compressed forms for the originals."""
+    folder = tmp_path / "pairs"
+    datasets.write_mds(folder, compression="zstd")
+    for path in sorted(folder.glob("*.zstd")):
+        path.with_suffix("").write_bytes(decompress("zstd", path.read_bytes()))
+        path.unlink()
+    before = read_files(folder)
+    assert len(before) == 5
+    if read == "feed":
+        flags = ["--image_size", "16", "--batch_size", "4", "--num_batches", "12"]
+        flags += ["--results_dir", str(tmp_path / "runs"), "--num_workers", "0"]
+        assert program.main(["--remote", str(folder), *flags]) == 0
+    else:
+        dataset = program.StreamingLAIONDataset(None, str(folder), None, False, image_size=16)
+        assert (dataset[7]["image"] == 35).all()
+    assert read_files(folder) == before
