@@ -1,7 +1,6 @@
 """Entry point of `python -m sdbench COMMAND`."""
 
-import sys
-
+from sdbench.base.stop import end_program
 from sdbench.cli import main
 
-sys.exit(main())
+end_program(main())

@@ -68,7 +68,7 @@ class Heartbeat:
         self._store: Any = None
         if ranks.world_size > 1:
             # A separate connection, since one that waits for an answer is blocked.
-            self._store = open_store("heartbeat", is_host=False, timeout_s=timeout_s)
+            self._store = open_store("heartbeat", ranks, is_host=False, timeout_s=timeout_s)
             self._beat()
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
@@ -110,6 +110,9 @@ class Heartbeat:
     def end(self, status: str, reason: str = "") -> None:
         """Stop beating, and tell the other ranks that this one has ended and is not lost.
 
+        After a bad end of the first rank, whose process may run the store, they are given the time
+        to hear of it.
+
         Args:
             status: Of the record.
             reason: Of the record; empty after a good end.
@@ -119,17 +122,24 @@ class Heartbeat:
         self._ended = (status, reason)
         self._is_over.set()
         self._talker.join(SILENCE_S)  # it may wait for a store that no longer answers
+        if self._ranks.rank == 0 and status not in ENDS_OF_BYSTANDERS:
+            time.sleep(2 * PERIOD_S)
 
     def find_lost(self) -> str | None:
         """Name the lost ranks, after waiting as long as it takes to find them.
 
         Returns:
-            A sentence without a full stop; None if every rank beats or has said why it ended.
+            A sentence without a full stop; None if every rank beats or has said why it ended, or
+            one has said that it failed.
         """
         if self._store is None:
             return None
         self._listens_to_all = True
-        time.sleep(SILENCE_S + 2 * PERIOD_S)
+        end_s = time.monotonic() + SILENCE_S + 2 * PERIOD_S
+        while time.monotonic() < end_s:
+            if self.failed_elsewhere() is not None:
+                return None
+            time.sleep(PERIOD_S / 5)
         return self._name(self._find_silent(SILENCE_S), SILENCE_S)
 
     def failed_elsewhere(self) -> tuple[str, str] | None:

@@ -154,7 +154,7 @@ def test_a_device_that_no_longer_answers_does_not_keep_a_run_that_has_failed(tmp
     with forked_long_run(tmp_path) as process:
         process.terminate()
         process.join(END_WITHIN_S)
-        assert process.exitcode == 1
+        assert process.exitcode == 130
     assert only_record(tmp_path)["reason"].startswith("rank 0: SIGTERM")
 
 
@@ -178,26 +178,24 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
     assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib(record), rel=0.15)
 
 
+# composer dies of SIGTERM, which `kill` sends to it alone; torchrun turns every bad end into 1.
 @pytest.mark.parametrize(
-    ("number", "exit_code", "reason"),
-    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 1, "SIGTERM: ")],
+    ("launcher", "send", "number", "exit_code", "reason"),
+    [
+        pytest.param(COMPOSER_2, os.killpg, signal.SIGINT, 130, ": Ctrl-C", id="composer-ctrl-c"),
+        pytest.param(COMPOSER_2, os.kill, signal.SIGTERM, -15, "SIGTERM: ", id="composer-kill"),
+        pytest.param(TORCHRUN_2, os.killpg, signal.SIGINT, 1, ": Ctrl-C", id="torchrun-ctrl-c"),
+        pytest.param(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "SIGTERM: ", id="torchrun-kill-9"),
+    ],
 )
-def test_a_signal_ends_the_run_and_the_record_says_so(tmp_path, number, exit_code, reason):
-    with forked_long_run(tmp_path) as process:
-        os.kill(process.pid, number)
-        process.join(END_WITHIN_S)
-        assert process.exitcode == exit_code
+def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
+    tmp_path, launcher, send, number, exit_code, reason
+):
+    process = start_long_run(launcher, tmp_path)
+    started = psutil.Process(process.pid).children(recursive=True)
+    send(process.pid, number)
+    assert process.wait(timeout=END_WITHIN_S) == exit_code
+    assert psutil.wait_procs(started, timeout=END_WITHIN_S)[1] == []
     record = only_record(tmp_path)
     assert record["status"] == "interrupted"
-    assert record["reason"].startswith(f"rank 0: {reason}")
-
-
-@pytest.mark.slow
-def test_ctrl_c_reaches_all_ranks_of_a_launcher(tmp_path):
-    process = start_long_run(COMPOSER_2, tmp_path)
-    # A terminal sends the signal to the whole group.
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=END_WITHIN_S) in range(1, 256)
-    record = only_record(tmp_path)
-    assert record["status"] == "interrupted"
-    assert record["reason"].endswith(": Ctrl-C")
+    assert reason in record["reason"]
