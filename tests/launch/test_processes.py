@@ -81,6 +81,28 @@ def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("*/record.json"))
 
 
+# What the launcher itself prints behind it: composer 2 lines of a rank, torchrun its table.
+@pytest.mark.parametrize(
+    ("launcher", "exit_code", "num_lines"),
+    [pytest.param(COMPOSER_2, 1, 2, id="composer"), pytest.param(TORCHRUN_2, 1, 1, id="torchrun")],
+)
+def test_a_bad_picture_is_the_last_thing_that_a_person_reads(
+    tmp_path, picture_folder, launcher, exit_code, num_lines
+):
+    (picture_folder / "7.png").write_bytes(b"no picture")
+    place = ("--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
+    completed = run(
+        launcher, "benchmark.py", *LEAN, *place, "--no_measure_peak", results=tmp_path / "runs"
+    )
+    assert completed.returncode == exit_code
+    reason = only_record(tmp_path / "runs")["reason"]
+    assert "7.png" in reason
+    printed = (completed.stdout + completed.stderr).splitlines()
+    print(*printed, sep="\n")
+    assert reason in printed[-1 - num_lines]
+    assert sum("[c10d]" in line or "frame #" in line for line in printed) == 0
+
+
 @pytest.mark.slow
 def test_torchrun_fails_on_bad_input_too(tmp_path):
     completed = run(TORCHRUN_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
