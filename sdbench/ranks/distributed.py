@@ -157,12 +157,14 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
     import torch
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener: dict[str, int] = {}
+    listener: dict[str, Any] = {}
     try:
         if ranks.num_nodes == 1 and not _is_store_of_torchrun():
             address = LOOPBACK
             if is_host:
-                listener["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
+                # torch 2.7 takes a socket that is bound already only without libuv.
+                server = socket.create_server((LOOPBACK, port))
+                listener = {"master_listen_fd": server.detach(), "use_libuv": False}
         store = torch.distributed.TCPStore(
             address,
             port,
