@@ -43,6 +43,11 @@ class _Heard:
     num_steps: int
     ended: tuple[str, str] | None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not because of another rank."""
+        return self.ended is not None and self.ended[0] not in ENDS_OF_BYSTANDERS
+
 
 class Heartbeat:
     """Beats for this rank and watches the others; with a single rank it does nothing."""
@@ -144,20 +149,23 @@ class Heartbeat:
 
     def failed_elsewhere(self) -> tuple[str, str] | None:
         """Status and reason of another rank that has failed; None if no rank has said so."""
-        for _, heard in sorted(self._heard.items()):
-            if heard.ended is not None and heard.ended[0] not in ENDS_OF_BYSTANDERS:
-                return heard.ended
-        return None
+        failed = (heard.ended for _, heard in sorted(self._heard.items()) if heard.has_failed)
+        return next(failed, None)
 
     def _talk(self) -> None:
-        """Beat and read the others' beats; blocks while the store does not answer."""
-        while not self._is_over.wait(PERIOD_S):
-            # A store that does not answer is noticed by `_find_silent`.
-            with contextlib.suppress(RuntimeError):
+        """Beat and read the others' beats; blocks while the store does not answer.
+
+        A store that is gone is noticed by `_find_silent`. It is not asked again, for torch prints
+        some 20 lines each time; nor is one that goes with the first rank, which has failed.
+        """
+        with contextlib.suppress(RuntimeError):
+            while not self._is_over.wait(PERIOD_S):
                 self._beat()
                 self._listen()
                 self._last_answer_s = time.monotonic()
-        with contextlib.suppress(RuntimeError):
+                first = self._heard.get(0)
+                if first is not None and first.has_failed:
+                    return
             self._beat()
 
     def _beat(self) -> None:
