@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from sdbench.base.output import protected_output
-from sdbench.base.stop import end_program, stoppable
+from sdbench.base.stop import run_program, stoppable
 
 DATASETS = {
     "StreamingLAIONDataset": "sdbench.data.formats.mds",
@@ -73,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_program(main())
+    run_program(main)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
-from sdbench.base.stop import end_program, stoppable
+from sdbench.base.stop import run_program, stoppable
 
 DESCRIPTION = "Draw pictures from prompts; stopped at any moment, the same command goes on."
 EPILOG = """\
@@ -48,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_program(main())
+    run_program(main)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
-from sdbench.base.stop import end_program, stoppable
+from sdbench.base.stop import run_program, stoppable
 
 DESCRIPTION = "Train Stable Diffusion: as benchmark.py does, for as long as you say, and kept."
 EPILOG = """\
@@ -46,4 +46,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_program(main())
+    run_program(main)

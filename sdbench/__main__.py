@@ -1,6 +1,6 @@
 """Entry point of `python -m sdbench COMMAND`."""
 
-from sdbench.base.stop import end_program
+from sdbench.base.stop import run_program
 from sdbench.cli import main
 
-end_program(main())
+run_program(main)

@@ -77,6 +77,8 @@ class StopRequest:
 _request: StopRequest | None = None
 # The process whose main thread is stopped by exceptions; a process that it forks is another one.
 _process_id: int | None = None
+# When the exception of a signal was raised.
+_stopped_s: float | None = None
 # A signal that was taken by another process for this one.
 _asked: int | None = None
 
@@ -101,19 +103,24 @@ def stoppable(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def stoppable_main(*args: object, **options: object) -> int:
-        try:
-            with stop_signals_raise():
+        with stop_signals_raise():
+            try:
                 return main(*args, **options)
-        except (KeyboardInterrupt, Terminated) as stop:
-            name = stop.number.name if isinstance(stop, Terminated) else "Ctrl-C"
-            print(f"stopped by {name}", file=sys.stderr)
-            return EXIT_INTERRUPTED
+            except (KeyboardInterrupt, Terminated) as stop:
+                ignore_terminations(STOP_SIGNALS)
+                name = stop.number.name if isinstance(stop, Terminated) else "Ctrl-C"
+                print(f"stopped by {name}", file=sys.stderr)
+                return EXIT_INTERRUPTED
 
     return stoppable_main
 
 
-def end_program(exit_code: int) -> NoReturn:
-    """End this process with an exit code that no stop signal changes."""
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a `stoppable` main, and end the process with its exit code, which no signal changes."""
+    for number in TERMINATIONS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # from the end of main on
+    exit_code = main()
     keep_exit_code(exit_code)
     gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
     sys.exit(exit_code)
@@ -122,10 +129,10 @@ def end_program(exit_code: int) -> NoReturn:
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
     """During the block a stop signal raises an exception in the main thread."""
-    global _process_id
+    global _process_id, _stopped_s
     with keep_handlers():
         if threading.current_thread() is threading.main_thread():
-            _process_id = os.getpid()
+            _process_id, _stopped_s = os.getpid(), None
             for number in STOP_SIGNALS:
                 # nohup has SIGHUP ignored.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -215,12 +222,15 @@ def _obey(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             raise _stopped_by(number)
         return  # all processes of a terminal get it; for a forked worker its parent decides
+    if _stopped_s is not None and time.monotonic() - _stopped_s < SAME_REQUEST_S:
+        return
     if _request is not None and _request.takes(number):
         return
     raise _stopped_by(number)
 
 
 def _stopped_by(number: int) -> BaseException:
-    """The exception of a signal; further signals are ignored."""
-    ignore_terminations()
+    """The exception of a signal; a later one raises again: code in between may drop exceptions."""
+    global _stopped_s
+    _stopped_s = time.monotonic()
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
