@@ -30,8 +30,8 @@ def find_launcher() -> Any:
 def end_with_launcher() -> None:
     """Have the kernel send this rank SIGTERM when its launcher dies; on Linux only.
 
-    `composer` dies of SIGTERM, and any launcher of SIGKILL, without a word to its ranks, which
-    would train on and keep their GPUs.
+    Any launcher dies of SIGKILL, and `composer` of SIGHUP, without a word to its ranks, which would
+    train on and keep their GPUs.
     """
     if sys.platform != "linux" or "RANK" not in os.environ:
         return
