@@ -136,7 +136,7 @@ def hosts_store(ranks: Ranks) -> bool:
 
     torchrun keeps one store for all restarts.
     """
-    return ranks.rank == 0 and not _is_store_of_torchrun()
+    return ranks.rank == 0 and not is_store_of_torchrun()
 
 
 def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> Any:
@@ -159,7 +159,7 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener: dict[str, Any] = {}
     try:
-        if ranks.num_nodes == 1 and not _is_store_of_torchrun():
+        if ranks.num_nodes == 1 and not is_store_of_torchrun():
             address = LOOPBACK
             if is_host:
                 # torch 2.7 takes a socket that is bound already only without libuv.
@@ -186,11 +186,12 @@ def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> A
         ) from None
     # torchrun's store outlives a restart, so keys get the number of restarts. Each node counts its
     # own: all ranks of one node agree, and with several nodes start-ranks.sh uses no such store.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_store_of_torchrun() else "0"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_store_of_torchrun() else "0"
     return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
 
 
-def _is_store_of_torchrun() -> bool:
+def is_store_of_torchrun() -> bool:
+    """Whether torchrun runs the ranks' store; else the first rank does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdbench.ranks.distributed import Ranks, name_ranks, open_store
+from sdbench.ranks.distributed import Ranks, is_store_of_torchrun, name_ranks, open_store
 
 PERIOD_S = 0.5
 # Five missing beats in a row. Other threads rarely hold Python's lock for so long.
@@ -145,7 +145,7 @@ class Heartbeat:
             if self.failed_elsewhere() is not None:
                 return None
             time.sleep(PERIOD_S / 5)
-        return self._name(self._find_silent(SILENCE_S), SILENCE_S)
+        return self._name_lost(SILENCE_S)
 
     def failed_elsewhere(self) -> tuple[str, str] | None:
         """Status and reason of another rank that has failed; None if no rank has said so."""
@@ -192,23 +192,32 @@ class Heartbeat:
         while lost is None:
             if self._is_over.wait(PERIOD_S):
                 return
-            lost = self._name(self._find_silent(self._timeout_s), self._timeout_s)
+            lost = self._name_lost(self._timeout_s)
         # Most likely a collective in the main thread has timed out, whose error says more.
         if not self._is_over.wait(GRACE_S):
             on_loss(lost)
 
     def _find_silent(self, silence_s: float) -> list[int]:
         """Ranks whose last beat is older than that and which have not ended."""
-        now_s = time.monotonic()
-        if now_s - self._last_answer_s > silence_s:
+        if self._is_store_silent(silence_s):
             return [0]  # the first rank ran the store
+        now_s = time.monotonic()
         return [
             rank
             for rank, heard in sorted(self._heard.items())
             if heard.ended is None and now_s - heard.since_s > silence_s
         ]
 
-    def _name(self, lost: Sequence[int], silence_s: float) -> str | None:
+    def _is_store_silent(self, silence_s: float) -> bool:
+        return time.monotonic() - self._last_answer_s > silence_s
+
+    def _name_lost(self, silence_s: float) -> str | None:
+        is_on_one_node = self._ranks.num_nodes == 1
+        if is_on_one_node and is_store_of_torchrun() and self._is_store_silent(silence_s):
+            return (
+                f"torchrun, by which the ranks hear of each other, has been silent {silence_s:g} s"
+            )
+        lost = self._find_silent(silence_s)
         if not lost:
             return None
         names = name_ranks(lost, self._ranks)

@@ -217,7 +217,8 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
             id="torchrun-ctrl-c",
             marks=pytest.mark.slow,
         ),
-        pytest.param(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "SIGTERM: ", id="torchrun-kill-9"),
+        # With torchrun goes what the ranks hear of each other by: they cannot tell that it was meant.
+        pytest.param(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by", id="torchrun-kill-9"),
     ],
 )
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
@@ -229,5 +230,5 @@ def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
     assert process.wait(timeout=END_WITHIN_S) == exit_code
     assert psutil.wait_procs(started, timeout=END_WITHIN_S)[1] == []
     record = only_record(tmp_path)
-    assert record["status"] == "interrupted"
+    assert record["status"] == ("failed" if number == signal.SIGKILL else "interrupted")
     assert reason in record["reason"]
