@@ -217,7 +217,7 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
             id="torchrun-ctrl-c",
             marks=pytest.mark.slow,
         ),
-        # With torchrun goes what the ranks hear of each other by: they cannot tell that it was meant.
+        # With torchrun goes what ranks hear of each other by: they cannot tell that it was meant.
         pytest.param(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by", id="torchrun-kill-9"),
     ],
 )
