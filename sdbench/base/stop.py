@@ -155,11 +155,11 @@ def stop_signals_ask() -> Iterator[StopRequest]:
     try:
         yield request
         if request.number is not None:
-            raise _stopped_by(request.number)
+            raise stopped_by(request.number)
     except Exception as error:
         if request.number is None:
             raise
-        raise _stopped_by(request.number) from error
+        raise stopped_by(request.number) from error
     finally:
         request.forget()
         _request = None
@@ -185,6 +185,13 @@ def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
+
+
+def stopped_by(number: int) -> BaseException:
+    """The exception of a signal; a later one raises again: code in between may drop exceptions."""
+    global _stopped_s
+    _stopped_s = time.monotonic()
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 def obey_parent_alone() -> None:
@@ -220,17 +227,10 @@ def keep_exit_code(exit_code: int) -> None:
 def _obey(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _process_id:
         if number == signal.SIGTERM:
-            raise _stopped_by(number)
+            raise stopped_by(number)
         return  # all processes of a terminal get it; for a forked worker its parent decides
     if _stopped_s is not None and time.monotonic() - _stopped_s < SAME_REQUEST_S:
         return
     if _request is not None and _request.takes(number):
         return
-    raise _stopped_by(number)
-
-
-def _stopped_by(number: int) -> BaseException:
-    """The exception of a signal; a later one raises again: code in between may drop exceptions."""
-    global _stopped_s
-    _stopped_s = time.monotonic()
-    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+    raise stopped_by(number)

@@ -52,8 +52,20 @@ def only_record(results):
     ],
 )
 def test_a_start_is_stopped_without_a_trace(tmp_path, repository, module, number, name):
+    results = ("--results_dir", str(tmp_path))
+    ended = signal_at_import(module, number, *results, repository=repository)
+    assert ended == (130, [f"stopped by {name}"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def signal_at_import(module, number, *argv, repository):
+    """Start benchmark.py, and send it a signal when it has imported a module.
+
+    Returns:
+        Its exit code, and what it has printed as errors from then on.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "benchmark.py", *TINY, "--results_dir", str(tmp_path)],
+        [sys.executable, "-X", "importtime", "benchmark.py", *TINY, *argv],
         cwd=repository,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,11 +76,19 @@ def test_a_start_is_stopped_without_a_trace(tmp_path, repository, module, number
             if line.rstrip().endswith(f" {module}"):
                 process.send_signal(number)
                 break
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    printed = [line for line in rest.splitlines() if not line.startswith("import time:")]
-    assert printed == [f"stopped by {name}"]
-    assert list(tmp_path.iterdir()) == []
+        rest = process.stderr.read().splitlines()
+    return process.returncode, [line for line in rest if not line.startswith("import time:")]
+
+
+def test_composer_takes_no_signal_for_itself_while_it_is_imported(tmp_path, repository):
+    argv = ("--engine", "composer", "--no_measure_peak", "--results_dir", str(tmp_path))
+    exit_code, printed = signal_at_import(
+        "composer.core.engine", signal.SIGTERM, *argv, repository=repository
+    )
+    record = only_record(tmp_path)
+    assert (exit_code, record["status"]) == (130, "interrupted")
+    assert record["reason"].startswith("rank 0: SIGTERM: ")
+    assert not any("Traceback" in line for line in printed)
 
 
 def signal_before(owner, name, number):
