@@ -137,7 +137,7 @@ class Heartbeat:
             A sentence without a full stop; None if every rank beats or has said why it ended, or
             one has said that it failed.
         """
-        if self._store is None:
+        if self._talker is None:  # there is one rank, or nobody watches yet
             return None
         self._listens_to_all = True
         end_s = time.monotonic() + SILENCE_S + 2 * PERIOD_S

@@ -133,6 +133,16 @@ def test_a_run_that_has_begun_leaves_a_record(tmp_path, main, owner, name, numbe
         assert saved and all(re.fullmatch(r"step_\d+", name) for name in saved)  # all of them whole
 
 
+def test_ranks_that_are_stopped_before_they_watch_each_other_are_not_lost(tmp_path):
+    def program():
+        signal_before(RunRecord, "__init__", signal.SIGTERM)
+        return benchmark.main([*TINY, *SHORT, "--results_dir", str(tmp_path)])
+
+    with forked_ranks(program, tmp_path) as ranks:
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130, 130]
+    assert only_record(tmp_path)["status"] == "interrupted"
+
+
 def test_a_signal_costs_nothing_that_has_been_measured(tmp_path):
     def program():
         signal_before(RunRecord, "end_well", signal.SIGTERM)
