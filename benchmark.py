@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
-from sdbench.launch.ray_job import launch_ranks
-from sdbench.run.runner import run
-from sdbench.settings.config import parse_request
-from sdbench.tasks import TASKS
+from sdbench.base.stop import run_program, stoppable
 
 DESCRIPTION = "Measure how fast this machine trains Stable Diffusion, and write a record of it."
 EPILOG = """\
@@ -27,11 +22,12 @@ examples:
   python benchmark.py --preset seed --print_config
       what a run would use, and who chose it
 
-exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
 
 
 @protected_output()
+@stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark.
 
@@ -41,11 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # Not before: a stop signal may arrive meanwhile.
+    from sdbench.launch.ray_job import launch_ranks
+    from sdbench.run.runner import run
+    from sdbench.settings.config import parse_request
+    from sdbench.tasks import TASKS
+
     parse = functools.partial(parse_request, description=DESCRIPTION, epilog=EPILOG)
     return run(TASKS["benchmark"], parse, argv, launch=launch_ranks)
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
-    sys.exit(exit_code)
+    run_program(main)

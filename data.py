@@ -13,16 +13,11 @@ Also the place to import the data set classes from:
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from sdbench.base.output import protected_output
-from sdbench.launch.ray_job import launch_ranks
-from sdbench.run.runner import run
-from sdbench.settings.request import parse
-from sdbench.tasks import TASKS
-from sdbench.tasks.feed import FeedSettings
+from sdbench.base.stop import run_program, stoppable
 
 DATASETS = {
     "StreamingLAIONDataset": "sdbench.data.formats.mds",
@@ -44,7 +39,7 @@ examples:
       --num_ray_workers 32 --num_decoders 192 --num_encoders 48 --emulate_step_seconds 0.9227
       do these decoders and encoders of a Ray cluster feed 32 GPUs with such steps?
 
-exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
 
 
@@ -56,6 +51,7 @@ def __getattr__(name: str) -> type:
 
 
 @protected_output()
+@stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the command line says, print and record the result.
 
@@ -65,9 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # Not before: a stop signal may arrive meanwhile.
+    from sdbench.launch.ray_job import launch_ranks
+    from sdbench.run.runner import run
+    from sdbench.settings.request import parse
+    from sdbench.tasks import TASKS
+    from sdbench.tasks.feed import FeedSettings
+
     parse_feed = functools.partial(parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG)
     return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

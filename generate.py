@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 
 from sdbench.base.output import protected_output
-from sdbench.run.runner import run
-from sdbench.settings.request import parse
-from sdbench.tasks import TASKS
-from sdbench.tasks.generate import GenerateFlags
+from sdbench.base.stop import run_program, stoppable
 
 DESCRIPTION = "Draw pictures from prompts; stopped at any moment, the same command goes on."
 EPILOG = """\
@@ -24,11 +20,12 @@ examples:
 Each picture has a seed of its own, which prompts.csv tells: any number of ranks draws the same
 pictures, another batch size the same up to rounding.
 
-exit codes: 0 ok, 1 the run failed (generate.json says why), 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 the run failed (generate.json says why), 2 bad input, 130 stopped
 """
 
 
 @protected_output()
+@stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw as the command line says.
 
@@ -38,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # Not before: a stop signal may arrive meanwhile.
+    from sdbench.run.runner import run
+    from sdbench.settings.request import parse
+    from sdbench.tasks import TASKS
+    from sdbench.tasks.generate import GenerateFlags
+
     parse_flags = functools.partial(
         parse, GenerateFlags, description=DESCRIPTION, epilog=EPILOG, prog="generate.py"
     )
@@ -45,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -9,18 +9,28 @@ ARG PYTORCH_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
 FROM ${PYTORCH_IMAGE}
 
 ARG EFA_INSTALLER_VERSION=1.51.0
+# Of the key that AWS signs each version of the installer with (EC2 user guide, "Get started with
+# EFA and NCCL"): an installer with another signature, or none, ends the build.
+ARG EFA_KEY_FINGERPRINT=4E9091BCBB97A96B26B15E59A05480B1DD2D3CCC
 # The host has the kernel module. The plugin's folder differs by distribution: it is looked for, and
 # its absence ends the build.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # The installer only works in its own folder, which is gone when it has.
 # hadolint ignore=DL3003
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates curl \
-    && curl -fsSL "https://efa-installer.amazonaws.com/aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz" \
-        | tar -xz -C /tmp \
-    && cd /tmp/aws-efa-installer \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ca-certificates curl gnupg \
+    && mkdir -m 700 /tmp/efa && cd /tmp/efa && export GNUPGHOME=/tmp/efa \
+    && site=https://efa-installer.amazonaws.com \
+    && archive="aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz" \
+    && curl -fsSL --fail-early --remote-name-all \
+        "$site/aws-efa-installer.key" "$site/$archive" "$site/$archive.sig" \
+    && gpg --batch --import aws-efa-installer.key \
+    && gpg --batch --status-file status --verify "$archive.sig" "$archive" \
+    && grep "VALIDSIG .*${EFA_KEY_FINGERPRINT}" status \
+    && tar -xzf "$archive" && cd aws-efa-installer \
     && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
-    && rm -rf /tmp/aws-efa-installer /var/lib/apt/lists/* \
+    && rm -rf /tmp/efa /var/lib/apt/lists/* \
     && plugin="$(find /opt/amazon -name 'libnccl-net*.so' -print -quit)" \
     && test -n "$plugin" \
     && dirname "$plugin" > /etc/ld.so.conf.d/aws-ofi-nccl.conf \

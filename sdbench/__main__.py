@@ -1,7 +1,6 @@
 """Entry point of `python -m sdbench COMMAND`."""
 
-import sys
-
+from sdbench.base.stop import run_program
 from sdbench.cli import main
 
-sys.exit(main())
+run_program(main)

@@ -14,6 +14,7 @@ from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, ConfigError, RunError
 from sdbench.base.output import protected_output
 from sdbench.base.secrets import redact
+from sdbench.base.stop import stoppable
 from sdbench.settings.request import choose_command
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -113,6 +114,7 @@ examples:
 """
 
 
+@stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -120,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0 ok, 1 failed, 2 bad input.
+        The exit code: 0 ok, 1 failed, 2 bad input, 130 stopped.
     """
     try:
         command, arguments = choose_command(

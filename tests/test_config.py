@@ -204,3 +204,9 @@ def test_help_answers_at_once(repository):
     assert not imported & {"torch", "numpy", "scipy", "composer", "diffusers", "transformers"}
     assert "composer benchmark.py --use_synth_data" in completed.stdout
     assert "exit codes" in completed.stdout
+    # What each preset has, and how to be without it.
+    words = " ".join(completed.stdout.split())
+    by_device = "(fast: false on a GPU, true on a CPU, seed: false; --no_flush_denormals)"
+    of_ddp = "(fast: true, seed: false; --no_{})"
+    assert by_device in words
+    assert all(of_ddp.format(it) in words for it in ("gradient_as_bucket_view", "static_graph"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 from torch._subclasses import FakeTensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -93,7 +94,9 @@ def test_they_train_as_one_run(spied):
     record = only_record(spied)
     assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
     assert record["workload"]["num_images"] == 4 * record["config"]["batch_size"]
-    assert log_of(spied, 0).read_text().count("Model has") == 1
+    printed = log_of(spied, 0).read_text()
+    assert f": 2 ranks on {record['machine']['device_name']}, global batch" in printed
+    assert printed.count("Model has") == 1
     assert "Model has" not in log_of(spied, 1).read_text()
 
 
@@ -120,6 +123,16 @@ def test_they_draw_different_noise_and_see_different_samples(spied):
         assert noise != other_noise
         assert sample != other_sample
         assert weights == other_weights  # gradients are averaged: both ranks keep one model
+
+
+def test_nobody_on_the_network_can_join_them(tmp_path):
+    with forked_ranks(lambda: run(tmp_path, *LONG), tmp_path) as ranks:
+        wait_for_step(log_of(tmp_path, 0))
+        sockets = [
+            one for rank in ranks for one in psutil.Process(rank.pid).net_connections("inet")
+        ]
+    listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

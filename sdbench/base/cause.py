@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 
 from sdbench.base.secrets import redact
 
 # Names the file. Every process that the command starts inherits the variable.
 VARIABLE = "SDBENCH_CAUSE"
+# torchrun's, of each rank; the last lines that it prints have what is written there.
+TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Causes that are no errors: SIGKILL ended the command, as the out-of-memory killer does; a rank
 # ended without a word, and the other ranks have noticed its silence.
 KILLED, LOST = "Killed", "Lost"
@@ -25,11 +28,18 @@ def report_cause(error: str, message: str) -> None:
         error: Class of the error, or `LOST`.
         message: What is about to be printed.
     """
-    path = os.environ.get(VARIABLE)
+    message = redact(message)
+    for_torchrun = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    _write(VARIABLE, {"error": error, "message": message})
+    _write(TORCHRUN_VARIABLE, {"message": for_torchrun})
+
+
+def _write(variable: str, content: object) -> None:
+    path = os.environ.get(variable)
     if path is not None:
         # Without the file the exit code and the printed error still tell it.
         with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
-            json.dump({"error": error, "message": redact(message)}, file)
+            json.dump(content, file)
 
 
 def read_cause(path: Path) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
     Secrets are removed from the output. Output that cannot be written is dropped: to a pipe without
-    a reader, a full disk, or a stream that was closed before the start (``>&-``).
+    a reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
+    the stream's encoding lacks comes out as its number.
     """
     _open_standard_descriptors()
     with open(os.devnull, "w") as null:
@@ -45,6 +47,8 @@ class _ProtectedStream:
     """A text stream that raises no errors; other attributes are the stream's."""
 
     def __init__(self, stream: TextIO) -> None:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         self._stream = stream
 
     def write(self, text: str) -> int:

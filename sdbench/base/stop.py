@@ -1,19 +1,24 @@
 """Turns stop signals into exceptions, and within a training loop into a request to end it.
 
 In the main thread SIGINT (Ctrl-C) raises KeyboardInterrupt; SIGTERM, and SIGHUP when the terminal
-is closed, raise Terminated.
+is closed, raise Terminated. A program that they end has exit code 130.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import functools
+import gc
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
+
+from sdbench.base.errors import EXIT_INTERRUPTED
 
 TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
@@ -46,7 +51,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
         self._since_s = 0.0
-        self._process_id = os.getpid()
         self._reminder: threading.Timer | None = None
 
     def note(self, number: int) -> None:
@@ -56,11 +60,9 @@ class StopRequest:
 
     def takes(self, number: int) -> bool:
         """Take a signal as the request; False if it has to raise at once."""
-        if os.getpid() != self._process_id:
-            return False  # a worker that was forked within the loop
         if self.number is None:
             self.note(number)
-            self._reminder = threading.Timer(PATIENCE_S, os.kill, (self._process_id, number))
+            self._reminder = threading.Timer(PATIENCE_S, os.kill, (os.getpid(), number))
             self._reminder.daemon = True
             self._reminder.start()
             return True
@@ -73,6 +75,10 @@ class StopRequest:
 
 
 _request: StopRequest | None = None
+# The process whose main thread is stopped by exceptions; a process that it forks is another one.
+_process_id: int | None = None
+# When the exception of a signal was raised.
+_stopped_s: float | None = None
 # A signal that was taken by another process for this one.
 _asked: int | None = None
 
@@ -89,11 +95,44 @@ def ask_to_stop(number: int) -> None:
         _request.note(number)
 
 
+def stoppable(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate the `main` of a program: a stop signal ends it with exit code 130.
+
+    A run that has begun writes its record first, and ends by itself.
+    """
+
+    @functools.wraps(main)
+    def stoppable_main(*args: object, **options: object) -> int:
+        with stop_signals_raise():
+            try:
+                return main(*args, **options)
+            except (KeyboardInterrupt, Terminated) as stop:
+                ignore_terminations(STOP_SIGNALS)
+                name = stop.number.name if isinstance(stop, Terminated) else "Ctrl-C"
+                print(f"stopped by {name}", file=sys.stderr)
+                return EXIT_INTERRUPTED
+
+    return stoppable_main
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a `stoppable` main, and end the process with its exit code, which no signal changes."""
+    for number in TERMINATIONS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # from the end of main on
+    exit_code = main()
+    keep_exit_code(exit_code)
+    gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
+    sys.exit(exit_code)
+
+
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
     """During the block a stop signal raises an exception in the main thread."""
+    global _process_id, _stopped_s
     with keep_handlers():
         if threading.current_thread() is threading.main_thread():
+            _process_id, _stopped_s = os.getpid(), None
             for number in STOP_SIGNALS:
                 # nohup has SIGHUP ignored.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -116,11 +155,11 @@ def stop_signals_ask() -> Iterator[StopRequest]:
     try:
         yield request
         if request.number is not None:
-            raise _stopped_by(request.number)
+            raise stopped_by(request.number)
     except Exception as error:
         if request.number is None:
             raise
-        raise _stopped_by(request.number) from error
+        raise stopped_by(request.number) from error
     finally:
         request.forget()
         _request = None
@@ -148,15 +187,50 @@ def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def stopped_by(number: int) -> BaseException:
+    """The exception of a signal; a later one raises again: code in between may drop exceptions."""
+    global _stopped_s
+    _stopped_s = time.monotonic()
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+
+
+def obey_parent_alone() -> None:
+    """In a worker process: end by SIGTERM of the parent, and ignore that of anybody else.
+
+    A scheduler sends SIGTERM to all processes of a job, and a trainer that is told to stop still
+    needs its workers for the step under way. Linux only: elsewhere a process cannot tell who sent a
+    signal.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def keep_exit_code(exit_code: int) -> None:
+    """Ignore SIGTERM and SIGHUP from now on; Ctrl-C ends the process at once with this exit code.
+
+    A launcher sends SIGTERM to the other ranks when one is gone; at its own end Python still
+    removes shared memory and the like.
+    """
+    ignore_terminations()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: os._exit(exit_code))
+
+
 def _obey(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _process_id:
+        if number == signal.SIGTERM:
+            raise stopped_by(number)
+        return  # all processes of a terminal get it; for a forked worker its parent decides
+    if _stopped_s is not None and time.monotonic() - _stopped_s < SAME_REQUEST_S:
+        return
     if _request is not None and _request.takes(number):
         return
-    if number == signal.SIGHUP and multiprocessing.parent_process() is not None:
-        return  # all processes of a terminal get it; for a forked worker its parent decides
-    raise _stopped_by(number)
-
-
-def _stopped_by(number: int) -> BaseException:
-    """The exception of a signal; further signals are ignored."""
-    ignore_terminations()
-    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+    raise stopped_by(number)

@@ -27,7 +27,7 @@ from sdbench.doctor.finding import (
 )
 from sdbench.doctor.gpus import read_gpus
 from sdbench.ranks.distributed import Ranks
-from sdbench.record.provenance import PACKAGES, git_state, package_versions
+from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_versions
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 # What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
@@ -44,6 +44,8 @@ def check_software(job: Job) -> Seen:
     yield OK, ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if state["commit"]:
         yield OK, f"commit {state['commit'][:10]}{' with changes' if state['dirty'] else ''}"
+    else:
+        yield WARNING, NO_COMMIT
     text = REQUIREMENTS.read_text(encoding="utf-8") if REQUIREMENTS.is_file() else ""
     for line in text.splitlines():
         pin = Requirement(line) if line and line[0] not in "#-" else None

@@ -18,7 +18,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from sdbench.base.stop import keep_handlers
+from sdbench.base.stop import keep_handlers, stopped_by
 
 ENGINES: dict[str, str] = {
     "composer": "sdbench.engines.composer:fit",
@@ -30,4 +30,7 @@ ENGINES: dict[str, str] = {
 def load_engine(name: str) -> Callable[..., Any]:
     """The `fit` function of an engine, imported only now."""
     with keep_handlers():
-        return pkgutil.resolve_name(ENGINES[name])
+        try:
+            return pkgutil.resolve_name(ENGINES[name])
+        except SystemExit as ended:  # by the handlers that Composer sets as it is imported
+            raise stopped_by(int(ended.code) - 128) from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
@@ -364,7 +364,7 @@ def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str 
 def describe_exit(exit_code: int) -> str:
     """An exit code in words, as what a command did."""
     number = _signal_of(exit_code)
-    if number is None:
+    if number is None or exit_code == EXIT_INTERRUPTED:  # of a rank, after any stop signal
         return f"ended with exit code {exit_code}"
     return f"was ended by signal {int(number)} ({number.name})"
 

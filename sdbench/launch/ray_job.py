@@ -255,7 +255,7 @@ class _Driver:
         reason = f"{signal.Signals(number).name}: the ranks were ended within a step"
         reason = self._complete_record(store.INTERRUPTED, reason)
         print(f"interrupted: {reason}", file=sys.stderr)
-        return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILED
+        return EXIT_INTERRUPTED
 
     def _conclude(self) -> int:
         """The exit code, with a reason where the ranks could not give one."""

@@ -9,10 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sdbench.measure.timer import WARMUP as WARMUP_STEP
+from sdbench.ranks.launcher import find_launcher
 from sdbench.ranks.ray_cluster import RAY_LAUNCH_S
 
 # From the start of the launcher, if there is one, to the start of this process.
@@ -26,9 +26,6 @@ ENGINE = "engine"
 FIRST_STEP = "first_step"
 WARMUP = "warmup"
 PHASES = (LAUNCHER, INTERPRETER, IMPORTS, PLAN, PEAK, BUILD, ENGINE, FIRST_STEP, WARMUP)
-
-# Launchers of ranks, by file name or module.
-LAUNCHERS = frozenset({"composer", "torchrun", "composer.cli.launcher", "torch.distributed.run"})
 
 
 class StartupClock:
@@ -96,12 +93,10 @@ def seconds_before_now() -> dict[str, float]:
 
     if RAY_LAUNCH_S in os.environ:  # Ray may have started this process long before
         return {LAUNCHER: float(os.environ[RAY_LAUNCH_S]), INTERPRETER: 0.0}
-    process = psutil.Process()
-    interpreter_s = _age_s(process)
-    parent = process.parent()
-    if parent is None or not LAUNCHERS & {Path(part).name for part in parent.cmdline()[:3]}:
-        return {LAUNCHER: 0.0, INTERPRETER: interpreter_s}
-    return {LAUNCHER: _age_s(parent) - interpreter_s, INTERPRETER: interpreter_s}
+    interpreter_s = _age_s(psutil.Process())
+    launcher = find_launcher()
+    launcher_s = 0.0 if launcher is None else _age_s(launcher) - interpreter_s
+    return {LAUNCHER: launcher_s, INTERPRETER: interpreter_s}
 
 
 def _age_s(process: Any) -> float:

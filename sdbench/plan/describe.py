@@ -8,6 +8,7 @@ from typing import Any
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
 from sdbench.plan.resolve import Plan
+from sdbench.record.devices import count_devices
 from sdbench.settings.file import as_literal
 from sdbench.settings.request import Request
 
@@ -20,13 +21,22 @@ def for_person(plan: Plan) -> str:
         values = ", ".join(f"{name}={getattr(plan.config, name)}" for name in plan.chosen)
         lines.append(f"{where}Chosen for this machine, each by a flag of its name: {values}")
     config = plan.config
+    devices = count_devices(hardware.as_dict(plan.machine), _ranks(plan))
     lines.append(
         f"Training {plan.architecture.name} at {config.image_size} px, preset {config.preset}: "
-        f"{plan.ranks.world_size} x {plan.machine.device_name}, global batch {config.batch_size}, "
+        f"{devices}, global batch {config.batch_size}, "
         f"{_share_of_a_rank(plan)}, {plan.num_steps} steps; estimated peak memory "
         f"{plan.memory.total_gib:.1f} GiB per rank"
     )
     return "\n".join(lines)
+
+
+def _ranks(plan: Plan) -> dict[str, int]:
+    return {
+        "world_size": plan.ranks.world_size,
+        "num_nodes": plan.ranks.num_nodes,
+        "ranks_per_node": plan.ranks.local_world_size,
+    }
 
 
 def _share_of_a_rank(plan: Plan) -> str:
@@ -74,12 +84,7 @@ def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, 
             "num_steps": plan.num_steps,
         },
         "machine": hardware.as_dict(plan.machine),
-        "ranks": {
-            "world_size": plan.ranks.world_size,
-            "num_nodes": plan.ranks.num_nodes,
-            "ranks_per_node": plan.ranks.local_world_size,
-            "restarts": num_restarts,
-        },
+        "ranks": _ranks(plan) | {"restarts": num_restarts},
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),
     }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 
 T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
 
 # A gloo group where the default group is NCCL's; None where the default group is gloo's.
 _host_group: Any = None
@@ -104,8 +108,10 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     timeout = datetime.timedelta(seconds=timeout_s)
+    if ranks.num_nodes == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.distributed.is_initialized():  # Ray Train has connected its workers
-        store = open_store("ranks", is_host=hosts_store(ranks), timeout_s=timeout_s)
+        store = open_store("ranks", ranks, is_host=hosts_store(ranks), timeout_s=timeout_s)
         _wait_for_all(store, ranks, timeout_s=timeout_s)
         torch.distributed.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
@@ -130,14 +136,18 @@ def hosts_store(ranks: Ranks) -> bool:
 
     torchrun keeps one store for all restarts.
     """
-    return ranks.rank == 0 and not _is_store_of_torchrun()
+    return ranks.rank == 0 and not is_store_of_torchrun()
 
 
-def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
+def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> Any:
     """Open a new connection to the ranks' store.
+
+    The ranks of one node meet where no other machine reaches them. Only torchrun's own store is
+    open to all networks of the machine.
 
     Args:
         name: Prefix of the keys.
+        ranks: The rank of this process.
         is_host: Whether to run the store in this process.
         timeout_s: How long to wait for the store.
 
@@ -147,15 +157,23 @@ def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
     import torch
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener: dict[str, Any] = {}
     try:
+        if ranks.num_nodes == 1 and not is_store_of_torchrun():
+            address = LOOPBACK
+            if is_host:
+                # torch 2.7 takes a socket that is bound already only without libuv.
+                server = socket.create_server((LOOPBACK, port))
+                listener = {"master_listen_fd": server.detach(), "use_libuv": False}
         store = torch.distributed.TCPStore(
             address,
             port,
             is_master=is_host,
             timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            **listener,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if is_host:
             raise RunError(
                 f"port {port} cannot be opened for the ranks to meet at; another one is set by "
@@ -168,11 +186,12 @@ def open_store(name: str, *, is_host: bool, timeout_s: float) -> Any:
         ) from None
     # torchrun's store outlives a restart, so keys get the number of restarts. Each node counts its
     # own: all ranks of one node agree, and with several nodes start-ranks.sh uses no such store.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _is_store_of_torchrun() else "0"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_store_of_torchrun() else "0"
     return torch.distributed.PrefixStore(f"sdbench/{attempt}/{name}", store)
 
 
-def _is_store_of_torchrun() -> bool:
+def is_store_of_torchrun() -> bool:
+    """Whether torchrun runs the ranks' store; else the first rank does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -240,6 +259,7 @@ def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
         timeout_s: When to go on if no launcher stops this process.
     """
     if ranks.local_rank != 0 and RAY_RESTARTS not in os.environ:  # Ray waits for all
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, who then tells no more
         time.sleep(timeout_s)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdbench.ranks.distributed import Ranks, name_ranks, open_store
+from sdbench.ranks.distributed import Ranks, is_store_of_torchrun, name_ranks, open_store
 
 PERIOD_S = 0.5
 # Five missing beats in a row. Other threads rarely hold Python's lock for so long.
@@ -43,6 +43,11 @@ class _Heard:
     num_steps: int
     ended: tuple[str, str] | None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not because of another rank."""
+        return self.ended is not None and self.ended[0] not in ENDS_OF_BYSTANDERS
+
 
 class Heartbeat:
     """Beats for this rank and watches the others; with a single rank it does nothing."""
@@ -68,7 +73,7 @@ class Heartbeat:
         self._store: Any = None
         if ranks.world_size > 1:
             # A separate connection, since one that waits for an answer is blocked.
-            self._store = open_store("heartbeat", is_host=False, timeout_s=timeout_s)
+            self._store = open_store("heartbeat", ranks, is_host=False, timeout_s=timeout_s)
             self._beat()
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
@@ -110,6 +115,9 @@ class Heartbeat:
     def end(self, status: str, reason: str = "") -> None:
         """Stop beating, and tell the other ranks that this one has ended and is not lost.
 
+        After a bad end of the first rank, whose process may run the store, they are given the time
+        to hear of it.
+
         Args:
             status: Of the record.
             reason: Of the record; empty after a good end.
@@ -119,35 +127,45 @@ class Heartbeat:
         self._ended = (status, reason)
         self._is_over.set()
         self._talker.join(SILENCE_S)  # it may wait for a store that no longer answers
+        if self._ranks.rank == 0 and status not in ENDS_OF_BYSTANDERS:
+            time.sleep(2 * PERIOD_S)
 
     def find_lost(self) -> str | None:
         """Name the lost ranks, after waiting as long as it takes to find them.
 
         Returns:
-            A sentence without a full stop; None if every rank beats or has said why it ended.
+            A sentence without a full stop; None if every rank beats or has said why it ended, or
+            one has said that it failed.
         """
-        if self._store is None:
+        if self._talker is None:  # there is one rank, or nobody watches yet
             return None
         self._listens_to_all = True
-        time.sleep(SILENCE_S + 2 * PERIOD_S)
-        return self._name(self._find_silent(SILENCE_S), SILENCE_S)
+        end_s = time.monotonic() + SILENCE_S + 2 * PERIOD_S
+        while time.monotonic() < end_s:
+            if self.failed_elsewhere() is not None:
+                return None
+            time.sleep(PERIOD_S / 5)
+        return self._name_lost(SILENCE_S)
 
     def failed_elsewhere(self) -> tuple[str, str] | None:
         """Status and reason of another rank that has failed; None if no rank has said so."""
-        for _, heard in sorted(self._heard.items()):
-            if heard.ended is not None and heard.ended[0] not in ENDS_OF_BYSTANDERS:
-                return heard.ended
-        return None
+        failed = (heard.ended for _, heard in sorted(self._heard.items()) if heard.has_failed)
+        return next(failed, None)
 
     def _talk(self) -> None:
-        """Beat and read the others' beats; blocks while the store does not answer."""
-        while not self._is_over.wait(PERIOD_S):
-            # A store that does not answer is noticed by `_find_silent`.
-            with contextlib.suppress(RuntimeError):
+        """Beat and read the others' beats; blocks while the store does not answer.
+
+        A store that is gone is noticed by `_find_silent`. It is not asked again, for torch prints
+        some 20 lines each time; nor is one that goes with the first rank, which has failed.
+        """
+        with contextlib.suppress(RuntimeError):
+            while not self._is_over.wait(PERIOD_S):
                 self._beat()
                 self._listen()
                 self._last_answer_s = time.monotonic()
-        with contextlib.suppress(RuntimeError):
+                first = self._heard.get(0)
+                if first is not None and first.has_failed:
+                    return
             self._beat()
 
     def _beat(self) -> None:
@@ -174,23 +192,32 @@ class Heartbeat:
         while lost is None:
             if self._is_over.wait(PERIOD_S):
                 return
-            lost = self._name(self._find_silent(self._timeout_s), self._timeout_s)
+            lost = self._name_lost(self._timeout_s)
         # Most likely a collective in the main thread has timed out, whose error says more.
         if not self._is_over.wait(GRACE_S):
             on_loss(lost)
 
     def _find_silent(self, silence_s: float) -> list[int]:
         """Ranks whose last beat is older than that and which have not ended."""
-        now_s = time.monotonic()
-        if now_s - self._last_answer_s > silence_s:
+        if self._is_store_silent(silence_s):
             return [0]  # the first rank ran the store
+        now_s = time.monotonic()
         return [
             rank
             for rank, heard in sorted(self._heard.items())
             if heard.ended is None and now_s - heard.since_s > silence_s
         ]
 
-    def _name(self, lost: Sequence[int], silence_s: float) -> str | None:
+    def _is_store_silent(self, silence_s: float) -> bool:
+        return time.monotonic() - self._last_answer_s > silence_s
+
+    def _name_lost(self, silence_s: float) -> str | None:
+        is_on_one_node = self._ranks.num_nodes == 1
+        if is_on_one_node and is_store_of_torchrun() and self._is_store_silent(silence_s):
+            return (
+                f"torchrun, by which the ranks hear of each other, has been silent {silence_s:g} s"
+            )
+        lost = self._find_silent(silence_s)
         if not lost:
             return None
         names = name_ranks(lost, self._ranks)

@@ -27,6 +27,10 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-cudnn-cu12",
 )
+NO_COMMIT = (
+    "which commit the suite is at is not known: there is no checkout that git can read, and "
+    "SDBENCH_GIT_COMMIT is not set"
+)
 # Variables that change speed, by prefix and by name. The whole environment would hold secrets.
 ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
 ENVIRONMENT_NAMES = ("MALLOC_CONF", "LD_PRELOAD")
@@ -68,11 +72,12 @@ def git_state() -> dict[str, str | bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
+    # git does not read another user's checkout, as a container often has it, lest its settings run
+    # a program. Here the checkout's own code runs already.
+    command = ["git", "-c", "safe.directory=*", *arguments]
     folder = Path(__file__).parent
     try:
-        completed = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        )
+        completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return completed.stdout.strip()

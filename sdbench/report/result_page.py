@@ -18,6 +18,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_markdown
 from sdbench.record.configuration import place_of_encoders
+from sdbench.record.devices import count_devices
 from sdbench.report.markers import BEGIN, fill_blocks
 from sdbench.report.runs import group_runs, notes_cell, rates_cell, summary_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell, to_markdown
@@ -149,7 +150,7 @@ def _hardware_table(runs: Sequence[dict[str, Any]]) -> Table:
     return _facts_table(
         runs,
         {
-            "device": lambda run: f"{run['ranks']['world_size']} x {run['machine']['device_name']}",
+            "device": lambda run: count_devices(run["machine"], run["ranks"]),
             "nodes": lambda run: run["ranks"]["num_nodes"],
             "memory of a device, GiB": lambda run: run["machine"]["device_memory_gib"],
             "CPU": lambda run: run["machine"]["cpu_name"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import place_of_encoders
+from sdbench.record.devices import count_devices
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import group_runs
@@ -105,7 +106,7 @@ def describe_run(record: dict[str, Any]) -> str:
     """A run in a few words, e.g. ``1 x CPU, sd2-base, 256 px, online, seed, micro-batch 2``."""
     config = record["config"]
     parts = [
-        f"{record['ranks']['world_size']} x {record['machine']['device_name']}",
+        count_devices(record["machine"], record["ranks"]),
         record["workload"]["architecture"],
         f"{config['image_size']} px",
         place_of_encoders(config),

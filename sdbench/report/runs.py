@@ -8,6 +8,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
+from sdbench.record.devices import count_devices
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, median_cell, optional_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_rates
@@ -56,14 +57,17 @@ def describe_work(*, image_size: int | None, latents: str | None) -> str:
 
 def describe_device(record: dict[str, Any]) -> str:
     """The name of the device that trained; of a CPU, with its number of cores."""
-    machine = record["machine"]
-    cores = f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
-    return f"{machine['device_name']}{cores}"
+    return f"{record['machine']['device_name']}{_describe_cores(record)}"
 
 
 def describe_devices(record: dict[str, Any]) -> str:
-    """The devices that trained, e.g. ``8 x NVIDIA H200``."""
-    return f"{record['ranks']['world_size']} x {describe_device(record)}"
+    """The devices that trained, e.g. ``8 x NVIDIA H200``; a CPU with its number of cores."""
+    return f"{count_devices(record['machine'], record['ranks'])}{_describe_cores(record)}"
+
+
+def _describe_cores(record: dict[str, Any]) -> str:
+    machine = record["machine"]
+    return f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
 
 
 def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:

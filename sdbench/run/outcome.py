@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from sdbench.base.cause import LOST
 from sdbench.base.errors import (
@@ -34,7 +34,7 @@ from sdbench.record import provenance, store
 from sdbench.record.store import RunFolder
 
 TERMINATION_REASONS = {
-    signal.SIGTERM: "a scheduler stopped the run, or its launcher did as another rank ended",
+    signal.SIGTERM: "a scheduler stopped the run, or its launcher ended or lost another rank",
     signal.SIGHUP: "the terminal was closed; a run under nohup goes on",
 }
 
@@ -112,6 +112,8 @@ class RunRecord:
                 allowed="a folder on a disk with space",
                 flag="--results_dir",
             ) from None
+        if self._content["git"]["commit"] is None:
+            print(f"warning: {provenance.NO_COMMIT}", file=sys.stderr)
 
     def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write the record of a run that has succeeded.
@@ -170,29 +172,9 @@ def explain(error: BaseException, *, rank: int | None = None) -> Failure:
         error: The error.
         rank: The rank that raised it; None where a task has no ranks.
     """
-    ignore_terminations()
-    exit_code = EXIT_FAILED
-    if isinstance(error, KeyboardInterrupt):
-        status, reason, exit_code = store.INTERRUPTED, "Ctrl-C", EXIT_INTERRUPTED
-    elif isinstance(error, Terminated):
-        status = store.INTERRUPTED
-        reason = f"{error.number.name}: {TERMINATION_REASONS[error.number]}"
-    elif isinstance(error, RunError):
-        status, reason = error.status, str(error)
-    elif isinstance(error, ConfigError):  # bad input that only the work itself could find
-        status, reason, exit_code = store.FAILED, str(error), EXIT_BAD_INPUT
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        status = store.FAILED
-        reason = (
-            f"no space is left on the disk of {error.filename or 'a file that was being written'} "
-            f"({error.strerror}): free some, or choose another folder"
-        )
-    else:
-        traceback.print_exception(error)
-        reason = f"{type(error).__name__}: {error}"
-        status = store.OOM if _is_out_of_memory(error) else store.FAILED
-    reason = redact(reason if rank is None else f"rank {rank}: {reason}")
-    return Failure(status, reason, exit_code, cause=type(error).__name__)
+    failure = _classify(error, rank=rank)
+    _print_unexpected(error)
+    return failure
 
 
 def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:
@@ -203,21 +185,60 @@ def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int
         heartbeat: Has listened for the other ranks.
         rank: The rank that raised it.
     """
-    failure = explain(error, rank=rank)
+    failure = _classify(error, rank=rank)
     # A launcher ends ranks by SIGTERM as another one is lost, and never by SIGHUP.
     is_terminated = isinstance(error, Terminated) and error.number == signal.SIGTERM
-    if not is_terminated and not is_about_connections(error):
-        return failure
-    # Asked first: looking for the lost ones takes a while.
-    has_timed_out = not is_terminated and heartbeat.has_step_timed_out()
-    lost = heartbeat.find_lost()
-    if lost is not None:
-        reason = f"{lost}; {failure.reason}"
-        if has_timed_out:
-            return dataclasses.replace(failure, status=store.TIMEOUT, reason=reason)
-        return dataclasses.replace(failure, status=store.FAILED, reason=reason, cause=LOST)
-    status, reason = heartbeat.failed_elsewhere() or (failure.status, failure.reason)
-    return dataclasses.replace(failure, status=status, reason=reason)
+    if is_terminated or is_about_connections(error):
+        # Asked first: looking for the lost ones takes a while.
+        has_timed_out = not is_terminated and heartbeat.has_step_timed_out()
+        caused = dataclasses.replace(failure, exit_code=EXIT_FAILED)
+        lost = heartbeat.find_lost()
+        if lost is not None:
+            reason = f"{lost}; {failure.reason}"
+            if has_timed_out:
+                return dataclasses.replace(caused, status=store.TIMEOUT, reason=reason)
+            return dataclasses.replace(caused, status=store.FAILED, reason=reason, cause=LOST)
+        elsewhere = heartbeat.failed_elsewhere()
+        if elsewhere is not None:
+            return dataclasses.replace(caused, status=elsewhere[0], reason=elsewhere[1])
+    _print_unexpected(error)
+    return failure
+
+
+def _classify(error: BaseException, *, rank: int | None) -> Failure:
+    ignore_terminations()
+    exit_code = EXIT_FAILED
+    if isinstance(error, KeyboardInterrupt):
+        status, reason, exit_code = store.INTERRUPTED, "Ctrl-C", EXIT_INTERRUPTED
+    elif isinstance(error, Terminated):
+        status, exit_code = store.INTERRUPTED, EXIT_INTERRUPTED
+        reason = f"{error.number.name}: {TERMINATION_REASONS[error.number]}"
+    elif isinstance(error, RunError):
+        status, reason = error.status, str(error)
+    elif isinstance(error, ConfigError):  # bad input that only the work itself could find
+        status, reason, exit_code = store.FAILED, str(error), EXIT_BAD_INPUT
+    elif _is_full_disk(error):
+        status = store.FAILED
+        reason = (
+            f"no space is left on the disk of {error.filename or 'a file that was being written'} "
+            f"({error.strerror}): free some, or choose another folder"
+        )
+    else:
+        reason = f"{type(error).__name__}: {error}"
+        status = store.OOM if _is_out_of_memory(error) else store.FAILED
+    reason = redact(reason if rank is None else f"rank {rank}: {reason}")
+    return Failure(status, reason, exit_code, cause=type(error).__name__)
+
+
+def _print_unexpected(error: BaseException) -> None:
+    """Print the traceback of an error that says too little by itself."""
+    is_expected = not isinstance(error, Exception) or isinstance(error, (RunError, ConfigError))
+    if not is_expected and not _is_full_disk(error):
+        traceback.print_exception(error)
+
+
+def _is_full_disk(error: BaseException) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

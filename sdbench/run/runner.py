@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.cause import report_cause
-from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError, RunError
 from sdbench.base.stop import (
     STOP_SIGNALS,
-    Terminated,
     ignore_terminations,
-    stop_signals_raise,
+    keep_exit_code,
+    stop_signals_ask,
 )
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import (
@@ -32,11 +32,14 @@ from sdbench.ranks.distributed import (
     let_first_rank_end,
     refuse_tasks_without_launcher,
 )
+from sdbench.ranks.launcher import end_with_launcher
 from sdbench.settings.ray import RAY
 
 if TYPE_CHECKING:
+    from sdbench.measure.startup import StartupClock
+    from sdbench.ranks.heartbeat import Heartbeat
     from sdbench.run.outcome import RunRecord
-    from sdbench.run.task import Run, Task
+    from sdbench.run.task import Task
 
 T = TypeVar("T")
 
@@ -56,6 +59,8 @@ def run(
 ) -> int:
     """Run a task as a command line asks, as one rank of it or as the driver of its ranks.
 
+    A stop signal before there is a record is the caller's, see `stop.stoppable`.
+
     Args:
         entry: A value of `TASKS`, imported when the command line is found valid.
         parse: Makes the task's request from arguments.
@@ -65,8 +70,9 @@ def run(
             `ray_job.launch_ranks`.
 
     Returns:
-        The exit code: 0 ok, 1 the run failed, 2 bad input, 130 Ctrl-C.
+        The exit code: 0 ok, 1 the run failed, 2 bad input, 130 stopped.
     """
+    end_with_launcher()
     command = list(sys.argv[1:] if argv is None else argv)
     ranks = Ranks.from_environment()
     try:
@@ -83,11 +89,6 @@ def run(
         if isinstance(error, ConfigError):
             let_first_rank_end(ranks)
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Terminated as stop:
-        print(f"{stop.number.name} before there was a run", file=sys.stderr)
-        return EXIT_FAILED
     except Exception as error:
         report_cause(type(error).__name__, f"{type(error).__name__}: {error}")
         raise
@@ -107,11 +108,10 @@ def _run(
     refuse_tasks_without_launcher()
     clock = startup.StartupClock(before_main_s=startup.seconds_before_now())
     log = OutputLog()
-    with log.capture(), stop_signals_raise(), contextlib.ExitStack() as resources:
+    with log.capture(), contextlib.ExitStack() as resources:
         with garbage_collection_paused():
             from sdbench.measure.hardware import inspect_machine
             from sdbench.ranks.heartbeat import Heartbeat
-            from sdbench.run.task import Run
 
             task = pkgutil.resolve_name(entry)(request, resources)
             clock.ends(startup.IMPORTS)
@@ -133,9 +133,10 @@ def _run(
             print(task.for_person(), flush=True)
             return folder
 
-        folder = _on_first_rank(begin, ranks)
-        record = _make_record(task, folder, command, num_restarts=num_restarts)
-        return _work(task, Run(folder, clock, heartbeat), record, ranks=ranks)
+        make_record = functools.partial(
+            _make_record, task, command=command, num_restarts=num_restarts
+        )
+        return _work(task, begin, make_record, clock=clock, heartbeat=heartbeat, ranks=ranks)
 
 
 @contextlib.contextmanager
@@ -174,7 +175,8 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
     except RunError as absence:
         if error is None and ranks.rank == 0:
             num_restarts = distributed.num_restarts()
-            record = _make_record(task, task.make_folder(), command, num_restarts=num_restarts)
+            folder = task.make_folder()
+            record = _make_record(task, folder, command=command, num_restarts=num_restarts)
             record.end_badly(explain(absence, rank=0))
         raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
@@ -204,7 +206,7 @@ def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
     return answer
 
 
-def _make_record(task: Task, folder: Path, command: list[str], *, num_restarts: int) -> RunRecord:
+def _make_record(task: Task, folder: Path, *, command: list[str], num_restarts: int) -> RunRecord:
     from sdbench.record.store import RunFolder
     from sdbench.run.outcome import RunRecord
 
@@ -217,16 +219,29 @@ def _make_record(task: Task, folder: Path, command: list[str], *, num_restarts: 
     )
 
 
-def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
-    """Do the work, and write the record of whatever happens."""
+def _work(
+    task: Task,
+    begin: Callable[[], Path],
+    make_record: Callable[[Path], RunRecord],
+    *,
+    clock: StartupClock,
+    heartbeat: Heartbeat,
+    ranks: Ranks,
+) -> int:
+    """Begin the record, do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
     from sdbench.record.store import TIMEOUT
     from sdbench.run.outcome import Failure, explain, explain_among_ranks
+    from sdbench.run.task import Run
+
+    record: RunRecord | None = None
+    has_begun = False
 
     def end_badly(failure: Failure) -> int:
+        assert record is not None
         record.end_badly(failure)
         report_cause(failure.cause, failure.reason)
-        print(f"{failure.status}: {failure.reason}\nrecord: {run.folder}", file=sys.stderr)
+        print(f"{failure.status}: {failure.reason}\nrecord: {folder}", file=sys.stderr)
         return failure.exit_code
 
     def end_as_one_is_lost(lost: str) -> None:
@@ -234,30 +249,34 @@ def _work(task: Task, run: Run, record: RunRecord, *, ranks: Ranks) -> int:
         reason = f"{lost} (--dist_timeout)"
         os._exit(end_badly(Failure(TIMEOUT, reason, EXIT_FAILED, cause=TIMEOUT)))
 
-    has_begun = False
     try:
-        _on_first_rank(record.write_unfinished, ranks)
-        has_begun = True
-        run.heartbeat.watch(end_as_one_is_lost)
-        run.clock.ends(startup.PLAN)
-        fields = task.work(run)
-        run.heartbeat.end("ok")
+        with stop_signals_ask():  # or a stop would leave a folder without a record
+            folder = _on_first_rank(begin, ranks)
+            record = make_record(folder)
+            _on_first_rank(record.write_unfinished, ranks)
+            has_begun = True
+        heartbeat.watch(end_as_one_is_lost)
+        clock.ends(startup.PLAN)
+        fields = task.work(Run(folder, clock, heartbeat))
+        heartbeat.end("ok")
         ignore_terminations(STOP_SIGNALS)  # a signal no longer loses what has been measured
     except BaseException as error:  # also Ctrl-C: the record has to say why
-        if isinstance(error, ConfigError) and not has_begun:
+        if record is None or (isinstance(error, ConfigError) and not has_begun):
             raise  # there is no place for a record
+        ignore_terminations(STOP_SIGNALS)  # until the record is written
         if task.is_distributed:
-            failure = explain_among_ranks(error, heartbeat=run.heartbeat, rank=ranks.rank)
+            failure = explain_among_ranks(error, heartbeat=heartbeat, rank=ranks.rank)
         else:
             failure = explain(error)
         exit_code = end_badly(failure)
-        run.heartbeat.end(failure.status, failure.reason)
+        keep_exit_code(exit_code)
+        heartbeat.end(failure.status, failure.reason)
         if ranks.rank == 0:
-            _write_partial(task, run.folder, exit_code=exit_code)
+            _write_partial(task, folder, exit_code=exit_code)
         return exit_code
     if ranks.rank == 0:
         content = record.end_well(fields)
-        print(f"\n{task.conclude(content, run.folder)}\n\nrecord: {run.folder}")
+        print(f"\n{task.conclude(content, folder)}\n\nrecord: {folder}")
     distributed.disconnect()
     return EXIT_OK
 

@@ -11,6 +11,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 import benchmark
 from sdbench.measure.watch import StepWatch
 from sdbench.record.store import RunFolder, load_record
@@ -78,7 +80,10 @@ def test_a_rank_that_hangs_before_the_first_step_is_a_time_out_too(tmp_path, mon
     assert "rank 1 on node 1 has been silent" in record["reason"]
 
 
-def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_reason_of_the_rank_that_failed_is_what_the_record_and_all_ranks_say(
+    tmp_path, monkeypatch, failing
+):
     step_ends = StepWatch.step_ends
 
     def fail_after_two_steps(self, *, loss):
@@ -87,8 +92,9 @@ def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, m
             raise MemoryError("no room here")
 
     def run_on_unlike_nodes():
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == str(failing):
             monkeypatch.setattr(StepWatch, "step_ends", fail_after_two_steps)
+        if os.environ["RANK"] == "1":
             # This node does not share the disk of the record.
             monkeypatch.setattr(RunFolder, "claim_failure", lambda self: False)
         return run(tmp_path)
@@ -96,14 +102,19 @@ def test_the_reason_of_the_rank_that_failed_is_the_one_in_the_record(tmp_path, m
     with two_nodes(run_on_unlike_nodes, tmp_path) as ranks:
         assert exit_codes(ranks, timeout_s=START_WITHIN_S) == [1, 1]
     record = only_record(tmp_path)
-    assert (record["status"], record["reason"]) == ("oom", "rank 1: MemoryError: no room here")
+    reason = f"rank {failing}: MemoryError: no room here"
+    assert (record["status"], record["reason"]) == ("oom", reason)
+    for rank in range(2):
+        printed = log_of(tmp_path, rank).read_text()
+        assert printed.count(f"oom: {reason}\nrecord: ") == 1, printed
+        assert ("Traceback" in printed) == (rank == failing)
 
 
 def test_a_signal_to_one_rank_ends_all_of_them_behind_a_step(tmp_path):
     with two_nodes(functools.partial(run, tmp_path), tmp_path) as ranks:
         wait_for_step(log_of(tmp_path, 0))
         ranks[1].terminate()
-        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [1, 1]
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [130, 130]
     record = only_record(tmp_path)
     assert record["status"] == "interrupted"
     assert list(tmp_path.rglob("steps.csv"))

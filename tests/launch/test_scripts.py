@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,45 @@ def test_a_dockerfile_uses_what_it_asks_for_and_copies_what_is_there(dockerfile)
     assert {"PYTORCH_IMAGE", "MOSAICML_VERSION", "PYTORCH_INDEX_URL"} <= set(
         re.findall(r"^ARG (\w+)", text, flags=re.MULTILINE)
     )
+
+
+@pytest.fixture
+def signed_archive(tmp_path):
+    """A folder with what AWS's site has, signed by another key, and the fingerprint of that."""
+    if shutil.which("gpg") is None:
+        pytest.skip("gpg is not installed")
+    archive = tmp_path / "site" / "aws-efa-installer-1.0.0.tar.gz"
+    archive.parent.mkdir()
+    archive.write_bytes(b"an archive")
+    home = tempfile.mkdtemp(prefix="g")  # the path of a socket in it must be short
+
+    def gpg(*command):
+        done = run("gpg", "--homedir", home, "--batch", "--passphrase", "", *map(str, command))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    gpg("--quick-gen-key", "nobody@example.com", "ed25519")
+    gpg("--output", archive.parent / "aws-efa-installer.key", "--export")
+    gpg("--output", archive.with_name(archive.name + ".sig"), "--detach-sign", archive)
+    fingerprint = re.search("^fpr:+(.+):$", gpg("--with-colons", "--list-keys"), re.MULTILINE)
+    run("gpgconf", "--homedir", home, "--kill", "all")
+    shutil.rmtree(home)
+    return archive, fingerprint[1]
+
+
+@pytest.mark.parametrize("fault", [None, "another key", "another archive"])
+def test_only_the_installer_that_aws_has_signed_is_unpacked(tmp_path, signed_archive, fault):
+    archive, fingerprint = signed_archive
+    if fault == "another archive":
+        archive.write_bytes(b"another archive")
+    text = (ROOT / "multi-node/1.Dockerfile").read_text()
+    steps = text[text.index("mkdir -m 700 /tmp/efa") : text.index("&& tar -xzf")]
+    variables = f"EFA_INSTALLER_VERSION=1.0.0 EFA_KEY_FINGERPRINT={fingerprint}"
+    if fault == "another key":  # as the Dockerfile has it
+        variables = "EFA_INSTALLER_VERSION=1.0.0 " + re.search(r"EFA_KEY_FINGERPRINT=\w+", text)[0]
+    script = f"curl() {{ cp {archive.parent}/* .; }}; {variables}; {steps} && echo unpacks"
+    done = run("bash", "-c", script.replace("/tmp/efa", str(tmp_path / "efa")))
+    assert (done.stdout.endswith("unpacks\n"), done.returncode == 0) == (fault is None,) * 2
 
 
 def test_both_images_set_the_suite_up_in_the_same_way():

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.stop import obey_parent_alone
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
 from sdbench.data.pipeline.order import EpochOrder, Keys
@@ -124,6 +125,10 @@ def _check_folder_of_sockets() -> None:
         )
 
 
+def _start_worker(number: int) -> None:
+    obey_parent_alone()
+
+
 class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
@@ -156,6 +161,7 @@ class CheckedLoader(DataLoader):
             sampler=None if isinstance(dataset, IterableDataset) else order,
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
+            worker_init_fn=_start_worker,
             # Of its own: an epoch that begins would take a number from those of the noise.
             generator=torch.Generator().manual_seed(config.seed),
             **config.loader_options(),

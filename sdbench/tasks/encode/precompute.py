@@ -65,7 +65,7 @@ then train on it:  composer benchmark.py --remote latents --latents precomputed
 Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
 shards are kept in OUT.partial until all are there.
 
-exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
 
 

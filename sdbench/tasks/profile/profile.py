@@ -38,7 +38,7 @@ It prints three tables (by phase, by operator, by operator and shapes) and the f
 writes profile.json (figures, settings, versions), operators.csv (every operator) and stdout.log.
 With --compile the step is counted uncompiled, which may need more memory.
 
-exit codes: 0 ok, 1 the run failed, 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 the run failed, 2 bad input, 130 stopped
 """
 # Step times serve for comparison only: a rate with an interval is benchmark.py's.
 MEASURE_BATCHES = 3
