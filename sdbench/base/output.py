@@ -1,4 +1,4 @@
-"""Standard streams without secrets, whose errors never end a program."""
+"""Standard streams without secrets and control characters, whose errors never end a program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from sdbench.base.escape import without_controls
 from sdbench.base.secrets import redact
 
 
@@ -15,8 +16,9 @@ from sdbench.base.secrets import redact
 def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are removed from the output. Output that cannot be written is dropped: to a pipe without
-    a reader, a full disk, or a stream that was closed before the start (``>&-``).
+    Secrets are removed from the output, and so is what would act on a terminal: a record, a table
+    or a file name may hold it. Output that cannot be written is dropped: to a pipe without a
+    reader, a full disk, or a stream that was closed before the start (``>&-``).
     """
     _open_standard_descriptors()
     with open(os.devnull, "w") as null:
@@ -49,8 +51,13 @@ class _ProtectedStream:
 
     def write(self, text: str) -> int:
         with self._loss_ignored():
-            self._stream.write(redact(text))
+            self._stream.write(self._as_encodable(without_controls(redact(text))))
         return len(text)
+
+    def _as_encodable(self, text: str) -> str:
+        """The text with the number of each character that the stream cannot encode in its place."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def flush(self) -> None:
         with self._loss_ignored():
