@@ -1,4 +1,4 @@
-"""Standard streams without secrets and control characters, whose errors never end a program."""
+"""Standard streams without secrets, harmless to a terminal, whose errors never end a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdbench.base.secrets import redact
 def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are removed from the output, and so is what would act on a terminal: a record, a table
+    Secrets are removed from the output, and on a terminal what would act on it: a record, a table
     or a file name may hold it. Output that cannot be written is dropped: to a pipe without a
     reader, a full disk, or a stream that was closed before the start (``>&-``).
     """
@@ -50,8 +50,11 @@ class _ProtectedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        shown = redact(text)
+        if self._stream.isatty():
+            shown = without_controls(shown)
         with self._loss_ignored():
-            self._stream.write(self._as_encodable(without_controls(redact(text))))
+            self._stream.write(self._as_encodable(shown))
         return len(text)
 
     def _as_encodable(self, text: str) -> str:

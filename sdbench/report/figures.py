@@ -97,16 +97,13 @@ def _parse_cell(cell: str, column: str) -> Any:
         return cell or None
     value = _parse_any(cell)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not is_bounded(value):
-        raise ValueError(
-            f"{shorten(cell)} as {shorten(column)}, and a number is 0 or from {SMALLEST:g} to "
-            f"{LARGEST:g} in size,"
-        )
-    is_wrong = (column in RATE_COLUMNS and not (is_number and value > 0)) or (
-        column in COUNT_COLUMNS and not (isinstance(value, int) and is_number and value >= 0)
+    is_wrong = (
+        (is_number and not is_bounded(value))
+        or (column in RATE_COLUMNS and not (is_number and value > 0))
+        or (column in COUNT_COLUMNS and not (is_number and isinstance(value, int) and value >= 0))
     )
     if value is not None and is_wrong:
-        raise ValueError(f"{shorten(cell)!r} as {column}")
+        raise ValueError(f"{shorten(cell)!r} as {shorten(column)}")
     return value
 
 
@@ -169,7 +166,7 @@ def _no_table(path: Path, what: str) -> ConfigError:
         f"the table {what}",
         value=str(path),
         allowed="a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
-        "images_per_second, see results/quoted/",
+        f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}",
         flag="the path given",
     )
 
