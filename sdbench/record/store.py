@@ -199,9 +199,9 @@ def load_record(path: Path) -> dict[str, Any]:
             f"{file} is a record of kind {reprlib.repr(kind_of(record))}; "
             f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
         )
-    fault = next(_find_faults(record), None)
+    fault = next(make_validator(kind_of(record)).iter_errors(record), None)
     if fault is not None:
-        raise ValueError(f"{file}: {fault}")
+        raise ValueError(f"{file}: {describe_fault(fault)}")
     if kind_of(record) == BENCHMARK:
         record["config"] = {**CAME_LATER, **record["config"]}
     return record
@@ -229,12 +229,11 @@ def make_validator(kind: str) -> Any:
     )
 
 
-def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
-    """The faults of a record, each with its JSON path."""
-    for fault in make_validator(kind_of(record)).iter_errors(record):
-        # The message quotes the value, which may be a whole summary.
-        value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
-        yield shorten(f"{fault.json_path}: {fault.message.replace(value, shortened)}", length=300)
+def describe_fault(fault: Any) -> str:
+    """What a ``jsonschema.ValidationError`` says, with its JSON path, in short."""
+    # The message quotes the value, which may be a whole summary.
+    value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
+    return shorten(f"{fault.json_path}: {fault.message.replace(value, shortened)}", length=300)
 
 
 class OutputLog:
