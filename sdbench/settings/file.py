@@ -92,13 +92,18 @@ def read_values(
 def _load(path: str) -> Any:
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
         check_yaml(text)
         _check_references(text)
         content = OmegaConf.create(text)
-    except (OSError, ValueError, AssertionError, yaml.YAMLError) as error:
+    # OmegaConf asserts that a file holds a mapping or a list.
+    except (
+        *(OSError, ValueError, AssertionError, RecursionError),
+        *(OmegaConfBaseException, yaml.YAMLError),
+    ) as error:
         raise ConfigError(
             f"the config file cannot be read ({' '.join(str(error).split()) or 'it is one value'})",
             value=path,
