@@ -63,7 +63,7 @@ def test_the_seeds_table_and_ours_beside_it(run_of) -> None:
         ("2", "1", "60", "1.67", "83.3"),
         ("1", "1", "70", "1", "100"),
     ]
-    assert {row["pictures"] for row in rows[3:]} == {"4"}
+    assert {row["pictures seen"] for row in rows[3:]} == {"4"}
     assert rows[3]["images/s while it trains"] == "1"  # the median of 0.5, 1 and 1
     # Two of the three series are lines.
     svg = draw(series).svg
