@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import functools
 
+from sdbench.base.escape import without_controls
+
+# Of a longer value the beginning and the end are shown.
+MAX_SHOWN = 400
+
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -25,7 +30,11 @@ class ConfigError(ValueError):
             allowed: What would have been accepted, with the nearest valid values where known.
             flag: The flag or flags that change it, e.g. ``--batch_size``.
         """
-        super().__init__(f"{what}: got {value!r}; allowed: {allowed}; change it with {flag}.")
+        shown = repr(value)
+        if len(shown) > MAX_SHOWN:
+            shown = f"{shown[: MAX_SHOWN // 2]} ... {shown[-MAX_SHOWN // 2 :]}"
+        message = f"{what}: got {shown}; allowed: {allowed}; change it with {flag}."
+        super().__init__(without_controls(message))
         self.what = what
         self.value = value
         self.allowed = allowed
@@ -51,5 +60,5 @@ class RunError(RuntimeError):
     exit_code = EXIT_FAILED
 
     def __init__(self, reason: str, *, status: str = "failed") -> None:
-        super().__init__(reason)
+        super().__init__(without_controls(reason))
         self.status = status

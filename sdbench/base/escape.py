@@ -6,6 +6,7 @@ formula. HTML is escaped by its template.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 # What Excel, LibreOffice and Google Sheets take for the beginning of a formula (OWASP, "CSV
@@ -22,6 +23,12 @@ MARKDOWN_MARKS = {
     "~": "\\~",
     "$": "\\$",  # formulas, on GitHub
 }
+# ECMA-48: colours, moves of the cursor, the title of the window; then what is left of C0 and C1,
+# the marks that change the direction of writing, and halves of characters.
+CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+CONTROL = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 HTML_MARKS = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
@@ -41,6 +48,11 @@ def for_terminal(value: Any) -> str:
     """A value as one line of printable text, without control characters."""
     text = " ".join(str(value).split())
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def without_controls(text: str) -> str:
+    """Lines of text as they are, but without what would act on a terminal."""
+    return CONTROL.sub("?", CONTROL_SEQUENCE.sub("", text))
 
 
 def for_plot(value: Any) -> str:

@@ -29,6 +29,8 @@ def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = Non
     Raises:
         OSError: The file cannot be written.
     """
+    if not path.name:  # `/`, or the working folder
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     data = redact_environment(content).encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Standard streams without secrets, whose errors never end a program."""
+"""Standard streams without secrets, harmless to a terminal, whose errors never end a program."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from sdbench.base.escape import without_controls
 from sdbench.base.secrets import redact
 
 
@@ -16,8 +17,9 @@ from sdbench.base.secrets import redact
 def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are removed from the output. Output that cannot be written is dropped: to a pipe without
-    a reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
+    Secrets are removed from the output, and on a terminal what would act on it: a record, a table
+    or a file name may hold it. Output that cannot be written is dropped: to a pipe without a
+    reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
     the stream's encoding lacks comes out as its number.
     """
     _open_standard_descriptors()
@@ -52,8 +54,11 @@ class _ProtectedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        shown = redact(text)
+        if self._stream.isatty():
+            shown = without_controls(shown)
         with self._loss_ignored():
-            self._stream.write(redact(text))
+            self._stream.write(shown)
         return len(text)
 
     def flush(self) -> None:

@@ -26,7 +26,7 @@ from sdbench.launch.child import (
 )
 from sdbench.record.store import OK
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.settings.kinds import POSITIVE
+from sdbench.settings.kinds import REPEATS
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
@@ -46,7 +46,7 @@ kept.
 class RepeatFlags(ChildFlags):
     """Flags of repeat."""
 
-    times: int = setting(POSITIVE, REQUIRED, "how many runs", is_positional=True, spelling="N")
+    times: int = setting(REPEATS, REQUIRED, "how many runs", is_positional=True, spelling="N")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

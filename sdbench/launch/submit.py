@@ -23,7 +23,7 @@ from sdbench.launch.child import new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
 from sdbench.report.terminal import format_rates
-from sdbench.settings.kinds import PATH, POSITIVE, TEXT, list_of, one_of
+from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
@@ -66,7 +66,7 @@ class SubmitFlags:
     """Flags of submit."""
 
     nodes: tuple[int, ...] = setting(list_of(POSITIVE), (), "numbers of nodes, e.g. 1,2,4")
-    repeats: int = setting(POSITIVE, 3, "jobs of each")
+    repeats: int = setting(REPEATS, 3, "jobs of each")
     scaling: str = setting(
         one_of("strong", "weak"),
         "strong",

@@ -165,9 +165,13 @@ def _describe(
         f"{len(sweep.cells)} cells x {sweep.repeats} in {folder}: {len(runs) - len(pending)} of "
         f"{len(runs)} runs are done"
     ]
+    to_run = {run.folder for run in pending}
+    statuses: dict[str, list[str]] = {cell.key: [] for cell in sweep.cells}
+    for run in runs:
+        if run.folder not in to_run:
+            statuses[run.cell.key].append(run.outcome()["status"])
     for cell in sweep.cells:
-        done = [run for run in runs if run.cell is cell and run not in pending]
-        state = ", ".join(run.outcome()["status"] for run in done) or "to run"
+        state = ", ".join(statuses[cell.key]) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
     if pending:
         ended = [outcome for run in runs if (outcome := run.outcome()) is not None]

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
 from sdbench.launch.child import find_program
 from sdbench.settings.config import SETTINGS
-from sdbench.settings.kinds import POSITIVE, SECONDS
+from sdbench.settings.kinds import REPEATS, SECONDS
 from sdbench.settings.request import raise_unknown
 
 DEFAULT_LAUNCHER = "composer"
@@ -36,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
     "list": [],
 }
 NUM_KEY_DIGITS = 12
+# A year of runs of 5 minutes; a grid grows beyond it by one key too many.
+MAX_RUNS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +86,18 @@ def read_sweep_file(path: Path) -> SweepFile:
     """Read and check a sweep file.
 
     Raises:
-        ConfigError: It cannot be read, or asks for something that benchmark.py does not have.
+        ConfigError: It cannot be read, or asks for something that benchmark.py does not have, or
+            for more than `MAX_RUNS` runs.
     """
     content = {**DEFAULTS, **_load(path)}
     for key in content:
         if key not in DEFAULTS:
             raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
-    for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", POSITIVE)):
+    for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", REPEATS)):
         if content[key] is None and DEFAULTS[key] is None:
             continue
         try:
-            kind.parse(content[key])
+            content[key] = kind.parse(content[key])
         except (TypeError, ValueError):
             raise _wrong(path, key, content[key], kind.allowed) from None
     if not Path(str(content["script"])).is_file():
@@ -110,27 +114,22 @@ def read_sweep_file(path: Path) -> SweepFile:
         if all(name in cell and cell[name] == settings[0][name] for cell in settings)
     }
     launched_by = [content["launcher"], content["script"]]
-    cells = []
-    for cell in settings:
-        text = json.dumps([launched_by, cell], sort_keys=True)
-        cells.append(
-            Cell(
-                settings=cell,
-                varied={name: value for name, value in cell.items() if name not in shared},
-                key=hashlib.sha256(text.encode()).hexdigest()[:NUM_KEY_DIGITS],
-                command=(*start, *to_flags(cell)),
-            )
+    cells: dict[str, Cell] = {}
+    for of_cell in settings:
+        text = json.dumps([launched_by, of_cell], sort_keys=True)
+        cell = Cell(
+            settings=of_cell,
+            varied={name: value for name, value in of_cell.items() if name not in shared},
+            key=hashlib.sha256(text.encode()).hexdigest()[:NUM_KEY_DIGITS],
+            command=(*start, *to_flags(of_cell)),
         )
-    keys = [cell.key for cell in cells]
-    for cell in cells:
-        if keys.count(cell.key) > 1:
+        if cells.setdefault(cell.key, cell) is not cell:
             raise _wrong(path, "grid, list", dict(cell.varied), "each cell once")
-    budget_s = content["budget_s"]
     return SweepFile(
-        cells=tuple(cells),
+        cells=tuple(cells.values()),
         repeats=content["repeats"],
-        timeout_s=float(content["timeout_s"]),
-        budget_s=None if budget_s is None else float(budget_s),
+        timeout_s=content["timeout_s"],
+        budget_s=content["budget_s"],
     )
 
 
@@ -162,22 +161,35 @@ def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise _wrong(path, "grid", grid, "settings, each with a list of values")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise _wrong(path, "list", cells, "a list of settings and their values")
-    varied = []
-    if grid:
-        products = itertools.product(*grid.values())
-        varied = [dict(zip(grid, values, strict=True)) for values in products]
-    return [
-        {name: _check(path, name, value) for name, value in {**base, **cell}.items()}
-        for cell in [*varied, *cells]
-    ]
+    for name, values in grid.items():  # before it is multiplied out
+        _check_name(path, name, values)
+    num_cells = len(cells) + (math.prod(map(len, grid.values())) if grid else 0)
+    if num_cells * content["repeats"] > MAX_RUNS:
+        raise _wrong(
+            path,
+            "grid, list, repeats",
+            f"{num_cells} cells x {content['repeats']}",
+            f"at most {MAX_RUNS:,} runs",
+        )
+    base = _check(path, base)
+    grid = {name: [_check(path, {name: one})[name] for one in grid[name]] for name in grid}
+    products = itertools.product(*grid.values()) if grid else ()
+    varied = [dict(zip(grid, values, strict=True)) for values in products]
+    return [{**base, **cell} for cell in [*varied, *(_check(path, cell) for cell in cells)]]
 
 
-def _check(path: Path, name: str, value: Any) -> Any:
+def _check(path: Path, given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Settings as benchmark.py takes them."""
+    for name, value in given.items():
+        _check_name(path, name, value)
+    return {name: SETTINGS[name].parse(value) for name, value in given.items()}
+
+
+def _check_name(path: Path, name: Any, value: Any) -> None:
     if name not in SETTINGS:
         raise_unknown(str(name), known=list(SETTINGS), where=f"setting in {path}")
     if name == "results_dir":
         raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
-    return SETTINGS[name].parse(value)
 
 
 def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:

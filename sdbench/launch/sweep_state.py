@@ -7,13 +7,15 @@ piece. A run without this file is made again; all others stay as they are.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
+from sdbench.base.outside import read_json
 from sdbench.launch.child import Outcome
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
@@ -21,6 +23,13 @@ from sdbench.record.store import OK, RECORD_NAME, load_record
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
+# Those that are read again, with their types.
+FACTS_OF_OUTCOME = {
+    "status": str,
+    "reason": str | None,
+    "duration_s": int | float,
+    "run": str | None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +41,15 @@ class Run:
     folder: Path
 
     def outcome(self) -> dict[str, Any] | None:
-        """The content of cell.json; None if it has not ended, or if its record is gone."""
+        """The content of cell.json; None if it has not ended, or if its record is gone.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
         path = self.folder / STATE_NAME
         if not path.is_file():
             return None
-        outcome = json.loads(path.read_text(encoding="utf-8"))
+        outcome = _read_state(path, facts=FACTS_OF_OUTCOME, without="the run is made again")
         has_record = outcome["run"] is not None
         is_whole = not has_record or (self.folder / outcome["run"] / RECORD_NAME).is_file()
         return outcome if is_whole else None
@@ -113,7 +126,7 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
     if not path.is_file():
         write_json(path, here)
         return
-    began = json.loads(path.read_text(encoding="utf-8"))
+    began = _read_state(path, facts={}, without="the sweep goes on unchecked")
     changes = [
         f"{name} {began.get(name)} -> {here.get(name)}"
         for name in sorted({*began, *here})
@@ -126,3 +139,33 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
             allowed="the same ones, another folder, or --allow_mixed",
             flag="--folder or --allow_mixed",
         )
+
+
+def _read_state(
+    path: Path, *, facts: Mapping[str, type | types.UnionType], without: str
+) -> dict[str, Any]:
+    """Read a file of the sweep's own.
+
+    Args:
+        path: The file.
+        facts: What it has to hold, by name.
+        without: What happens if the file is removed.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        for name, kind in facts.items():
+            if not isinstance(content.get(name, ...), kind):
+                raise ValueError(f"{name} is {content.get(name, 'missing')!r}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a file of the sweep cannot be read ({error})",
+            value=str(path),
+            allowed=f"the file as it was written; without it {without}",
+            flag="--folder",
+        ) from None
+    return content

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.errors import ConfigError
+from sdbench.base.outside import parse_json, read_text
+from sdbench.record.store import SCHEMA_FILE, describe_fault
+
+SCHEMA = SCHEMA_FILE.with_name("history.schema.json")
+MAX_BYTES = 64 * 2**20  # an event takes 200 bytes
 HISTORY_NAME = "history.jsonl"
 # A line for each batch whose loss was not finite.
 BAD_BATCHES_NAME = "bad_batches.jsonl"
@@ -15,17 +22,40 @@ TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "dat
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run in order; a last line that a kill has cut off is left out."""
+    """The events of a run in order; a last line that a kill has cut off is left out.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is no event.
+    """
     path = folder / HISTORY_NAME
     if not path.exists():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    try:
+        for number, line in enumerate(read_text(path, max_bytes=MAX_BYTES).splitlines(), start=1):
+            try:
+                event = parse_json(line)
+            except json.JSONDecodeError:
+                continue
+            fault = next(_make_validator().iter_errors(event), None)
+            if fault is not None:
+                raise ValueError(f"line {number}: {describe_fault(fault)}")
+            events.append(event)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the events of the run cannot be read ({error})",
+            value=str(path),
+            allowed="the file as the run wrote it",
+            flag="the folder of the run",
+        ) from None
     return events
+
+
+@functools.cache
+def _make_validator() -> Any:
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

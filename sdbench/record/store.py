@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import without_controls
 from sdbench.base.files import replace_file, write_json
+from sdbench.base.outside import read_json, shorten
 from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
@@ -176,25 +178,30 @@ def load_record(path: Path) -> dict[str, Any]:
         path: record.json, or the run folder that holds it.
 
     Raises:
-        ValueError: It has another schema version, an unknown kind, or does not satisfy its schema.
+        OSError: The file cannot be read.
+        ValueError: It is no JSON within bounds (`sdbench.base.outside`), has another schema version
+            or an unknown kind, or does not satisfy its schema.
     """
     file = path / RECORD_NAME if path.is_dir() else path
-    record = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        record = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{file} holds no JSON object")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
-            f"{file} has schema_version {record.get('schema_version')!r}; "
+            f"{file} has schema_version {reprlib.repr(record.get('schema_version'))}; "
             f"this version of the suite reads {SCHEMA_VERSION}"
         )
     if kind_of(record) not in list(SCHEMA_FILES):  # a list cannot be looked up in a dictionary
         raise ValueError(
-            f"{file} is a record of kind {kind_of(record)!r}; "
+            f"{file} is a record of kind {reprlib.repr(kind_of(record))}; "
             f"this version of the suite reads {', '.join(SCHEMA_FILES)}"
         )
-    fault = next(_find_faults(record), None)
+    fault = next(make_validator(kind_of(record)).iter_errors(record), None)
     if fault is not None:
-        raise ValueError(f"{file}: {fault}")
+        raise ValueError(f"{file}: {describe_fault(fault)}")
     if kind_of(record) == BENCHMARK:
         record["config"] = {**CAME_LATER, **record["config"]}
     return record
@@ -222,26 +229,11 @@ def make_validator(kind: str) -> Any:
     )
 
 
-def _find_faults(record: Mapping[str, Any]) -> Iterator[str]:
-    """The faults of a record, each with its JSON path."""
-    for path, value in _find_non_finite(record, "$"):
-        yield f"{path}: {value} is no finite number"
-    for fault in make_validator(kind_of(record)).iter_errors(record):
-        # The message quotes the value, which may be a whole summary.
-        value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
-        yield f"{fault.json_path}: {fault.message.replace(value, shortened)}"
-
-
-def _find_non_finite(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Numbers that JSON cannot hold: NaN, infinity, and integers beyond a double."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _find_non_finite(part, f"{path}.{name}")
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _find_non_finite(part, f"{path}[{index}]")
-    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-        yield path, value
+def describe_fault(fault: Any) -> str:
+    """What a ``jsonschema.ValidationError`` says, with its JSON path, in short."""
+    # The message quotes the value, which may be a whole summary.
+    value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
+    return shorten(f"{fault.json_path}: {fault.message.replace(value, shortened)}", length=300)
 
 
 class OutputLog:
@@ -282,7 +274,7 @@ class OutputLog:
         """Log a piece of output, unless it is of a progress bar, which overwrites its line."""
         if self._file is not None and not text.startswith("\r"):
             with self._loss_told():
-                self._file.write(redact(text))
+                self._file.write(without_controls(redact(text)))
 
     @contextlib.contextmanager
     def _loss_told(self) -> Iterator[None]:

@@ -11,7 +11,9 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.report.compare_match import GUARDED, Match, match
 from sdbench.report.compare_output import FORMATS, describe_settings
 from sdbench.report.compare_sides import (
+    UNREADABLE,
     NothingToCompareError,
+    Row,
     Side,
     check_distinct,
     load_rows,
@@ -110,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: For sides that cannot be compared.
     """
     arguments = _parse(argv)
+    loaded = [load_rows(path) for path in arguments.sides]
     try:
-        found = _match_sides(arguments)
+        found = _match_sides(arguments, loaded)
     except NothingToCompareError as error:
         if arguments.fail_if_slower is None:
             raise
@@ -124,6 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.fail_if_slower is None:
         return 0
     failures = find_failures(found, threshold=arguments.fail_if_slower)
+    failures += [
+        f"not judged: {number} x {UNREADABLE} in {path}"
+        for path, rows in zip(arguments.sides, loaded, strict=True)
+        if (number := sum(row.get("status") == UNREADABLE for row in rows))
+    ]
     for failure in failures:
         print(f"--fail_if_slower: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -167,8 +175,8 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     return failures
 
 
-def _match_sides(arguments: CompareFlags) -> Match:
-    baseline, candidate = _make_sides(arguments)
+def _match_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> Match:
+    baseline, candidate = _make_sides(arguments, loaded)
     check_distinct(baseline, candidate)
     return match(
         baseline,
@@ -178,9 +186,9 @@ def _match_sides(arguments: CompareFlags) -> Match:
     )
 
 
-def _make_sides(arguments: CompareFlags) -> tuple[Side, Side]:
+def _make_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> tuple[Side, Side]:
     conditions = parse_conditions(arguments.where, flag="--where")
-    loaded = [select_rows(load_rows(path), conditions, flag="--where") for path in arguments.sides]
+    loaded = [select_rows(rows, conditions, flag="--where") for rows in loaded]
     if len(loaded) == 2:
         for name in ("baseline", "candidate"):
             if (value := getattr(arguments, name)) is not None:

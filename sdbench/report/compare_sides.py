@@ -13,11 +13,12 @@ from sdbench.record.configuration import IN_COLUMNS, settings_of
 from sdbench.record.row import make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of
 from sdbench.report.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
-from sdbench.report.runs import read_record
+from sdbench.report.runs import read_record, use_each
 
 Row = dict[str, Any]
 
 VERSION_PREFIX = "version of "
+UNREADABLE = "record that cannot be read"
 
 
 class NothingToCompareError(ConfigError):
@@ -50,10 +51,11 @@ def load_rows(path: Path) -> list[Row]:
         path: A CSV file or a folder.
 
     Returns:
-        The rows; a further copy of a run has the status `COPY`.
+        The rows; a further copy of a run has the status `COPY`. A record that cannot be read is
+        named on stderr, and has a row with the status `UNREADABLE`.
 
     Raises:
-        ConfigError: If it is neither, if a record cannot be read, or if two runs have one id.
+        ConfigError: If it is neither, or if two runs have one id.
     """
     if not path.is_dir():
         return mark_copies(read_figures(path, required=("images_per_second",)))
@@ -65,7 +67,8 @@ def load_rows(path: Path) -> list[Row]:
             allowed=f"a folder with a {RECORD_NAME} in it or below, or a table in CSV",
             flag="the path given",
         )
-    return mark_copies(map(_load_run, files))
+    rows, left_out = use_each(files, _load_run)
+    return [*mark_copies(rows), *({"status": UNREADABLE} for _ in left_out)]
 
 
 def make_side(name: str, rows: Iterable[Row]) -> Side:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import difflib
 import functools
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
+from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, shorten
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
 TEXT_COLUMNS = frozenset(
@@ -27,9 +27,13 @@ TEXT_COLUMNS = frozenset(
         "reason",
     )
 )
-# Rates must be positive and counts not negative; cells may be empty.
-RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high")
-COUNT_COLUMNS = ("num_gpus", "image_size", "global_batch", "images_per_step")
+# The seconds of a whole run.
+TIME = "run_time_s"
+# Rates and times must be positive, and counts whole and not negative; cells may be empty.
+RATE_COLUMNS = ("images_per_second", "images_per_second_low", "images_per_second_high", TIME)
+COUNT_COLUMNS = (
+    *("num_gpus", "image_size", "global_batch", "images_per_step", "num_runs", "num_images"),
+)
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 MEASURED = "measured"
@@ -47,7 +51,7 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
 
     Returns:
         The rows in order, each with every column of the header as a key; an empty cell is None,
-        numbers are int or float, ``true`` and ``false`` are bool.
+        numbers are int or float within bounds, ``true`` and ``false`` are bool.
 
     Raises:
         ConfigError: If the file cannot be read or is no such table.
@@ -65,7 +69,8 @@ def _check_header(header: list[str], *, path: Path, required: Sequence[str]) -> 
     if not header:
         raise _no_table(path, "is empty")
     if len(set(header)) < len(header) or not all(header):
-        raise _no_table(path, f"has a header with empty or repeated names: {','.join(header)!r}")
+        names = shorten(",".join(header))
+        raise _no_table(path, f"has a header with empty or repeated names: {names!r}")
     missing = [column for column in required if column not in header]
     if missing:
         raise _no_table(path, f"lacks the column {', '.join(missing)}")
@@ -91,11 +96,14 @@ def _parse_cell(cell: str, column: str) -> Any:
     if column in TEXT_COLUMNS:
         return cell or None
     value = _parse_any(cell)
-    if value is None or column not in (*RATE_COLUMNS, *COUNT_COLUMNS):
-        return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 0 <= value < math.inf) or (value == 0 and column in RATE_COLUMNS):
-        raise ValueError(f"{cell!r} as {column}")
+    is_wrong = (
+        (is_number and not is_bounded(value))
+        or (column in RATE_COLUMNS and not (is_number and value > 0))
+        or (column in COUNT_COLUMNS and not (is_number and isinstance(value, int) and value >= 0))
+    )
+    if value is not None and is_wrong:
+        raise ValueError(f"{shorten(cell)!r} as {shorten(column)}")
     return value
 
 
@@ -158,7 +166,7 @@ def _no_table(path: Path, what: str) -> ConfigError:
         f"the table {what}",
         value=str(path),
         allowed="a CSV file with a header such as source,gpu,num_gpus,image_size,latents,"
-        "images_per_second, see results/quoted/",
+        f"images_per_second, see results/quoted/, and numbers of {SMALLEST:g} to {LARGEST:g}",
         flag="the path given",
     )
 

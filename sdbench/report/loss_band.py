@@ -106,7 +106,7 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
         with path.open(newline="", encoding="utf-8") as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file)]
         found = f"{len(losses)} steps"
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         losses, found = [], f"losses that cannot be read ({error})"
     if len(losses) < NUM_STEPS:
         raise ConfigError(

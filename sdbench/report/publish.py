@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.loss_band import read_run
 from sdbench.report.report import NUMERICS, RUNS, ReportFlags, rebuild
-from sdbench.report.runs import read_record
+from sdbench.report.runs import read_record, use_each
 from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Run folders.
 
     Returns:
-        The exit code.
+        The exit code: 1 if one of several runs, or a file in the results folder, is left out.
 
     Raises:
-        ConfigError: For a folder that is no finished run, or that is published already.
+        ConfigError: If no run is left: none is finished and not yet published.
     """
     flags = parse(
         PublishFlags,
@@ -71,10 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     kind = NUMERICS if flags.numerics else RUNS
-    for run in flags.runs:
-        print(f"published {publish(run, results=flags.results, kind=kind)}")
-    print(rebuild(flags.results))
-    return 0
+    if len(flags.runs) == 1:
+        published, refused = [publish(flags.runs[0], results=flags.results, kind=kind)], []
+    else:
+        published, refused = use_each(
+            flags.runs, lambda run: publish(run, results=flags.results, kind=kind)
+        )
+    for folder in published:
+        print(f"published {folder}")
+    made, left_out = rebuild(flags.results)
+    print(made)
+    return EXIT_FAILED if refused or left_out else EXIT_OK
 
 
 def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
@@ -114,7 +121,20 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         )
     tables = [STEPS_NAME] if kind_of(record) == BENCHMARK else []
     copied = [run / name for name in (RECORD_NAME, LOG_NAME, *tables)]
-    if found := [f"{path.name}, {fault}" for path in copied for fault in secrets_in(path)]:
+    try:
+        found = [f"{path.name}, {fault}" for path in copied for fault in secrets_in(path)]
+        texts = [
+            _without_paths((run / name).read_text(encoding="utf-8"), record["config"])
+            for name in (RECORD_NAME, LOG_NAME)
+        ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a file of the run cannot be read ({error})",
+            value=str(run),
+            allowed=f"a run with {', '.join(path.name for path in copied)}",
+            flag="RUN",
+        ) from None
+    if found:
         raise ConfigError(
             f"this run holds what looks like a secret ({'; '.join(found)})",
             value=str(run),
@@ -128,12 +148,8 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
         whole.mkdir()
         for name in tables:
             shutil.copy(run / name, whole / name)
-        record_text, log = (
-            _without_paths((run / name).read_text(encoding="utf-8"), record["config"])
-            for name in (RECORD_NAME, LOG_NAME)
-        )
-        write_json(whole / RECORD_NAME, json.loads(record_text))
-        replace_file(whole / LOG_NAME, redact(log))
+        write_json(whole / RECORD_NAME, json.loads(texts[0]))
+        replace_file(whole / LOG_NAME, redact(texts[1]))
         whole.rename(target)
     return target
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.report.figures import read_figures
+from sdbench.report.figures import TIME, read_figures
+from sdbench.report.runs import use_each
 from sdbench.report.tables import Cell, Table, make_cell, make_table
-from sdbench.report.training_times import TIME
 
 # The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
@@ -30,23 +30,22 @@ SEED_CONDITIONS = {
 SETTINGS = ("micro_batch", "num_workers", "ema")
 
 
-def load_figures(folder: Path, *, kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Read every table of a folder.
+def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
+    """Read every table of a folder; one that cannot be read is named and left out.
 
     Args:
         folder: Folder of CSV files, which need not exist.
         kind: Kind of the rows that have none.
 
     Returns:
-        Rows by the name of their file.
-
-    Raises:
-        ConfigError: If a file is no table of figures.
+        Rows by the name of their file, and the files that are left out.
     """
-    return {
-        path.stem: [{**row, "kind": row.get("kind") or kind} for row in read_figures(path)]
-        for path in sorted(folder.glob("*.csv"))
-    }
+
+    def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
+        return path.stem, [{**row, "kind": row.get("kind") or kind} for row in read_figures(path)]
+
+    tables, left_out = use_each(sorted(folder.glob("*.csv")), read)
+    return dict(tables), left_out
 
 
 def make_seed_table(
@@ -63,12 +62,15 @@ def make_seed_table(
     """
     if SEED_TABLE not in quoted:
         return None
-    printed_ratios = {_settings(row): row["printed_ratio"] for row in quoted.get(SEED_RATIOS, ())}
+    printed_ratios = {
+        _settings(row): row.get("printed_ratio") for row in quoted.get(SEED_RATIOS, ())
+    }
     rates: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in quoted[SEED_TABLE]:
-        rates.setdefault(_settings(row), {})[row["gpu"]] = row["images_per_second"]
-    gpus = list(dict.fromkeys(row["gpu"] for row in quoted[SEED_TABLE]))
-    if len(gpus) != 2 or any(len(rate) != 2 for rate in rates.values()):
+        rates.setdefault(_settings(row), {})[row.get("gpu")] = row.get("images_per_second")
+    gpus = list(dict.fromkeys(row.get("gpu") for row in quoted[SEED_TABLE]))
+    is_whole = all(len(rate) == 2 and None not in rate.values() for rate in rates.values())
+    if len(gpus) != 2 or not is_whole:
         raise ConfigError(
             f"quoted/{SEED_TABLE}.csv is no table of two GPUs",
             value=gpus,
@@ -87,7 +89,9 @@ def make_seed_table(
                 f"8 x {p4de}, images/s": make_cell(rate[p4de], num_digits=6),
                 f"8 x {p5}, images/s": make_cell(rate[p5], num_digits=6),
                 "ratio": Cell(f"{ratio:.2f}x", ratio),
-                "ratio printed there": printed and Cell(f"{printed:.2f}x", printed),
+                "ratio printed there": Cell(f"{printed:.2f}x", printed)
+                if isinstance(printed, int | float)
+                else printed,
                 "tested": "n=1, not tested",
                 **{
                     f"measured: 8 x {name}, images/s": by_settings.get(settings)
@@ -110,7 +114,7 @@ def make_other_tables(quoted: dict[str, list[dict[str, Any]]]) -> list[Table]:
 
 
 def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in SETTINGS)
+    return tuple(row.get(name) for name in SETTINGS)
 
 
 def _measured_under_seed_conditions(

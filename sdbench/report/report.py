@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import BENCHMARK, OK, TRAIN, kind_of
@@ -30,7 +30,7 @@ from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
 from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
-from sdbench.report.runs import read_record
+from sdbench.report.runs import read_record, use_each
 from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
 from sdbench.report.throughput_table import make_tables
 from sdbench.settings.kinds import PATH
@@ -63,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the process.
 
     Returns:
-        The exit code.
+        The exit code: 1 if a record or a table cannot be read, and is left out.
 
     Raises:
-        ConfigError: For a folder without a README.md that has places for tables, and for a record
-            or a table that cannot be read.
+        ConfigError: For a folder without a README.md that has places for tables.
     """
     flags = parse(
         ReportFlags,
@@ -76,30 +75,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make tables, plots and a page from records and from other people's figures.",
         epilog=EPILOG,
     ).config
-    print(rebuild(flags.results))
-    return 0
+    made, left_out = rebuild(flags.results)
+    print(made)
+    return EXIT_FAILED if left_out else EXIT_OK
 
 
-def rebuild(results: Path) -> str:
+def rebuild(results: Path) -> tuple[str, list[Path]]:
     """Make the tables, plots and pages of a results folder.
+
+    A record or a table that cannot be read is named on stderr and left out.
 
     Args:
         results: The folder. It has README.md and may have runs/, quoted/, modelled/, numerics/,
             pages/ and ladder.md.
 
     Returns:
-        What was made, and which plots have no data, in words.
+        What was made, and which plots have no data, in words; and the files that are left out.
 
     Raises:
-        ConfigError: If a file cannot be read or used. Nothing is written then.
+        ConfigError: If a text with places for tables cannot be used. Nothing is written then.
     """
-    records = [_load_record(path) for path in sorted(results.glob(f"{RUNS}/*/record.json"))]
+    files = sorted(results.glob(f"{RUNS}/*/record.json"))
+    records, left_out = use_each(files, _load_record)
     trained = [record for record in records if kind_of(record) == BENCHMARK]
     whole_runs = [record for record in records if kind_of(record) == TRAIN]
     loaded = [record for record in records if kind_of(record) not in (BENCHMARK, TRAIN)]
     ended_well = [record for record in trained if record["status"] == OK]
-    quoted = load_figures(results / "quoted", kind="quoted")
-    modelled = load_figures(results / "modelled", kind="modelled")
+    quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
+    modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
+    losses, bad_losses = load_losses(results)
     figures = [
         row
         for rows in (*quoted.values(), *modelled.values())
@@ -107,7 +111,8 @@ def rebuild(results: Path) -> str:
         if row.get("images_per_second") is not None
     ]
 
-    plots = _draw_plots(ended_well, figures, results / RUNS)
+    plots, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
+    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_steps]
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
     time_table = training_times.make_time_table(times)
     with plain_style():
@@ -115,7 +120,7 @@ def rebuild(results: Path) -> str:
     seed_table = make_seed_table(quoted, map(make_row, ended_well))
     tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
     data_table = feed_table.make_data_table(loaded)
-    ladder = _make_ladder(ended_well, load_losses(results))
+    ladder = _make_ladder(ended_well, losses)
     sections = _make_sections(tables, data_table, time_table, ladder, make_other_tables(quoted))
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
@@ -151,22 +156,27 @@ def rebuild(results: Path) -> str:
         f"from {len(records)} runs and {len(figures)} figures of others"
     )
     missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
-    return summary + (f"\nnot drawn, for want of data: {', '.join(missing)}" if missing else "")
+    if missing:
+        summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
+    if left_out:
+        summary += f"\nleft out, as they cannot be read: {len(left_out)} files"
+    return summary, left_out
 
 
 def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> list[Plot]:
-    """Every plot that has data."""
+) -> tuple[list[Plot], list[Path]]:
+    """Every plot that has data, and the tables of steps that cannot be read."""
     rows = [*map(make_row, ended_well), *figures]
     with plain_style():
+        step_times, left_out = run_plots.draw_step_times(ended_well, runs)
         drawn = (
             throughput_plots.draw_micro_batch(rows),
             *throughput_plots.draw_scaling(rows),
             run_plots.draw_breakdown(ended_well),
-            run_plots.draw_step_times(ended_well, runs),
+            step_times,
         )
-    return [plot for plot in drawn if plot is not None]
+    return [plot for plot in drawn if plot is not None], left_out
 
 
 def _make_ladder(
@@ -183,19 +193,20 @@ def _make_ladder(
     }
 
 
-def load_losses(results: Path) -> list[loss_band.LossRun]:
-    """Load the runs whose losses are compared.
+def load_losses(results: Path) -> tuple[list[loss_band.LossRun], list[Path]]:
+    """Load the runs whose losses are compared; one that cannot be read is named and left out.
 
     Args:
         results: The results folder.
 
-    Raises:
-        ConfigError: If a record, or the losses of a run, cannot be read.
+    Returns:
+        The runs, and the files that are left out.
     """
-    return [
-        loss_band.read_run(_load_record(path), path.parent)
-        for path in sorted(results.glob(f"{NUMERICS}/*/record.json"))
-    ]
+
+    def read(path: Path) -> loss_band.LossRun:
+        return loss_band.read_run(_load_record(path), path.parent)
+
+    return use_each(sorted(results.glob(f"{NUMERICS}/*/record.json")), read)
 
 
 def _load_record(path: Path) -> dict[str, Any]:

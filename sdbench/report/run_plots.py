@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdbench.base.errors import ConfigError
+from sdbench.base.outside import is_bounded
 from sdbench.record.configuration import place_of_encoders
 from sdbench.record.devices import count_devices
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.runs import group_runs
+from sdbench.report.runs import group_runs, use_each
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +80,9 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     return render(figure, name=BREAKDOWN, title="Where the time of a step goes")
 
 
-def draw_step_times(records: Sequence[dict[str, Any]], runs: Path) -> Plot | None:
+def draw_step_times(
+    records: Sequence[dict[str, Any]], runs: Path
+) -> tuple[Plot | None, list[Path]]:
     """Draw the time of every step, with warm-up shaded.
 
     Args:
@@ -86,20 +90,23 @@ def draw_step_times(records: Sequence[dict[str, Any]], runs: Path) -> Plot | Non
         runs: The folder that holds the folders of the runs.
 
     Returns:
-        The chart, or None if no run's folder has a table of steps.
+        The chart, or None if no run's folder has a table of steps; and the tables of the newest
+        runs that cannot be read, which are named.
     """
-    traced = [
-        record for record in _latest(records) if (runs / record["run_id"] / STEPS_NAME).exists()
-    ]
-    if not traced:
-        return None
-    shown = traced[:MAX_TRACES]
-    sources = _describe_sources(shown, num_found=len(traced))
+    traced = {runs / record["run_id"] / STEPS_NAME: record for record in _latest(records)}
+    traced = {path: record for path, record in traced.items() if path.exists()}
+    shown, left_out = use_each(
+        list(traced)[:MAX_TRACES], lambda path: (traced[path], _read_steps(path))
+    )
+    if not shown:
+        return None, left_out
+    sources = _describe_sources([record for record, _ in shown], num_found=len(traced))
     figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.75)
-    for ax, record in zip(axes, shown, strict=True):
-        _draw_trace(ax, record, _read_steps(runs / record["run_id"] / STEPS_NAME))
+    for ax, (record, steps) in zip(axes, shown, strict=True):
+        _draw_trace(ax, record, steps)
     axes[-1].set_xlabel("step")
-    return render(figure, name=STEP_TIMES, title="Step times, with warm-up shaded")
+    plot = render(figure, name=STEP_TIMES, title="Step times, with warm-up shaded")
+    return plot, left_out
 
 
 def describe_run(record: dict[str, Any]) -> str:
@@ -161,12 +168,27 @@ def _is_dark(colour: str) -> bool:
 
 
 def _read_steps(path: Path) -> list[tuple[int, str, float]]:
-    """Index, phase and time in seconds of every step."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            (int(step["index"]), step["phase"], float(step["step_time_s"]))
-            for step in csv.DictReader(file)
-        ]
+    """Index, phase and time in seconds of every step.
+
+    Raises:
+        ConfigError: It cannot be read, or has no step.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            steps = [
+                (int(step["index"]), step["phase"], float(step["step_time_s"]))
+                for step in csv.DictReader(file)
+            ]
+        if not steps or not all(index >= 0 and is_bounded(time) for index, _, time in steps):
+            raise ValueError("it has no step, or one that no run can have")
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"a table of steps cannot be read ({error})",
+            value=str(path),
+            allowed="the table as the run wrote it",
+            flag="--results",
+        ) from None
+    return steps
 
 
 def _draw_trace(ax: Axes, record: dict[str, Any], steps: Sequence[tuple[int, str, float]]) -> None:

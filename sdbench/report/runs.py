@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import as_key, group, settings_of
@@ -12,6 +13,8 @@ from sdbench.record.devices import count_devices
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, median_cell, optional_cell
 from sdbench.report.terminal import FLAG_MEANINGS, format_rates
+
+T = TypeVar("T")
 
 LATENTS_IN_WORDS = {
     "online": "the encoders run in the step (online)",
@@ -41,6 +44,26 @@ def read_record(path: Path, *, flag: str) -> dict[str, Any]:
             allowed="a record that this version of the suite reads, as it was written",
             flag=flag,
         ) from None
+
+
+def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
+    """Use files of which any may be bad: a bad one is named on stderr, and left out.
+
+    Args:
+        paths: Of the files, or of run folders.
+        use: Reads one, or raises ConfigError.
+
+    Returns:
+        What was made of each, in order, and the files that are left out.
+    """
+    whole, left_out = [], []
+    for path in paths:
+        try:
+            whole.append(use(path))
+        except ConfigError as error:
+            left_out.append(path)
+            print(f"left out: {error}", file=sys.stderr)
+    return whole, left_out
 
 
 def group_runs(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import LARGEST, SMALLEST
 from sdbench.record.history import TRAIN_STEP_COLUMNS, read_history
 from sdbench.record.store import STEPS_NAME, TRAIN, kind_of
 from sdbench.report.plots import SERIES_COLOURS, Plot, make_figure, render
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+MAX_STEP = 10**12
 # Of a longer run every n-th step is drawn.
 MAX_STEPS_DRAWN = 1500
 # Half-life of the smoothed loss, as a share of the steps, and the shortest one in steps.
@@ -75,14 +77,16 @@ def read_run(folder: Path) -> TrainingRun:
         )
     path = folder / STEPS_NAME
     try:
-        # An infinite loss is drawn no more than one that is NaN.
-        steps = (
-            pd.read_csv(path, na_values={"loss": ["inf", "-inf"]})
-            if path.exists()
-            else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
-        )
+        steps = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*TRAIN_STEP_COLUMNS])
         # Of a row that a full disk has cut off, the rest is missing.
-        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna(subset=TRAIN_STEP_COLUMNS[-1])
+        steps = steps[[*TRAIN_STEP_COLUMNS]].dropna(subset=TRAIN_STEP_COLUMNS[-1]).astype(float)
+        # An infinite loss is drawn no more than one that is NaN.
+        steps["loss"] = steps["loss"].where(steps["loss"].abs() <= LARGEST)
+        others = steps.drop(columns="loss")
+        is_right = others.eq(0) | (others.ge(SMALLEST) & others.le(LARGEST))
+        is_right["images_per_second"] &= others["images_per_second"] > 0
+        if not is_right.all(axis=None) or (others["step"] > MAX_STEP).any():
+            raise ValueError("a number that no step can have")
         steps = steps.astype({"step": int})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

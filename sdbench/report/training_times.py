@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
 from sdbench.record.store import OK
-from sdbench.report.figures import MEASURED, describe_source
+from sdbench.report.figures import MEASURED, TIME, describe_source
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_device
 from sdbench.report.tables import Cell, Table, make_cell, make_table, optional_cell
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 NAME = "training_times"
 NAMES = (NAME,)
-TIME = "run_time_s"
 MAX_PANELS = 4
 # What changes with the number of workers, and where a run is kept.
 SCALED = {"num_devices", "num_nodes", "batch_size", "device_train_microbatch_size"}
@@ -65,9 +64,9 @@ def collect(records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]]
     Args:
         records: Records of train.py. A run that was stopped and went on is left out: its record has
             the time of its last process alone.
-        figures: Quoted rows; those without a `run_time_s` are left out.
+        figures: Quoted rows; those without a `run_time_s` or a number of workers are left out.
     """
-    quoted = [row for row in figures if row.get(TIME)]
+    quoted = [row for row in figures if row.get(TIME) and row.get("num_gpus")]
     measured = [_make_row(record) for record in records if _is_whole(record)]
     series = []
     for rows in group([*quoted, *measured], key_of=_key_of).values():
@@ -92,12 +91,12 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
         {
             "kind": one.first["kind"],
             "what": optional_cell(one.first.get("what")),
-            "device": one.first["gpu"],
+            "device": one.first.get("gpu"),
             "workers": number,
             "runs": one.num_runs[number],
-            "model": one.first["model"],
-            "px": one.first["image_size"],
-            "pictures seen": one.first["num_images"],
+            "model": one.first.get("model"),
+            "px": one.first.get("image_size"),
+            "pictures seen": one.first.get("num_images"),
             "time of the run, s": _time_cell(one.times_s[number]),
             "speed-up": make_cell(one.speed_up(number), num_digits=3),
             "efficiency, %": make_cell(100 * one.efficiency(number), num_digits=3),
@@ -150,9 +149,11 @@ def _draw_panel(ax: Axes, series: Series) -> None:
     ax.set_xlabel("workers, one device each")
     ax.set_ylabel("time of the run, s")
     first = series.first
-    parts = (first.get("what"), first["gpu"], first["model"], f"{first['image_size']} px")
+    parts = [first.get(name) for name in ("what", "gpu", "model")]
+    units = {"image_size": "px", "num_images": "pictures"}
+    parts += [f"{first[name]} {unit}" for name, unit in units.items() if first.get(name)]
     title = ", ".join(str(part) for part in parts if part)
-    ax.set_title(shorten(f"{title}, {first['num_images']} pictures", length=90))
+    ax.set_title(shorten(title, length=90))
     ax.legend(loc="upper right")
 
 
@@ -174,7 +175,7 @@ def _make_row(record: dict[str, Any]) -> dict[str, Any]:
         "num_gpus": record["ranks"]["world_size"],
         "model": record["workload"]["architecture"],
         "image_size": record["config"]["image_size"],
-        "num_images": record["workload"]["num_images"],
+        "num_images": record["workload"].get("num_images"),
         "other_settings": describe_other_settings(record),
         "images_per_second": record["summary"]["images_per_second"],
         TIME: record["duration_s"],

@@ -26,6 +26,8 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 PAGE_NAME = "watch.html"
+# A century: figures of others may give any time.
+MAX_DURATION_S = 100 * 365.25 * 86_400
 # Of each table the newest rows.
 MAX_ROWS = 12
 HELP = "Times are hours:minutes:seconds. Validating and drawing are no part of training."
@@ -182,7 +184,7 @@ def _make_validations(run: TrainingRun) -> Table:
                 f"t = {timestep}": loss
                 # That of a VAE has no time steps.
                 for timestep, loss in zip(
-                    one.get("timesteps", ()), one.get("by_timestep", ()), strict=True
+                    one.get("timesteps", ()), one.get("by_timestep", ()), strict=False
                 )
             },
         }
@@ -251,6 +253,8 @@ def _at_step(validation: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if seconds > MAX_DURATION_S:
+        return f"more than {_duration(MAX_DURATION_S)}"
     return str(datetime.timedelta(seconds=round(seconds)))
 
 

@@ -18,6 +18,7 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     TEXT,
     number,
+    whole_number,
 )
 from sdbench.settings.setting import REQUIRED, setting, shared
 
@@ -258,7 +259,7 @@ class MachinesFlags:
         TEXT, None, "likewise (default: the CPU cores of the encoders' machines)"
     )
     num_dataset_images: int | None = setting(
-        POSITIVE,
+        whole_number(1, 10**12),
         None,
         "pictures that are encoded if that is done once (default: those of each stage, none twice)",
     )

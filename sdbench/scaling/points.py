@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import is_bounded
 from sdbench.record.configuration import group
 from sdbench.report.figures import (
     MEASURED,
@@ -18,6 +18,7 @@ from sdbench.report.figures import (
     select_rows,
 )
 from sdbench.scaling.cost import Amount, make_amount
+from sdbench.settings.kinds import MAX_COUNT
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
 from sdbench.statistics.law import Point, Setup
 
@@ -29,6 +30,7 @@ Rates = dict[int, dict[int, Amount]]
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
 MODELLED = "modelled"
+MAX_COUNTS = 1000
 
 
 def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence[str]) -> list[Row]:
@@ -158,7 +160,7 @@ def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
         rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
     except ValueError:
         rates = {}
-    if not rates or not all(0 < rate[0] < math.inf for rate in rates.values()):
+    if not rates or not all(rate[0] > 0 and is_bounded(rate[0]) for rate in rates.values()):
         raise ConfigError(
             "a throughput is no number",
             value=" ".join(texts),
@@ -243,7 +245,8 @@ def parse_counts(text: str, *, flag: str) -> list[int]:
         raise ConfigError(
             "these are no GPU counts",
             value=text,
-            allowed="whole numbers above 0, e.g. 8,16,64 or 8,16,...,512",
+            allowed=f"whole numbers above 0, e.g. 8,16,64 or 8,16,...,512; at most {MAX_COUNTS} of "
+            f"them, up to {MAX_COUNT:,}",
             flag=flag,
         ) from None
 
@@ -262,6 +265,8 @@ def _expand(texts: Sequence[str]) -> list[int]:
         counts = start
         while (following := 2 * counts[-1] if doubles else counts[-1] + step) <= end:
             counts.append(following)
-    if min(counts) < 1:
+            if len(counts) > MAX_COUNTS:
+                raise ValueError
+    if len(counts) > MAX_COUNTS or not 1 <= min(counts) <= max(counts) <= MAX_COUNT:
         raise ValueError
     return counts

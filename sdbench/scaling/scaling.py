@@ -320,8 +320,16 @@ def _rates(rows: Sequence[Row], recipe: Recipe, arguments: CostFlags) -> tuple[R
 def _gpu_counts_to_try(arguments: PlanFlags, global_batch: int) -> list[int]:
     if arguments.num_gpus is not None:
         return parse_counts(arguments.num_gpus, flag="--num_gpus")
-    counts = parse_counts(DEFAULT_GPU_COUNTS, flag="--num_gpus")
-    return [count for count in counts if count <= global_batch]
+    default = parse_counts(DEFAULT_GPU_COUNTS, flag="--num_gpus")
+    counts = [count for count in default if count <= global_batch]
+    if not counts:
+        raise ConfigError(
+            "the global batch has fewer images than there are GPUs to try",
+            value=global_batch,
+            allowed=f"a global batch of at least {min(default)}, or other numbers of GPUs",
+            flag="--global_batch or --num_gpus",
+        )
+    return counts
 
 
 def _setup(

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import LARGEST
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
 from sdbench.record.store import BENCHMARK, FEED, OK, PRECOMPUTE, kind_of
 from sdbench.report import feed_table
 from sdbench.report.figures import MEASURED
-from sdbench.report.runs import read_record
+from sdbench.report.runs import read_record, use_each
 from sdbench.scaling.command_line import MachinesFlags
 from sdbench.scaling.cost import Amount
 from sdbench.scaling.machines import WorkerRates
@@ -133,11 +134,18 @@ def read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
             records or more of a resolution give an interval between runs.
         worker: The worker.
 
+    Returns:
+        The rates. A record that cannot be read is named on stderr and left out.
+
     Raises:
         ConfigError: If a text is neither, a record is not of such a worker, or the rates of a
             resolution are not those of runs of one configuration.
     """
-    rows = [_parse(text, worker) or _read(Path(text), worker) for text in texts]
+    rows = [_parse(text, worker) for text in texts]
+    files = [Path(text) for text, row in zip(texts, rows, strict=True) if row is None]
+    records, _ = use_each(files, lambda file: (file, read_record(file, flag=worker.flag)))
+    rows = [row for row in rows if row is not None]
+    rows += [_find_row(file, record, worker) for file, record in records]
     by_size = group(rows, key_of=lambda row: row[IMAGE_SIZE])
     for size, of_size in by_size.items():
         configurations = {row[CONFIGURATION] for row in of_size}
@@ -159,7 +167,8 @@ def _parse(text: str, worker: Worker) -> Row | None:
     size, *numbers = found.groups()
     try:
         rate, low, high = (math.nan if number is None else float(number) for number in numbers)
-        is_right = 0 < rate < math.inf and (found[3] is None or 0 < low <= rate <= high < math.inf)
+        is_right = 0 < rate <= LARGEST and (found[3] is None or 0 < low <= rate <= high <= LARGEST)
+        is_right = is_right and len(size) < 10
     except ValueError:
         is_right = False
     if not is_right:
@@ -172,8 +181,7 @@ def _parse(text: str, worker: Worker) -> Row | None:
     return _make_row(text, int(size), rate, low, high)
 
 
-def _read(path: Path, worker: Worker) -> Row:
-    record = read_record(path, flag=worker.flag)
+def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
     kind, size = kind_of(record), record["config"]["image_size"]
     found = worker.find(record) if record["status"] == OK else None
     # A record of several resolutions has their names in a text.

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import MAX_DEPTH, check_values, read_text
+from sdbench.base.yaml_file import MAX_YAML_BYTES, check_yaml
 
 CONFIG_FLAG = "--config"
+# OmegaConf's parser takes a millisecond for each of them, and more where they are nested.
+MAX_REFERENCES = 100
 MISSING = "???"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 
@@ -56,6 +61,8 @@ def read_values(
     nested = [text for text in assignments if text not in flat]
     content = OmegaConf.create() if path is None else _load(path)
     try:
+        for text in assignments:
+            _check_assignment(text)
         raw: Any = OmegaConf.to_container(OmegaConf.merge(content, OmegaConf.from_dotlist(nested)))
         assigned: Any = OmegaConf.to_container(OmegaConf.from_dotlist(flat))
         given = assigned | {name: as_literal(value) for name, value in flags.items()}
@@ -66,10 +73,14 @@ def read_values(
             if not isinstance(raw.get(name), dict) or value is None or isinstance(value, dict)
         }
         _refuse_missing(list(_find_missing(raw | given)), names=names)
+        check_values(raw)
         resolved: Any = OmegaConf.to_container(OmegaConf.create(raw | given), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except ConfigError:
+        raise
+    # OmegaConf raises TypeError for a mapping in the place of a list.
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"a value cannot be read ({str(error).splitlines()[0]})",
+            f"a value cannot be read ({(str(error).splitlines() or ['no reason is given'])[0]})",
             value=" ".join(filter(None, (path, *assignments))),
             allowed="YAML, ${key} for the value of another key, \\${ for the characters themselves",
             flag=CONFIG_FLAG,
@@ -81,12 +92,20 @@ def read_values(
 def _load(path: str) -> Any:
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
-        content = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
+        check_yaml(text)
+        _check_references(text)
+        content = OmegaConf.create(text)
+    # OmegaConf asserts that a file holds a mapping or a list.
+    except (
+        *(OSError, ValueError, AssertionError, RecursionError),
+        *(OmegaConfBaseException, yaml.YAMLError),
+    ) as error:
         raise ConfigError(
-            f"the config file cannot be read ({error})",
+            f"the config file cannot be read ({' '.join(str(error).split()) or 'it is one value'})",
             value=path,
             allowed="a readable YAML file of flag names and values",
             flag=CONFIG_FLAG,
@@ -99,6 +118,20 @@ def _load(path: str) -> Any:
             flag=CONFIG_FLAG,
         )
     return content
+
+
+def _check_assignment(text: str) -> None:
+    """Check the value of ``key=value`` and the depth of the key, as those of a file."""
+    key, _, value = text.partition("=")
+    if key.count(".") + key.count("[") > MAX_DEPTH:
+        raise ValueError(f"a key leads more than {MAX_DEPTH} levels deep")
+    check_yaml(value)
+    _check_references(value)
+
+
+def _check_references(text: str) -> None:
+    if text.count("${") > MAX_REFERENCES:
+        raise ValueError(f"there are more than {MAX_REFERENCES} references to other values")
 
 
 def _find_missing(value: Any, key: str = "") -> Iterator[str]:

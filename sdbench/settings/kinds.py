@@ -10,6 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.outside import LARGEST, SMALLEST, is_bounded
+from sdbench.base.yaml_file import parse_yaml
+
+# What is counted is held in 32 bits by some of what computes with it, such as Composer's seeds.
+MAX_COUNT = 2**31 - 1
+# Samples of a whole training.
+MAX_DURATION = 10**12
+MAX_SECONDS = 1e9
+
+
+class OutOfBoundsError(ValueError):
+    """A number of the right kind that is too large or too small; says what is allowed besides."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -55,31 +68,43 @@ class RowOf:
         return _parse_choice(value, self._choices())
 
 
-def whole_number(minimum: int, maximum: float = float("inf")) -> Kind:
-    """Whole numbers from a minimum to a maximum."""
+def whole_number(minimum: int, maximum: int | None = None) -> Kind:
+    """Whole numbers from a minimum to a maximum; None: to `MAX_COUNT`."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool | float):
             raise ValueError
         received = int(value)
-        if not minimum <= received <= maximum:
+        if maximum is None and received > MAX_COUNT:
+            raise OutOfBoundsError(f"at most {MAX_COUNT:,}")
+        if received < minimum or (maximum is not None and received > maximum):
             raise ValueError
         return received
 
-    bounds = f"of at least {minimum}" if maximum == float("inf") else f"from {minimum} to {maximum}"
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return Kind(f"a whole number {bounds}", parse, "N")
 
 
-def number(allowed: str, is_allowed: Callable[[float], bool]) -> Kind:
+def number(allowed: str, is_allowed: Callable[[float], bool], *, maximum: float = LARGEST) -> Kind:
     """Numbers that satisfy a condition; NaN satisfies none."""
 
     def parse(value: Any) -> float:
-        received = float(value)
+        received = as_float(value)
         if isinstance(value, bool) or not is_allowed(received):
             raise ValueError
+        if not is_bounded(received) or received > maximum:
+            raise OutOfBoundsError(f"at most {maximum:g}, and if not 0 at least {SMALLEST:g}")
         return received
 
     return Kind(allowed, parse)
+
+
+def as_float(value: Any) -> float:
+    """A number or a text as a float; an integer that no float can hold is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def one_of(*choices: str) -> Kind:
@@ -126,7 +151,7 @@ def _parse_parts(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _parse_resources(value: Any) -> dict[str, float]:
-    resources = {str(name): float(amount) for name, amount in _parse_mapping(value).items()}
+    resources = {str(name): as_float(amount) for name, amount in _parse_mapping(value).items()}
     if not resources or not all(map(_is_positive, resources.values())):
         raise ValueError
     return resources
@@ -137,7 +162,7 @@ def _parse_mapping(value: Any) -> dict[Any, Any]:
         import yaml
 
         try:
-            value = yaml.safe_load(value)
+            value = parse_yaml(value)
         except yaml.YAMLError:
             raise ValueError from None
     if not isinstance(value, dict):
@@ -146,7 +171,7 @@ def _parse_mapping(value: Any) -> dict[Any, Any]:
 
 
 def _parse_text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
     return value
 
@@ -163,8 +188,8 @@ def _parse_switch(value: Any) -> bool:
 
 def _parse_share(value: Any) -> float:
     is_percent = isinstance(value, str) and value.endswith("%")
-    share = float(value.removesuffix("%")) / 100 if is_percent else float(value)
-    if isinstance(value, bool) or not 0 < share < 1:
+    share = float(value.removesuffix("%")) / 100 if is_percent else as_float(value)
+    if isinstance(value, bool) or not SMALLEST <= share < 1:
         raise ValueError
     return share
 
@@ -172,6 +197,8 @@ def _parse_share(value: Any) -> float:
 def _parse_duration(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[1-9][0-9]*(ba|ep|sp)", value):
         raise ValueError
+    if int(value[:-2]) > MAX_DURATION:
+        raise OutOfBoundsError(f"at most {MAX_DURATION:,}")
     return value
 
 
@@ -187,7 +214,9 @@ DATE = Kind("a date", datetime.date.fromisoformat, "YYYY-MM-DD")
 SWITCH = Kind("true | false", _parse_switch)
 POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
-SECONDS = number("a number of seconds above 0", _is_positive)
+# For a command that is measured again and again.
+REPEATS = whole_number(1, 1000)
+SECONDS = number("a number of seconds above 0", _is_positive, maximum=MAX_SECONDS)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 BETWEEN_0_AND_1 = number("a number above 0 and below 1", lambda value: 0 < value < 1)
 CONDITIONS = Kind(

@@ -281,6 +281,8 @@ def raise_unknown(
         ConfigError: Always.
     """
     name = given.split("=")[0]
+    if not known:
+        raise ConfigError(f"unknown {where}", value=given, allowed="none", flag=flag or where)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise ConfigError(
         f"unknown {where}",

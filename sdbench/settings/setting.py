@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.settings.kinds import Kind, RowOf
+from sdbench.settings.kinds import Kind, OutOfBoundsError, RowOf
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
@@ -191,13 +191,11 @@ class Setting:
     def _parse_one(self, value: Any) -> Any:
         try:
             return self.kind.parse(value)
+        except OutOfBoundsError as error:
+            what, allowed = "a number out of bounds", f"{self.kind.allowed}; {error}"
         except (TypeError, ValueError):
-            raise ConfigError(
-                f"{self.flag} has a value of the wrong kind",
-                value=value,
-                allowed=self.kind.allowed,
-                flag=self.flag,
-            ) from None
+            what, allowed = "a value of the wrong kind", self.kind.allowed
+        raise ConfigError(f"{self.flag} has {what}", value=value, allowed=allowed, flag=self.flag)
 
 
 def setting(

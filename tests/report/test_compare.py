@@ -419,9 +419,10 @@ def test_a_rate_that_is_none_is_refused(capsys, tmp_path, a_record, rate):
     b = write_runs(tmp_path / "b", a_record, 100.0, 100.1, 1234.5)
     file = b / "deep/deep" / "run-ok--2" / "record.json"
     file.write_text(file.read_text().replace("1234.5", rate))
-    error = refusal(a, b, "--fail_if_slower", "3%")
-    assert error.value == str(file)
-    assert "$.summary.images_per_second: " in error.what
+    assert main(["compare", str(a), str(b), "--fail_if_slower", "3%"]) == 1
+    error = capsys.readouterr().err
+    assert f"{file}: $.summary.images_per_second: " in error
+    assert f"not judged: 1 x record that cannot be read in {b}" in error
 
 
 @pytest.mark.parametrize(
@@ -444,8 +445,8 @@ def test_a_record_that_breaks_its_schema_is_refused(capsys, tmp_path, a_record, 
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
     error = refusal(a, b)
-    assert error.value == str(file)
-    assert f"{path}: " in error.what
+    assert (error.value, "1 x record that cannot be read" in error.what) == (str(b), True)
+    assert f"{file}: {path}: " in capsys.readouterr().err
 
 
 def test_copies_of_a_run_are_one_run(capsys, tmp_path, a_record):

@@ -164,7 +164,7 @@ def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path):
 def test_no_preset_is_outside_the_committed_band():
     judged = [
         one
-        for band in find_bands(load_losses(RESULTS))
+        for band in find_bands(load_losses(RESULTS)[0])
         for one in band.judged
         if pure_preset(one.run.record) in PRESETS and one.verdict is not None
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import pytest
@@ -68,12 +67,6 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "value"),
     [
-        ("runs/a/record.json", "{", None),
-        ("runs/a/record.json", '{"schema_version": 9}', None),
-        ("runs/a/record.json", "[1]", None),
-        ("runs/copy/record.json", json.dumps(make_record()), None),
-        ("runs/a/record.json", json.dumps(make_record(summary__images_per_second=math.inf)), None),
-        ("quoted/a.csv", "gpu,gpu\n1,2\n", None),
         ("pages/a.md", "# A page\n", "no <!-- begin generated: runs ... -->"),
         ("pages/a.md", "<!-- begin generated: runs 2031* -->", "2031*"),
     ],
@@ -84,10 +77,30 @@ def test_a_file_that_is_not_what_it_should_be_stops_everything(tmp_path, name, c
     path.parent.mkdir(parents=True)
     path.write_text(content)
     before = (tmp_path / "README.md").read_text()
-    error = refusal_of("report", "--results", tmp_path)
-    assert error.value == (str(path) if value is None else value)
+    assert refusal_of("report", "--results", tmp_path).value == value
     assert (tmp_path / "README.md").read_text() == before
     assert not (tmp_path / "throughput.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("runs/a/record.json", '{"schema_version": 9}'),
+        ("runs/copy/record.json", json.dumps(make_record())),
+        ("quoted/a.csv", "gpu,gpu\n1,2\n"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named_and_left_out(
+    tmp_path, capsys, name, content
+):
+    make_readme(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert main(["report", "--results", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert f"got '{path}'" in printed.err
+    assert "from 0 runs and 0 figures" in printed.out and "left out" in printed.out
 
 
 def test_a_folder_without_a_readme_is_refused(tmp_path):

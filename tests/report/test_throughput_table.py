@@ -161,7 +161,7 @@ def test_quoted_and_modelled_figures_stand_beside_measured_ones_of_the_same_work
 
 
 def test_figures_with_the_encoders_in_the_step_never_share_a_table_with_others():
-    quoted = load_figures(RESULTS / "quoted", kind="quoted")
+    quoted = load_figures(RESULTS / "quoted", kind="quoted")[0]
     figures = [row for rows in quoted.values() for row in rows if row.get("images_per_second")]
     tables = {table.name: table for table in make_tables([], figures)}
     assert {name: len(table.rows) for name, table in tables.items()} == {
@@ -173,7 +173,7 @@ def test_figures_with_the_encoders_in_the_step_never_share_a_table_with_others()
 
 
 def test_the_seeds_table_is_reproduced():
-    table = make_seed_table(load_figures(RESULTS / "quoted", kind="quoted"))
+    table = make_seed_table(load_figures(RESULTS / "quoted", kind="quoted")[0])
     assert [[cell.text for cell in row] for row in table.rows] == [
         ["4", "8", "yes", "142.69", "189.28", "1.33x", "1.32x", "n=1, not tested"],
         ["8", "8", "yes", "173.89", "289.19", "1.66x", "1.66x", "n=1, not tested"],
@@ -195,14 +195,14 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
         make_gpu_record(ranks__world_size=16),
         make_record(),
     ]
-    quoted = load_figures(RESULTS / "quoted", kind="quoted")
+    quoted = load_figures(RESULTS / "quoted", kind="quoted")[0]
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
 
 
 def test_days_and_costs_of_others_are_shown_as_they_are():
-    tables = make_other_tables(load_figures(RESULTS / "quoted", kind="quoted"))
+    tables = make_other_tables(load_figures(RESULTS / "quoted", kind="quoted")[0])
     assert [table.caption for table in tables] == [
         "mosaicml_diffusion_a100_cost.csv, quoted",
         "mosaicml_diffusion_benchmark_a100_cost.csv, quoted",

@@ -1,0 +1,373 @@
+"""Files of others and impossible numbers: a sentence for each, at once, and the rest goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from benchmark import main as benchmark
+from sdbench.base.errors import ConfigError
+from sdbench.cli import main
+from sdbench.launch.sweep_file import read_sweep_file
+from sdbench.report.figures import read_figures
+from sdbench.settings.config import SETTINGS, parse_request
+from tests.refusals import printed_refusal, refusal_of, refused
+from tests.report.results_folder import make_record, make_results
+
+# Colours, the title of the window, a bell, C1, backspaces, and the direction of writing.
+EVIL = "\x1b[31;1mred\x1b]0;title\x07\x9b2J\x08\x7f\u202eleft"
+ACTING = {"\x1b", "\x07", "\x08", "\x7f", "\x9b", "\u202e"}
+DEEP = "[" * 20_000 + "]" * 20_000
+# Settings that take whole numbers.
+NUMBERS = [
+    name for name, one in SETTINGS.items() if one.kind.metavar == "N" and one.kind.parse(1) == 1
+]
+FEW_BAD = {
+    "cut-off": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a-list": lambda text: "[1]",
+    "deep": lambda text: text.replace('"notes": [', f'"notes": [{DEEP}, ', 1),
+    "deep-enough-to-parse": lambda text: text.replace(
+        '"notes": [', '"notes": [' + "[" * 200 + "]" * 200 + ", ", 1
+    ),
+    "key-twice": lambda text: text.replace('"status": "ok"', '"status": "ok", "status": "ok"'),
+    "nan": lambda text: text.replace('"lr": 0.0001', '"lr": NaN'),
+    "large": lambda text: text.replace('"lr": 0.0001', '"lr": 1e308'),
+    "larger": lambda text: text.replace('"lr": 0.0001', f'"lr": {"9" * 5000}'),
+    "half-a-character": lambda text: text.replace('"notes": [', r'"notes": ["\ud800", ', 1),
+    "long": lambda text: text + " " * 5_000_000,
+    "wrong-type": lambda text: text.replace('"use_ema": ', '"use_ema": 1, "was": '),
+    "elsewhere": lambda text: text.replace('"run_id": "', '"run_id": "../'),
+    "acting-key": lambda text: text.replace("{", '{"\\u001b[2J\\u202e": 1, ', 1),
+}
+BAD = {
+    **{name: lambda text, change=change: change(text).encode() for name, change in FEW_BAD.items()},
+    "no-utf-8": lambda text: text.encode().replace(b'"ok"', b'"\xff"'),
+}
+
+
+def write_bad(folder, text):
+    """A folder of a run with each bad record, those that are no file included."""
+    for name, change in BAD.items():
+        (folder / name).mkdir(parents=True)
+        changed = change(text)
+        assert changed != text.encode(), name
+        (folder / name / "record.json").write_bytes(changed)
+    (folder / "a-folder" / "record.json").mkdir(parents=True)
+    (folder / "a-pipe").mkdir()
+    os.mkfifo(folder / "a-pipe" / "record.json")
+    return [*BAD, "a-folder", "a-pipe"]
+
+
+def left_out(text):
+    """The lines that name what is left out."""
+    return [line for line in text.splitlines() if line.startswith("left out: ")]
+
+
+def check_harmless(capsys):
+    """What was printed so far, after a look for characters that act on a terminal."""
+    printed = capsys.readouterr()
+    assert not ACTING & {*printed.out, *printed.err}
+    return printed
+
+
+def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
+    results = make_results(tmp_path / "results", make_record(), make_record(), quoted=False)
+    names = write_bad(results / "runs", json.dumps(make_record()))
+    (results / "quoted").mkdir()
+    (results / "quoted" / "bad.csv").write_text("source,images_per_second\na,1e308\n")
+    (results / "quoted" / "good.csv").write_text("source,days\na,3\n")
+    (results / "numerics" / "short").mkdir(parents=True)
+    (results / "numerics" / "short" / "record.json").write_text("{")
+    (next((results / "runs").glob("0001*")) / "steps.csv").write_text("index,phase\n1,\x1b[2J\n")
+    assert main(["report", "--results", str(results)]) == 1
+    printed = check_harmless(capsys)
+    told = left_out(printed.err)
+    places = [*(f"/{name}/record.json" for name in names), "bad.csv", "/short/", "steps.csv"]
+    assert len(told) == len(places)
+    for place in places:
+        assert [line for line in told if place in line], place
+    assert "from 2 runs and 0 figures of others" in printed.out
+    assert f"left out, as they cannot be read: {len(places)} files" in printed.out
+    with (results / "throughput.csv").open(newline="") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
+
+
+def write_run(folder, rate, *, change=lambda text: text):
+    number = f"{round(10 * rate):06d}"
+    record = make_record(
+        run_id=f"20261121T{number}Z_x_any-name", summary__images_per_second=rate, notes=[]
+    )
+    (folder / number).mkdir(parents=True)
+    (folder / number / "record.json").write_text(change(json.dumps(record)))
+    return folder
+
+
+def test_compare_names_bad_records_and_compares_the_rest(tmp_path, capsys):
+    for rate in (100.0, 101.0):
+        write_run(tmp_path / "a", rate)
+        write_run(tmp_path / "b", rate + 10)
+    names = write_bad(tmp_path / "b" / "bad", json.dumps(make_record()))
+    sides = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["compare", *sides]) == 0
+    printed = check_harmless(capsys)
+    assert len(left_out(printed.err)) == len(names)
+    assert f"{len(names)} x record that cannot be read" in " ".join(printed.out.split())
+    assert "1.10" in printed.out
+    # What is not known might be slower.
+    assert main(["compare", *sides, "--fail_if_slower", "50%"]) == 1
+    assert f"not judged: {len(names)} x record that cannot be read" in capsys.readouterr().err
+    assert main(["compare", sides[0], str(tmp_path / "b" / "bad")]) == 2
+    assert f"({len(names)} x record that cannot be read)" in check_harmless(capsys).err
+
+
+def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
+    results = make_results(tmp_path / "results", make_record(), quoted=False)
+    runs = write_run(tmp_path / "runs", 100.0)
+    write_run(runs, 101.0, change=BAD_RATE)
+    write_run(runs, 102.0)
+    for folder in runs.iterdir():
+        (folder / "stdout.log").write_text("a line\n")
+        (folder / "steps.csv").write_text("index,phase,step_time_s,data_wait_s,loss\n")
+    (runs / "001020" / "stdout.log").unlink()
+    assert main(["publish", *map(str, sorted(runs.iterdir())), "--results", str(results)]) == 1
+    printed = check_harmless(capsys)
+    told = left_out(printed.err)
+    assert [name for name in ("001010", "001020") for line in told if f"/{name}" in line] == [
+        "001010",
+        "001020",
+    ]
+    assert [
+        line.rpartition("/")[2] for line in printed.out.splitlines() if "published" in line
+    ] == ["20261121T001000Z_x_any-name"]
+    assert (results / "runs" / "20261121T001000Z_x_any-name" / "record.json").is_file()
+
+
+def BAD_RATE(text):
+    return text.replace('"images_per_second": 101.0', '"images_per_second": 1e300')
+
+
+def test_a_record_cannot_be_published_to_another_place(tmp_path):
+    results = make_results(tmp_path / "results", quoted=False)
+    for kind in ({}, {"kind": "train"}):
+        write = tmp_path / "run" / "record.json"
+        write.parent.mkdir(exist_ok=True)
+        write.write_text(json.dumps({**make_record(), **kind, "run_id": "../../elsewhere"}))
+        assert refusal_of("publish", write.parent, "--results", results).flag == "RUN"
+    assert not list(tmp_path.glob("**/elsewhere"))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_record_or_a_table_holds_never_acts_on_a_terminal(
+    tmp_path, monkeypatch, capsys, is_terminal
+):
+    names = {"machine__device_name": EVIL, "workload__architecture": EVIL, "notes": [EVIL]}
+    for side, rate in (("a", 100.0), ("b", 110.0)):
+        record = make_record(
+            **names, config__attention=EVIL + side, summary__images_per_second=rate
+        )
+        record["origin"]["attention"] = "flag"
+        record["run_id"] = f"20261121T{round(rate):06d}Z_x_any-name"
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "record.json").write_text(json.dumps(record))
+    table = tmp_path / "table.csv"
+    columns = "source,gpu,num_gpus,image_size,latents,micro_batch,global_batch,images_per_second"
+    rows = [f"s,{EVIL}{rate},8,512,online,4,{256 * rate},{rate}.5" for rate in (1, 2)]
+    table.write_text("\n".join([columns, *rows]))
+    commands = [
+        *(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--format", f"{form}"]
+          for form in ("terminal", "markdown", "json", *["csv"] * is_terminal)),
+        ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--where", "attention=none"],
+        ["compare", str(table), "--between", "gpu"],
+        ["compare", str(table), "--between", EVIL],
+        ["scaling", "fit", str(table)],
+        ["scaling", "fit", str(table), "--where", f"gpu={EVIL}1"],
+        ["publish", str(tmp_path / EVIL)],
+    ]  # fmt: skip
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    for command in commands:
+        assert main(command) in (0, 1, 2)
+        printed = check_harmless(capsys)
+        assert printed.out or printed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("repeats: 1000000000\nlist: [{seed: 1}]", "a whole number from 1 to 1000"),
+        ("repeats: 1.5\nlist: [{seed: 1}]", "a whole number from 1 to 1000"),
+        ("grid: {" + ", ".join(f"key_{n}: [1, 2]" for n in range(30)) + "}", "unknown setting"),
+        (
+            "grid: {" + ", ".join(f"{name}: [1, 2]" for name in NUMBERS) + "}",
+            f"got '{2 ** len(NUMBERS)} cells x 1'; allowed: at most 100,000 runs",
+        ),
+        ("base: " + DEEP + "\nlist: [{seed: 1}]", "nested more than 32 levels deep"),
+        ("list: [{seed: 1}]\nlist: [{seed: 2}]", "line 2: the key 'list' is there twice"),
+        ("base: {seed: 1, seed: 2}\nlist: [{lr: 1}]", "the key 'seed' is there twice"),
+        ("list: &a [*a]", "*a is within itself"),
+        (
+            "x: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]\n"
+            + "\n".join(f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)),
+            "more than 1,000,000 keys and values",
+        ),
+        ("list: [{seed: !!int x}]", "the tag"),
+        ("list: [{lr: 1.0e+308}]", "$.list[0].lr: 1e+308 is no finite number"),
+        ("list: [{lr: 1e308}]", "at most 3e+38"),
+        ("list: [{lr: .nan}]", "$.list[0].lr: nan is no finite number"),
+        ("list: [{encoder_batch_size: 99999999999999999999999}]", "at most 2,147,483,647"),
+        ("list: [{seed: 1}]\ntimeout_s: 1e+30", "a number of seconds above 0"),
+        ("? [1, 2]\n: 3", "a key that is no text or number"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_cannot_be_is_refused_at_once(tmp_path, capsys, content, said):
+    file = tmp_path / "my.yaml"
+    (tmp_path / "benchmark.py").touch()
+    file.write_text("list: [{seed: 1}]")
+    assert main(["sweep", str(file), "--dry_run"]) == 0  # imports what is needed
+    file.write_text(content)
+    began_s = time.process_time()
+    assert main(["sweep", str(file), "--dry_run", "--folder", str(tmp_path / "s")]) == 2
+    assert time.process_time() - began_s < 1
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1 and len(error) < 1000
+
+
+def test_a_number_of_repeats_may_stand_in_quotes(tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    file.write_text('repeats: "3"\nlauncher: python\nscript: my.yaml\nlist: [{seed: 1}]\n')
+    assert main(["sweep", str(file), "--dry_run"]) == 0
+    assert "1 cells x 3 in" in capsys.readouterr().out
+
+
+def plan_time_s(tmp_path, *, num_cells, num_done=0):
+    """Seconds of this process for the plan of a sweep of which some runs have ended."""
+    file, folder = tmp_path / "my.yaml", tmp_path / "sweep"
+    grid = {"seed": list(range(num_cells // 4)), "lr": [1e-4, 1e-3], "use_ema": [True, False]}
+    content = {"launcher": "python", "script": str(file), "grid": grid}
+    file.write_text(json.dumps(content))
+    began_s = time.process_time()
+    assert main(["sweep", str(file), "--dry_run", "--folder", str(folder)]) == 0
+    return time.process_time() - began_s
+
+
+def test_planning_is_linear_in_the_number_of_cells(tmp_path, capsys):
+    plan_time_s(tmp_path, num_cells=4)
+    few_s = min(plan_time_s(tmp_path, num_cells=2_000) for _ in range(2))
+    many_s = plan_time_s(tmp_path, num_cells=16_000)
+    assert "16000 cells x 1" in capsys.readouterr().out
+    print(f"2,000 cells: {few_s:.2f} s; 16,000 cells: {many_s:.2f} s")
+    assert many_s < 20 * few_s  # 8 times as many; each with each other would be 64 times the work
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"status": "ok"}', f'{{"status": {DEEP}}}'])
+def test_a_broken_file_of_a_sweep_is_named(tmp_path, content):
+    file, folder = tmp_path / "my.yaml", tmp_path / "sweep"
+    file.write_text("list: [{seed: 1}]\nlauncher: python\nscript: my.yaml\n")
+    (folder / "x-1").mkdir(parents=True)
+    assert main(["sweep", str(file), "--folder", str(folder), "--dry_run"]) == 0
+    (cell,) = read_sweep_file(file).cells
+    state = folder / f"{cell.key}-1" / "cell.json"
+    state.parent.mkdir()
+    state.write_text(content)
+    error = refusal_of("sweep", file, "--folder", folder)
+    assert (error.value, error.flag) == (str(state), "--folder")
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--encoder_batch_size", "99999999999999999999999"], "--encoder_batch_size"),
+        (["--num_workers", "2147483648"], "--num_workers"),
+        (["--seed", "9" * 5000], "--seed"),
+        (["--lr", "1e308"], "--lr"),
+        (["--lr", "1e-308"], "--lr"),
+        (["--dist_timeout", "1e300"], "--dist_timeout"),
+        (["--max_duration", "99999999999999999999999ba"], "--max_duration"),
+        (["--filters", f"{{a: {DEEP}}}"], "--filters"),
+        (["--filters", "{a: 1, a: 2}"], "--filters"),
+        (["encoder_batch_size=99999999999999999999999"], "--encoder_batch_size"),
+        ([f"filters={DEEP}"], "--config"),
+        (["filters.a={b: 1, b: 2}"], "--config"),
+        ([f"{'a.' * 20_000}b=1"], "--config"),
+        (["a=" + "${" * 5_000 + "b" + "}" * 5_000], "--config"),
+        (["remote=${local}", "local=${remote}"], "--config"),
+    ],
+)
+def test_an_impossible_value_of_a_flag_is_refused_at_once(capsys, argv, flag):
+    parse_request(["lr=1"], description="", epilog="")  # imports what is needed
+    began_s = time.process_time()
+    assert benchmark(argv) == 2
+    assert time.process_time() - began_s < 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and len(error) < 1500
+    assert f"change it with {flag}" in error
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a: " + DEEP,
+        "lr: 1\nlr: 2",
+        "a: &a [*a]",
+        "x: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]\n"
+        + "\n".join(f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)),
+        "lr: .inf",
+        "lr: !!float x",
+        "5",
+        "lr: 0x_",
+        "a: " + "${" * 5_000,
+        "a: ${b}\nb: ${a}",
+        "? {a: 1}\n: 2",
+        "\x00",
+        "a: '\x1b[2J'\n",
+        "x" * 5_000_000,
+    ],
+)
+def test_an_impossible_config_file_is_refused_at_once(tmp_path, content):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1")
+    parse_request(["--config", str(file)], description="", epilog="")
+    file.write_text(content)
+    began_s = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        parse_request(["--config", str(file)], description="", epilog="")
+    assert time.process_time() - began_s < 1
+    assert not ACTING & {*str(caught.value)} and len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("cell", ["1e308", "-1e308", "1e-300", "1e999", "9" * 18 + "e300"])
+@pytest.mark.parametrize("column", ["images_per_second", "num_gpus", "days", "run_time_s"])
+def test_an_impossible_number_in_a_table_is_refused(tmp_path, cell, column):
+    (tmp_path / "table.csv").write_text(f"source,{column}\na,{cell}\n")
+    with refused("the path given", value=str(tmp_path / "table.csv")) as caught:
+        read_figures(tmp_path / "table.csv")
+    assert f"'{cell}' as {column}" in caught.value.what and "in row 1" in caught.value.what
+
+
+def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path, monkeypatch, capsys):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    names = {"machine__device_name": "caf\u00e9", "notes": []}
+    for side, rate in (("a", 100.0), ("b", 110.0)):
+        record = make_record(**names, summary__images_per_second=rate)
+        record["run_id"] = f"20261121T{round(rate):06d}Z_x_any-name"
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "record.json").write_text(json.dumps(record))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    sys.stdout.flush()
+    assert rb"caf\xe9" in raw.getvalue()
+
+
+def test_a_long_value_is_shown_in_short():
+    error = ConfigError("it is long", value="x" * 10**6, allowed="a short one", flag="--x")
+    assert len(str(error)) < 500
+    assert (
+        printed_refusal(f"error: {ConfigError('w', value='v', allowed='a', flag='f')}").value == "v"
+    )
