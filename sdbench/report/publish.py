@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     kind = NUMERICS if flags.numerics else RUNS
     for run in flags.runs:
-        print(f"published {publish(run, results=flags.results, kind=kind)}")
-    print(rebuild(flags.results))
+        print(f"published {publish(run, results=flags.folder, kind=kind)}")
+    print(rebuild(flags.folder))
     return 0
 
 

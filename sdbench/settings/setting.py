@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.settings.kinds import Kind, RowOf
+from sdbench.settings.kinds import Kind, RowOf, nearest_choice
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
@@ -192,10 +192,11 @@ class Setting:
         try:
             return self.kind.parse(value)
         except (TypeError, ValueError):
+            meant = nearest_choice(self.kind, value)
             raise ConfigError(
                 f"{self.flag} has a value of the wrong kind",
                 value=value,
-                allowed=self.kind.allowed,
+                allowed=self.kind.allowed + (f", the nearest is {meant}" if meant else ""),
                 flag=self.flag,
             ) from None
 

@@ -89,9 +89,18 @@ def run(command: list[str], folder: Path, out: Path, *workers: str) -> None:
     name, *flags = command
     results = ("--results_dir", f"{out}-results")
     if name == "convert":
-        arguments = [name, str(folder), str(out), *workers, *flags]
+        arguments = [name, str(folder), "--folder", str(out), *workers, *flags]
     elif name == "precompute":
-        arguments = [name, "--remote", str(folder), "--out", str(out), *workers, *results, *flags]
+        arguments = [
+            name,
+            "--remote",
+            str(folder),
+            "--folder",
+            str(out),
+            *workers,
+            *results,
+            *flags,
+        ]
     else:
         size = ("--image_size", "32", "--batch_size", "4", "--num_batches", "10")
         assert data_main(["--remote", str(folder), *size, *workers, *results]) == 0

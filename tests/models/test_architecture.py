@@ -262,5 +262,5 @@ def test_every_program_refuses_a_hub_model_that_cannot_be_had() -> None:
     random = (*RUN, "--random_weights", "--no_check_memory", "--print_config")
     assert benchmark.main([*model, *random]) == 0
     assert main(["profile", *model, "--engine", "torch"]) == 2
-    assert main(["precompute", *model, "--out", "latents"]) == 2
+    assert main(["precompute", *model, "--folder", "latents"]) == 2
     assert not list(Path().glob("*/*/record.json")) and not Path("latents").exists()

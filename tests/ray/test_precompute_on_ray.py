@@ -17,7 +17,7 @@ RAY = ("--engine", "ray", "--num_decoders", "2")
 
 def run(pictures: Path, out: Path, *argv: str) -> int:
     """Precompute in this process."""
-    places = ["--remote", str(pictures), "--out", str(out), "--results_dir", str(out) + "-runs"]
+    places = ["--remote", str(pictures), "--folder", str(out), "--results_dir", str(out) + "-runs"]
     return precompute.main([*OPTIONS, *SHARDS, *places, *argv])
 
 
