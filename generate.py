@@ -1,5 +1,7 @@
 """Draw pictures from prompts with a Stable Diffusion model."""
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import functools

@@ -3,6 +3,8 @@
 Each command is a `main(argv)` in the room that it belongs to, imported when it is called.
 """
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import contextlib

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Share of a name's letters that another one has in the same order, below which it was not meant.
+# Share of a name's letters that another one has in the same order, below which it is not like it.
 MIN_SHARE = 0.5
 
 
@@ -24,11 +24,18 @@ def by_likeness(name: str, names: Iterable[str]) -> list[str]:
     return sorted(names, key=likeness, reverse=True)
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name most like this one; None if none has half of its letters in their order."""
+def nearest(name: str, names: Iterable[str], *, whole: bool = False) -> str | None:
+    """The name most like another one; None if none is like it.
+
+    Args:
+        name: The one that is none of them.
+        names: Those that there are.
+        whole: It is no part of a long name: the share counts of the letters of both.
+    """
     for other in by_likeness(name, names):
-        num_same, num_given, _ = _count_letters(name, other)
-        if num_same >= MIN_SHARE * max(num_given, 1):
+        num_same, num_given, num_other = _count_letters(name, other)
+        num_letters = max(num_given, num_other if whole else 1)
+        if num_same >= MIN_SHARE * num_letters:
             return other
     return None
 

@@ -88,7 +88,7 @@ def read_sweep_file(path: Path) -> SweepFile:
     content = {**DEFAULTS, **_load(path)}
     for key in content:
         if key not in DEFAULTS:
-            raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
+            raise_unknown(str(key), known=list(DEFAULTS), where="key", flag=f"{key} in {path}")
     for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", POSITIVE)):
         if content[key] is None and DEFAULTS[key] is None:
             continue

@@ -194,7 +194,7 @@ def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:
     for declared in flags:
         for choice in declared.kind.choices:
             meant.setdefault(choice, f"{declared.flag} {choice}")
-    name = nearest(word, meant)
+    name = nearest(word, meant, whole=True)
     raise ConfigError(
         "this argument is no flag, and stands behind none that takes it",
         value=word,

@@ -106,7 +106,7 @@ def refusal_of(model_name, **options) -> ConfigError:
 def test_unknown_name_is_refused_with_the_nearest() -> None:
     error = refusal_of("sd2-bas")
     assert (error.value, error.flag) == ("sd2-bas", "--model_name")
-    assert error.allowed.endswith("did you mean sd2-base?")
+    assert error.allowed.endswith("the nearest is sd2-base")
 
 
 def test_built_in_has_no_revision() -> None:
