@@ -23,7 +23,7 @@ from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
 
 NUM_PICTURES = 10  # of the fixture picture_folder
-TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
+TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--device_batch_size", "2")
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_training_on_latents_gives_the_losses_of_training_on_the_images(
 
 
 def test_the_record_tells_how_fast_and_where_the_time_went(run):
-    _, record = run("latents", "--batch_size", "1", "--samples_per_shard", "4")
+    _, record = run("latents", "--device_batch_size", "1", "--samples_per_shard", "4")
     validate(record)
     assert (record["kind"], record["status"]) == ("precompute", "ok")
     assert record["workload"]["num_shards"] == 3

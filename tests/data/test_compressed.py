@@ -71,7 +71,7 @@ def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, num_
     for command in (
         ["data.py"],
         ["convert", "--samples_per_shard", "10"],
-        ["precompute", "--model_name", "tiny", "--batch_size", "8"],
+        ["precompute", "--model_name", "tiny", "--device_batch_size", "8"],
     ):
         outputs = []
         for folder in (packed, mds_folder):

@@ -53,7 +53,7 @@ examples:
   python -m sdbench precompute --remote photos --folder latents
       a folder of pictures with captions, at the model's own resolution, to an MDS data set
   torchrun --nproc_per_node 8 -m sdbench precompute --remote 's3://bucket/{00000..00127}.tar' \\
-      --image_size 256,512 --batch_size 64 --num_workers 8 --folder latents
+      --image_size 256,512 --device_batch_size 64 --num_workers 8 --folder latents
       many tars at two resolutions, on 8 GPUs
   python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --folder latents
       a miniature in seconds
@@ -107,6 +107,7 @@ class PrecomputeSettings:
         None,
         f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
         f"{CPU_BATCH_SIZE} on a CPU)",
+        spelling="device_batch_size",
     )
     samples_per_shard: int | None = shared(
         ConvertFlags,

@@ -48,7 +48,9 @@ class BeforeAfterFlags(LikenessSettings):
     subject: str = setting(
         TEXT, REQUIRED, "the subject's own pictures: a data set as training takes it"
     )
-    batch_size: int = setting(POSITIVE, 32, "pictures that a network looks at together")
+    batch_size: int = setting(
+        POSITIVE, 32, "pictures that a network looks at together", spelling="device_batch_size"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

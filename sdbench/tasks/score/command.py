@@ -41,7 +41,9 @@ class ScoreFlags:
     )
     fid_network: str | None = shared(WatchSettings, "fid_network")
     clip_network: str | None = shared(WatchSettings, "clip_network")
-    batch_size: int = setting(POSITIVE, 32, "pictures that are looked at together")
+    batch_size: int = setting(
+        POSITIVE, 32, "pictures that are looked at together", spelling="device_batch_size"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
