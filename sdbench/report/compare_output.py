@@ -23,7 +23,7 @@ from sdbench.report.tables import (
     to_markdown,
     to_terminal,
 )
-from sdbench.statistics.intervals import NOT_TESTED, Comparison, mean_rate
+from sdbench.statistics.intervals import Comparison, mean_rate
 
 FIGURE_COLUMNS = (
     "row",
@@ -42,10 +42,10 @@ ONLY_BASELINE = "only in the baseline"
 ONLY_CANDIDATE = "only in the candidate"
 GEOMETRIC_MEAN = "geometric mean"
 FLAGS = "flags"
-# What is told first of what is the same.
+# Settings that are told first.
 FIRST = (
-    *("model", "image_size", "latents", "gpu", "device", "num_gpus", "num_devices"),
-    *("global_batch", "micro_batch", "ema", "precision", "preset", "engine"),
+    *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
+    *("global_batch", "micro_batch", "gpu", "device", "num_gpus", "num_devices"),
 )
 BULLET = "  "
 
@@ -141,11 +141,12 @@ class _Form(NamedTuple):
             ]
         return "\n".join(lines)
 
-    def table(self, rows: Sequence[tuple[Cells, Cells]]) -> str:
+    def table(self, rows: Sequence[tuple[Cells, Cells]], *, beside: Cells | None = None) -> str:
         """A table; one that is too wide tells the settings below it, by the number of the row.
 
         Args:
             rows: Settings and figures of each row.
+            beside: Settings that are not told below it where a row has the same.
         """
         table = _make_table({**settings, **figures} for settings, figures in rows)
         if max(map(len, to_terminal(table).splitlines())) <= self.table_width:
@@ -155,34 +156,40 @@ class _Form(NamedTuple):
             brief = {"row": make_cell(number), **figures}
             cells = {**settings, FLAGS: brief.pop(FLAGS, EMPTY)}
             numbered.append(brief)
-            described = [f"{name} {cell.text}" for name, cell in cells.items() if cell.value]
-            told.append(f"row {number}: {', '.join(described)}")
+            told.append(f"row {number}: {_tell_settings(cells, beside or {})}")
         return f"{self.draw(_make_table(numbered))}\n\n{self.lines(told)}"
 
 
 def _compose(match: Match, form: _Form, *, lists_all: bool) -> str:
     matched = [pair.baseline[0] for pair in match.pairs]
     only = {ONLY_BASELINE: match.only_baseline, ONLY_CANDIDATE: match.only_candidate}
-    listed = [runs[0] for groups in only.values() for runs in groups] if lists_all else []
-    varying = varying_columns(match, [*matched, *listed])
+    varying = varying_columns(match, matched)
     parts = [
         form.lines(_facts(match, varying, width=None if lists_all else form.table_width)),
         form.table([_matched_row(pair, varying) for pair in match.pairs]),
         form.lines(_remarks(match)),
     ]
-    for title, groups in only.items():
-        if groups and lists_all:
-            table = form.table([_unmatched_row(runs, varying or match.columns) for runs in groups])
-            parts.append(f"{form.lines([f'{len(groups)} {title}:'])}\n\n{table}")
     counts = [f"{len(groups)} {title}" for title, groups in only.items() if groups]
     if counts and not lists_all:
         parts.append(form.lines([f"Not compared: {', '.join(counts)}; --all lists them."]))
+    for title, groups in only.items() if lists_all else ():
+        if groups:
+            columns = varying_columns(match, [*matched, *(runs[0] for runs in groups)])
+            rows = [_unmatched_row(runs, columns) for runs in groups]
+            head = f"{len(groups)} {title} (settings: what is not as in the first row above):"
+            table = form.table(rows, beside=_setting_cells(matched[0], columns))
+            parts.append(f"{form.lines([head])}\n\n{table}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
     """Matched settings that are not the same in all of these rows."""
-    return [column for column in match.columns if len({row.get(column) for row in rows}) > 1]
+    return _in_order(name for name in match.columns if len({row.get(name) for row in rows}) > 1)
+
+
+def _in_order(columns: Iterable[str]) -> list[str]:
+    """Settings with those of `FIRST` before the others."""
+    return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
 def _facts(match: Match, varying: Sequence[str], *, width: int | None) -> list[str]:
@@ -204,16 +211,24 @@ def _facts(match: Match, varying: Sequence[str], *, width: int | None) -> list[s
     ]
     if not match.compared:
         lines.append("compared: no setting differs, only the runs")
-    same = [column for column in match.columns if column not in varying]
+    same = _in_order(column for column in match.columns if column not in varying)
     if same:
-        # What decides the work of an image comes first.
-        same = [*(one for one in FIRST if one in same), *(one for one in same if one not in FIRST)]
         lines.append(_tell_same(match.pairs[0].baseline[0], same, width=width))
     for side in (match.baseline, match.candidate):
         missing_on = [column for column, name in match.missing_on.items() if name == side.name]
         if missing_on:
             lines.append(f"not matched on, as {side.name} does not tell: {', '.join(missing_on)}")
     return lines
+
+
+def _tell_settings(cells: Cells, beside: Cells) -> str:
+    """Settings that are not the same in `beside`, those without a value last."""
+    told = {name: cell for name, cell in cells.items() if cell != beside.get(name, EMPTY)}
+    unknown = [name for name, cell in told.items() if cell.value is None]
+    lists = [f"{name} {cell.text}" for name, cell in told.items() if cell.value is not None]
+    if unknown:
+        lists.append(f"not told: {' '.join(unknown)}")
+    return ", ".join(lists) or "the same settings"
 
 
 def _tell_same(row: Row, columns: Sequence[str], *, width: int | None) -> str:
@@ -263,7 +278,7 @@ def _matched_row(pair: Pair, columns: Sequence[str]) -> tuple[Cells, Cells]:
         "n": make_cell(_num_runs(pair)),
         "baseline": _rate_cell(pair.baseline),
         "candidate": _rate_cell(pair.candidate),
-        **_comparison_cells(pair.comparison, pair),
+        **_comparison_cells(pair.comparison),
         FLAGS: optional_cell(_flags((*pair.baseline, *pair.candidate))),
     }
     return _setting_cells(pair.baseline[0], columns), figures
@@ -283,16 +298,14 @@ def _rate_cell(rows: Sequence[Row]) -> Cell:
     return make_cell(float(_rate(rows)), num_digits=5)
 
 
-def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> dict[str, Cell]:
-    interval, verdict = comparison.interval, comparison.verdict
-    if verdict == NOT_TESTED and pair is not None:
-        verdict = f"n={_num_runs(pair)}, {NOT_TESTED}"
+def _comparison_cells(comparison: Comparison) -> dict[str, Cell]:
+    interval = comparison.interval
     return {
         "ratio": Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
         "95 % interval": optional_cell(
             f"{interval.low:.3f} to {interval.high:.3f}" if interval else None
         ),
-        "verdict": make_cell(verdict),
+        "verdict": make_cell(comparison.verdict),
     }
 
 
