@@ -211,4 +211,4 @@ def test_no_data_set_is_prepared_in_a_folder_of_others(is_link, home, tars, tmp_
     assert main(argv) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "--folder"
     assert not list(elsewhere.iterdir()) and not list((shared / "out.partial").iterdir())
-    assert main([*argv[:2], str(shared / "other"), *argv[3:]]) == 0
+    assert main([*argv[:3], str(shared / "other"), *argv[4:]]) == 0
