@@ -1,5 +1,7 @@
 """Measure how many images a second this machine trains Stable Diffusion with."""
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,7 @@
 """Count the parameters of a model, and those of them that are trained."""
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import csv

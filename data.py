@@ -10,6 +10,8 @@ Also the place to import the data set classes from:
 ``from data import StreamingLAIONDataset, SyntheticImageCaptionDataset``.
 """
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,7 @@
 """Draw pictures from prompts with a Stable Diffusion model."""
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import functools
@@ -14,7 +16,7 @@ examples:
   python generate.py --model_name my-model --prompts "a cat" --folder cats --num_images_per_prompt 4
       four pictures, and grid.png with all of them
   torchrun --nproc_per_node 8 generate.py --model_name my-model --prompt_file captions.csv \\
-      --folder drawn --tar --scheduler dpm --num_steps 20 --batch_size 16
+      --folder drawn --tar --scheduler dpm --num_steps 20 --device_batch_size 16
       a picture for each caption of a table, on 8 GPUs, into one tar
 
 Each picture has a seed of its own, which prompts.csv tells: any number of ranks draws the same

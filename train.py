@@ -1,5 +1,7 @@
 """Train Stable Diffusion, with checkpoints to go on from, and a model to draw with at the end."""
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import functools

@@ -3,6 +3,8 @@
 Each command is a `main(argv)` in the room that it belongs to, imported when it is called.
 """
 
+# PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
+
 from __future__ import annotations
 
 import contextlib
@@ -100,9 +102,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 EPILOG = """\
 examples:
-  python -m sdbench convert my-images/ my-mds/
+  python -m sdbench convert my-images/ --folder my-mds/
   python -m sdbench verify-data my-mds/ --deep
-  torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --out my-latents/
+  torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --folder my-latents/
   srun python -m sdbench doctor
   python -m sdbench dreambooth --help
   python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data

@@ -166,7 +166,7 @@ def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, pictu
     from sdbench.cli import main
 
     data_set = tmp_path / "mds"
-    assert main(["convert", str(picture_folder), str(data_set)]) == 0
+    assert main(["convert", str(picture_folder), "--folder", str(data_set)]) == 0
     argv = ("--model_name", "tiny", "--remote", str(data_set), "--num_workers", "0", *SHORT)
     record, exit_code = run(tmp_path, *argv)
     assert (record["status"], exit_code) == ("ok", 0)
@@ -303,7 +303,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     ]
     (results / "README.md").write_text("\n".join(["# Results", *markers, "end\n"]))
     run_folder = tmp_path / "runs" / record["run_id"]
-    assert main(["publish", str(run_folder), "--results", str(results)]) == 0
+    assert main(["publish", str(run_folder), "--folder", str(results)]) == 0
     published = results / "runs" / record["run_id"]
     assert {path.name for path in published.iterdir()} == {"record.json", "steps.csv", "stdout.log"}
     texts = [(published / name).read_text() for name in ("record.json", "stdout.log")]
@@ -314,7 +314,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
         (row,) = csv.DictReader(file)
     assert row["source"] == record["run_id"]
     # Twice is refused: a published run is never edited.
-    assert main(["publish", str(run_folder), "--results", str(results)]) == 2
+    assert main(["publish", str(run_folder), "--folder", str(results)]) == 2
 
 
 def test_a_failed_run_is_not_published(tmp_path, capsys):
@@ -322,7 +322,7 @@ def test_a_failed_run_is_not_published(tmp_path, capsys):
 
     record, _ = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
     folder = tmp_path / "runs" / record["run_id"]
-    assert main(["publish", str(folder), "--results", str(tmp_path)]) == 2
+    assert main(["publish", str(folder), "--folder", str(tmp_path)]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == ("RUN", "invalid")
     assert not Path(tmp_path, "runs", "runs").exists()

@@ -207,8 +207,8 @@ def test_no_data_set_is_prepared_in_a_folder_of_others(is_link, home, tars, tmp_
     else:
         (shared / "out.partial").mkdir()
         os.chown(shared / "out.partial", STRANGER, STRANGER)
-    argv = ["convert", str(tars), str(shared / "out"), "--num_workers", "0"]
+    argv = ["convert", str(tars), "--folder", str(shared / "out"), "--num_workers", "0"]
     assert main(argv) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == "OUT"
+    assert printed_refusal(capsys.readouterr().err).flag == "--folder"
     assert not list(elsewhere.iterdir()) and not list((shared / "out.partial").iterdir())
-    assert main([*argv[:2], str(shared / "other"), *argv[3:]]) == 0
+    assert main([*argv[:3], str(shared / "other"), *argv[4:]]) == 0

@@ -1,48 +1,201 @@
-"""python -m sdbench: commands, help and exit codes."""
+"""python -m sdbench and the programs beside it: commands, flags, help, completion, exit codes."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
 import pytest
 
-from sdbench.cli import main
+import sdbench
+from sdbench.cli import COMMANDS, main
+from sdbench.scaling.command_line import COMMANDS as SCALING
 from tests.refusals import PLACE_FLAGS, printed_refusal
 
+PROGRAMS = ("benchmark", "train", "generate", "data", "calculate_number_of_parameters")
+# Those that take flags of their own: commands with their words, and programs.
+STARTS = [
+    *([name] for name in COMMANDS if name not in ("render", "scaling")),
+    *(["scaling", name] for name in SCALING),
+    ["render", "eks"],
+    *([name] for name in PROGRAMS),
+]
 
-def test_help_names_every_command(capsys):
+
+def start(words: Sequence[str], *argv: str) -> int:
+    """Start a command or a program in this process."""
+    if words and words[0] in PROGRAMS:
+        return importlib.import_module(words[0]).main(list(argv))
+    return main([*words, *argv])
+
+
+@pytest.fixture
+def flags_of(capsys, monkeypatch) -> Callable[..., Mapping[str, tuple[str, frozenset[str]]]]:
+    """What the help of a command says of each flag: what stands for its value, and its choices."""
+    monkeypatch.setenv("COLUMNS", "10000")
+
+    def read(words: Sequence[str]) -> dict[str, tuple[str, frozenset[str]]]:
+        with pytest.raises(SystemExit) as ended:
+            start(words, "--help")
+        assert ended.value.code == 0
+        found = {}
+        # A long flag has its text on the next line.
+        for line in re.sub(r"\n {20,}", "  ", capsys.readouterr().out).splitlines():
+            if flag := re.match(r" {2}(--\w+)(?: ([^\s]+))?", line):
+                choices = re.search(r"; ([\w.-]+(?: \| [\w.-]+)+)", line)
+                listed = choices[1].split(" | ") if choices else ()
+                found[flag[1]] = flag[2] or "", frozenset(listed)
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize("argv", [["--help"], [], ["render"], ["scaling"]])
+def test_help_names_every_command_and_answers_a_line_without_one(capsys, argv):
     with pytest.raises(SystemExit) as caught:
-        main(["--help"])
+        main(argv)
     assert caught.value.code == 0
-    output = capsys.readouterr().out
-    for command in ("convert", "verify-data", "precompute", "publish", "examples:"):
-        assert command in output
+    output = capsys.readouterr()
+    expected = {"render": ("eks", "rayjob"), "scaling": SCALING}
+    for command in expected.get(argv[0] if argv else "", COMMANDS):
+        assert re.search(rf"^ +{command}\b", output.out, re.MULTILINE)
+    assert "examples:" in output.out
+    assert output.err == ""
+
+
+def test_every_program_tells_its_version(capsys):
+    for words in ([], *STARTS):
+        with pytest.raises(SystemExit) as caught:
+            start(words, "--version")
+        assert caught.value.code == 0
+        assert capsys.readouterr().out == f"sdbench {sdbench.__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "nearest"),
     [
         (["convrt"], "convert"),
+        (["--versoin"], "--version"),
         (["render", "esk"], "eks"),
         (["scaling", "costs"], "cost"),
-        (["report", "--result", "r"], "--results"),
         (["repeat", "2", "--timeout", "3", "--", "python"], "--timeout_s"),
         (["scaling", "plan", "--max_day", "3", "--recipe", "mosaicml"], "--max_days"),
+        (["precompute", "--latents", "sampled"], "--stored_latents"),
+        (["compare", "a", "b", "--format", "jsn"], "json"),
+        (["sweep", "s.yaml", "--retry", "oom,tiemout"], "timeout"),
+        (["convert", "a", "--folder", "b", "--out_format", "parket"], "parquet"),
+        (["export", "run", "--lora_format", "kohia"], "kohya"),
+        (["submit", "--scaling", "week"], "weak"),
+        (["doctor", "--gradient_dtype", "fp23"], "fp32"),
+        (["watch", "run", "every", "3"], "--every"),
+        (["verify-data", "a", "webdatset"], "--data_format webdataset"),
     ],
 )
 def test_an_unknown_name_exits_with_2_and_the_nearest(capsys, argv, nearest):
     assert main(argv) == 2
-    assert f"the nearest is {nearest};" in capsys.readouterr().err
+    assert f", the nearest is {nearest};" in capsys.readouterr().err
 
 
-def test_no_command_exits_with_2():
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
+@pytest.mark.parametrize("words", STARTS, ids=" ".join)
+def test_every_command_suggests_the_flag_that_was_mistyped(capsys, flags_of, words):
+    flags = [flag for flag in flags_of(words) if len(flag) > 6 and flag[4] != flag[5]]
+    for flag in (min(flags, key=len), max(flags, key=len)):
+        mistyped = f"{flag[:4]}{flag[5]}{flag[4]}{flag[6:]}"
+        assert start(words, mistyped) == 2
+        refusal = printed_refusal(capsys.readouterr().err)
+        assert (refusal.flag, refusal.value) == (flag, mistyped)
+
+
+def test_a_word_that_nothing_is_like_is_refused_without_a_guess(capsys):
+    assert main(["verify-data", "a", "b"]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.value, refusal.allowed) == ("b", "what --help lists")
+
+
+# A flag means one thing.
+
+WRITERS = {
+    *("convert", "shapes", "precompute", "export", "profile", "generate", "dreambooth"),
+    *("repeat", "search", "sweep", "submit", "publish", "report"),
+}
+
+
+def test_a_flag_means_one_thing_and_names_every_folder_that_is_written(flags_of):
+    meanings: dict[str, dict[str, tuple[str, frozenset[str]]]] = {}
+    for words in STARTS:
+        flags = flags_of(words)
+        if words[0] in WRITERS:
+            assert "--folder" in flags
+        for flag, meaning in flags.items():
+            meanings.setdefault(flag, {})[" ".join(words)] = meaning
+    writers = {words.split()[0] for words in meanings["--folder"]}
+    assert writers == WRITERS
+    assert {metavar for metavar, _ in meanings["--out"].values()} == {"PATH"}  # files
+    for flag, by_command in meanings.items():
+        choices = {listed for _, listed in by_command.values()}
+        # A command may have fewer of them. That of data.py alone has one engine, and lists none.
+        widest = max(choices, key=len)
+        assert all(listed <= widest for listed in choices), (flag, by_command)
+        if flag != "--engine":
+            assert not (frozenset() in choices and len(choices) > 1), (flag, by_command)
 
 
 @pytest.mark.parametrize(
-    ("argv", "flag"), [(["convert", "none", "out"], PLACE_FLAGS), (["publish", "none"], "RUN")]
+    ("argv", "flag"),
+    [
+        (["convert", "none", "--folder", "out"], "SOURCE"),
+        (["verify-data", "none"], "PLACE"),
+        (["verify-data", "none", "--data_format", "parquet"], "PLACE"),
+        (["precompute", "--remote", "none", "--folder", "out"], PLACE_FLAGS),
+        (["publish", "none"], "RUN"),
+    ],
 )
-def test_bad_input_of_a_command_exits_with_2(capsys, argv, flag):
-    assert main(argv) == 2
+def test_bad_input_of_a_command_exits_with_2_and_names_what_it_has(capsys, tmp_path, argv, flag):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main(argv) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, "none")
+
+
+# Completion, by a real shell.
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("python -m sdbench verif", ["verify-data"]),
+        ("python -m sdbench scaling pre", ["predict"]),
+        ("python -m sdbench convert --out_f", ["--out_format"]),
+        ("python -m sdbench convert --out_format we", ["webdataset"]),
+        ("python benchmark.py --device_train", ["--device_train_microbatch_size"]),
+        ("python benchmark.py --use_synth_data --model_name sd2-", ["sd2-768-v", "sd2-base"]),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_values(repository, line, completed):
+    import argcomplete
+
+    function = Path(argcomplete.__file__).parent / "bash_completion.d" / "_python-argcomplete"
+    words = line.split()
+    script = (
+        f"source {function}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        f"COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; COMP_TYPE=9; "
+        '_python_argcomplete_global "${COMP_WORDS[0]}"; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=repository,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.split()) == completed, done.stderr

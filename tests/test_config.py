@@ -93,6 +93,10 @@ def test_yaml_keys_and_flags_take_the_same_values(tmp_path):
     [
         (["--bach_size", "8"], "--batch_size", "--bach_size"),
         (["--batch", "8"], "--batch_size", "--batch"),
+        (["--microbatch", "8"], "--device_train_microbatch_size", "--microbatch"),
+        (["tiny"], "--model_name", "tiny"),
+        (["use_synth_data"], "--use_synth_data", "use_synth_data"),
+        (["--preset", "fsat"], "--preset", "fsat"),
         (["--batch_size", "-3"], "--batch_size", "-3"),
         (["--batch_size", "2.5"], "--batch_size", "2.5"),
         (["--lr", "nan"], "--lr", "nan"),
@@ -111,6 +115,18 @@ def test_a_wrong_flag_is_refused_by_name(argv, flag, value):
     with pytest.raises(ConfigError) as caught:
         parse(*argv)
     assert (caught.value.flag, caught.value.value) == (flag, value)
+
+
+def test_the_nearest_value_is_offered():
+    for argv, nearest in (
+        (("--preset", "fsat"), "fast | seed, the nearest is fast"),
+        (("--device_train_microbatch_size", "atuo"), "of at least 1, the nearest is auto"),
+        (("fsat",), "what --help lists, the nearest is --preset fast"),
+        (("--lr", "fast"), "a number above 0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(*argv)
+        assert caught.value.allowed.endswith(nearest)
 
 
 def test_an_error_tells_four_facts():
@@ -180,7 +196,7 @@ def test_a_command_takes_the_settings_of_others_and_its_own():
         (("here", "--from", "there", "--crop", "none"), "--crop"),
         (("here", "--from", ""), "--from"),
         (("here", "--from", "there", "--scrop", "center"), "--crop"),
-        (("here", "--from", "there", "--plac", "a.yaml"), "--crop"),
+        (("here", "--from", "there", "--plac", "a.yaml"), "--plac"),  # nothing is like it
     ):
         with pytest.raises(ConfigError) as caught:
             parse_own(*argv)

@@ -25,7 +25,7 @@ from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.tasks.generate import GenerateFlags, read_prompts
 from tests.refusals import refused
 
-OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--batch_size", "2", "--seed", "40")
+OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
 PROMPTS = "a red circle | a blue square|a green star"
 PROMPT_FLAG = "--prompts or --prompt_file"
 

@@ -114,5 +114,5 @@ def test_the_installed_command_works_in_any_folder(sdbench, tmp_path, repository
         *("--num_gpus", "16"),
     )
     results = make_results(tmp_path / "results", make_record())
-    sdbench("report", "--results", results)
+    sdbench("report", "--folder", results)
     assert "sd2-base" in (results / "index.html").read_text()

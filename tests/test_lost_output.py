@@ -171,7 +171,7 @@ def test_a_disk_that_fills_costs_no_figures(small_disk, tmp_path, main, flags, s
     results = small_disk / "runs"
     argv = [*flags, "--results_dir", str(results)]
     if status == "failed":
-        argv += ["--out", str(small_disk / "latents")]
+        argv += ["--folder", str(small_disk / "latents")]
     with forked_ranks(lambda: main(argv), tmp_path, num_ranks=1) as (process,):
         wait_for_record(results)
         os.kill(process.pid, signal.SIGSTOP)  # it has not ended when the disk is full

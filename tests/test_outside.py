@@ -86,7 +86,7 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     (results / "numerics" / "short").mkdir(parents=True)
     (results / "numerics" / "short" / "record.json").write_text("{")
     (next((results / "runs").glob("0001*")) / "steps.csv").write_text("index,phase\n1,\x1b[2J\n")
-    assert main(["report", "--results", str(results)]) == 1
+    assert main(["report", "--folder", str(results)]) == 1
     printed = check_harmless(capsys)
     told = left_out(printed.err)
     places = [*(f"/{name}/record.json" for name in names), "bad.csv", "/short/", "steps.csv"]
@@ -136,7 +136,7 @@ def test_publish_names_bad_runs_and_publishes_the_rest(tmp_path, capsys):
         (folder / "stdout.log").write_text("a line\n")
         (folder / "steps.csv").write_text("index,phase,step_time_s,data_wait_s,loss\n")
     (runs / "001020" / "stdout.log").unlink()
-    assert main(["publish", *map(str, sorted(runs.iterdir())), "--results", str(results)]) == 1
+    assert main(["publish", *map(str, sorted(runs.iterdir())), "--folder", str(results)]) == 1
     printed = check_harmless(capsys)
     told = left_out(printed.err)
     assert [name for name in ("001010", "001020") for line in told if f"/{name}" in line] == [
@@ -159,7 +159,7 @@ def test_a_record_cannot_be_published_to_another_place(tmp_path):
         write = tmp_path / "run" / "record.json"
         write.parent.mkdir(exist_ok=True)
         write.write_text(json.dumps({**make_record(), **kind, "run_id": "../../elsewhere"}))
-        assert refusal_of("publish", write.parent, "--results", results).flag == "RUN"
+        assert refusal_of("publish", write.parent, "--folder", results).flag == "RUN"
     assert not list(tmp_path.glob("**/elsewhere"))
 
 

@@ -23,7 +23,7 @@ from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
 
 NUM_PICTURES = 10  # of the fixture picture_folder
-TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
+TINY = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--device_batch_size", "2")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def run(tmp_path, picture_folder):
         before = set(results.glob("*/record.json"))
         exit_code = precompute.main(
             [
-                *("--out", str(tmp_path / out), "--results_dir", str(results)),
+                *("--folder", str(tmp_path / out), "--results_dir", str(results)),
                 *("--remote", str(picture_folder), *TINY, *argv),
             ]
         )
@@ -98,7 +98,7 @@ def test_training_on_latents_gives_the_losses_of_training_on_the_images(
 
 
 def test_the_record_tells_how_fast_and_where_the_time_went(run):
-    _, record = run("latents", "--batch_size", "1", "--samples_per_shard", "4")
+    _, record = run("latents", "--device_batch_size", "1", "--samples_per_shard", "4")
     validate(record)
     assert (record["kind"], record["status"]) == ("precompute", "ok")
     assert record["workload"]["num_shards"] == 3
@@ -149,10 +149,10 @@ def run_ranks(argv: list[str], folder: Path) -> list[int | None]:
 
 
 def test_two_ranks_write_what_one_writes(run, tmp_path, picture_folder):
-    options = ["--image_size", "64,128", "--samples_per_shard", "3", "--latents", "sampled"]
+    options = ["--image_size", "64,128", "--samples_per_shard", "3", "--stored_latents", "sampled"]
     run("alone", *options)
     places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
-    argv = [*TINY, *options, *places, "--out", str(tmp_path / "together")]
+    argv = [*TINY, *options, *places, "--folder", str(tmp_path / "together")]
     assert run_ranks(argv, tmp_path) == [0, 0]
     assert shards(tmp_path / "together") == shards(tmp_path / "alone")
     (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(
     options = ["--samples_per_shard", "1"]
     run("whole", *options)
     places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
-    argv = [*TINY, *options, *places, "--out", str(tmp_path / "latents")]
+    argv = [*TINY, *options, *places, "--folder", str(tmp_path / "latents")]
     write_chunk = Output.write_chunk
 
     def write_and_die(output, number, rows, *, bad):
@@ -203,7 +203,7 @@ def test_a_resume_may_not_change_what_is_written(run, picture_folder, capsys):
     exit_code, record = run("latents", "--samples_per_shard", "2", "--seed", "2")
     assert (exit_code, record) == (2, None)
     refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("OUT", 2)
+    assert (refusal.flag, refusal.value) == ("--folder", 2)
     exit_code, record = run(
         "latents", *options, "--on_bad_sample", "skip", "--max_bad_fraction", "0.1"
     )
@@ -228,8 +228,8 @@ def test_several_resolutions_are_those_of_single_runs(run, tmp_path):
 
 def test_sampled_latents_are_drawn_from_the_moments_by_the_seed(run, tmp_path):
     run("moments")
-    run("sampled", "--latents", "sampled", "--out_format", "parquet")
-    run("again", "--latents", "sampled", "--samples_per_shard", "3")
+    run("sampled", "--stored_latents", "sampled", "--out_format", "parquet")
+    run("again", "--stored_latents", "sampled", "--samples_per_shard", "3")
     moments = read(tmp_path / "moments")
     sampled = read(tmp_path / "sampled", data_format="parquet")
     again = read(tmp_path / "again")
@@ -315,7 +315,7 @@ def test_an_encoder_that_overflows_is_no_silent_nan(run, monkeypatch):
 
 
 def test_synthetic_images_measure_the_speed(tmp_path):
-    argv = [*TINY, "--use_synth_data", "--max_samples", "5", "--out", str(tmp_path / "latents")]
+    argv = [*TINY, "--use_synth_data", "--max_samples", "5", "--folder", str(tmp_path / "latents")]
     assert precompute.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
     assert len(read(tmp_path / "latents")) == 5
 
@@ -332,7 +332,7 @@ def test_synthetic_images_measure_the_speed(tmp_path):
 def test_what_cannot_be_done_is_refused_before_there_is_a_record(
     tmp_path, capsys, argv, flag, value
 ):
-    places = ["--out", str(tmp_path / "latents"), "--results_dir", str(tmp_path / "runs")]
+    places = ["--folder", str(tmp_path / "latents"), "--results_dir", str(tmp_path / "runs")]
     assert precompute.main(["--model_name", "tiny", *places, *argv]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, value)

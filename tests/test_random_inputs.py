@@ -319,12 +319,12 @@ def records(inputs: Inputs) -> Iterator[Case]:
             yield cli.main, ["compare", str(file.parent), str(inputs.folder / "whole")]
             yield cli.main, ["watch", str(file.parent)]
             yield cli.main, ["scaling", "machines", *MACHINES, "--in_step_rates", str(file)]
-        yield cli.main, ["report", "--results", str(results)]
+        yield cli.main, ["report", "--folder", str(results)]
         elsewhere = inputs.folder / f"published-{number}"
         elsewhere.mkdir()
         make_readme(elsewhere)
         runs = map(str, results.glob("runs/*"))
-        yield cli.main, ["publish", *runs, "--results", str(elsewhere)]
+        yield cli.main, ["publish", *runs, "--folder", str(elsewhere)]
 
 
 def name_of(content: Any) -> str | None:
@@ -353,7 +353,7 @@ def tables(inputs: Inputs) -> Iterator[Case]:
             yield cli.main, ["scaling", "fit", table]
             yield cli.main, ["scaling", "predict", table, "--num_gpus", "8,16,...,512"]
             yield cli.main, ["scaling", "cost", table, "--recipe", "mosaicml"]
-        yield cli.main, ["report", "--results", str(results)]
+        yield cli.main, ["report", "--folder", str(results)]
 
 
 def tars(inputs: Inputs) -> Iterator[Case]:

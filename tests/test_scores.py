@@ -86,7 +86,7 @@ def test_fid_is_that_of_the_formula(tmp_path, network) -> None:
     facts = score(
         write_pictures(tmp_path / "drawn", drawn, captions_of(9)),
         *("--reference", write_pictures(tmp_path / "held-out", held_out, captions_of(12))),
-        *("--fid_network", file, "--batch_size", 4),
+        *("--fid_network", file, "--device_batch_size", 4),
     )
     features = [np.stack([features_of(one) for one in part]) for part in (held_out, drawn)]
     assert facts.pop("fid") == pytest.approx(distance_by_formula(*features), rel=1e-4)

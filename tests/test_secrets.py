@@ -108,7 +108,7 @@ def test_no_output_of_a_run_holds_the_secret_of_its_place(
 
     results = make_results(tmp_path / "results", quoted=False)
     folder = tmp_path / "runs" / record["run_id"]
-    assert cli.main(["publish", str(folder), "--results", str(results)]) == 0
+    assert cli.main(["publish", str(folder), "--folder", str(results)]) == 0
     assert files_with_secret(tmp_path / "runs", results) == []
     assert SECRET not in "".join(capfd.readouterr())
     published = (results / "runs" / record["run_id"] / "record.json").read_text()
@@ -171,7 +171,9 @@ def test_an_unfinished_conversion_keeps_no_secret_and_knows_its_source(tmp_path,
 
     def convert(password):
         source = f"http://me:{password}@{served['host']}/tars/bad.tar"
-        return cli.main(["convert", source, str(tmp_path / "mds"), "--num_workers", "0"])
+        return cli.main(
+            ["convert", source, "--folder", str(tmp_path / "mds"), "--num_workers", "0"]
+        )
 
     assert convert(SECRET) == 1
     assert files_with_secret(tmp_path / "mds.partial") == []
@@ -227,7 +229,7 @@ def test_a_run_with_a_secret_is_not_published(text, kind, field, tmp_path, capsy
     (run_folder,) = folder.iterdir()
     (run_folder / "stdout.log").write_text(f"first\n{text if field == 'line 2' else ''}\n")
     results = make_results(tmp_path / "results", quoted=False)
-    assert cli.main(["publish", str(run_folder), "--results", str(results)]) == 2
+    assert cli.main(["publish", str(run_folder), "--folder", str(results)]) == 2
     error = capsys.readouterr().err
     file = "stdout.log" if field == "line 2" else "record.json"
     assert f"{file}, {field}: " in error and kind in error

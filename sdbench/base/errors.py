@@ -6,7 +6,10 @@ allowed, and the flag that changes it. `ConfigError` is for people; our own inva
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
+from collections.abc import Collection, Iterator
 
 from sdbench.base.escape import without_controls
 
@@ -48,6 +51,23 @@ class ConfigError(ValueError):
 
 class MemoryEstimateError(ConfigError):
     """A run is estimated to need more memory than there is."""
+
+
+@contextlib.contextmanager
+def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
+    """Let errors of the block name the flag of a command where they name flags of training.
+
+    Args:
+        flag: The command's for what the block reads.
+        own: Flags of training that the command has, too; what names these alone stays.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        named = set(re.findall(r"--\w+", error.flag))
+        if not named or named <= set(own):
+            raise
+        raise ConfigError(error.what, value=error.value, allowed=error.allowed, flag=flag) from None
 
 
 class RunError(RuntimeError):

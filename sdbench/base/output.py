@@ -1,16 +1,25 @@
-"""Standard streams without secrets, harmless to a terminal, whose errors never end a program."""
+"""Standard streams without secrets, harmless to terminals, without errors; and their width."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from sdbench.base.escape import without_controls
 from sdbench.base.secrets import redact
+
+# Columns of an output that is no terminal.
+PLAIN_WIDTH = 100
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or `PLAIN_WIDTH`."""
+    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
 
 
 @contextlib.contextmanager

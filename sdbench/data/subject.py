@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench import data
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -66,12 +66,8 @@ def check(source: SourceConfig, class_source: SourceConfig | None) -> NumPicture
 
 def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
     flags = flag if source.caption is not None else f"{flag} or {prompt_flag}"
-    try:
+    with blamed_on(flags):
         num_pictures = data.check(_one_by_one(source))
-    except ConfigError as error:  # it names the flags of the training data
-        raise ConfigError(
-            error.what, value=error.value, allowed=error.allowed, flag=flags
-        ) from None
     if num_pictures is None:
         raise ConfigError(
             "the pictures of a subject have to be counted before its run",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED
+from sdbench.base.output import terminal_width
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
 from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
@@ -39,8 +39,6 @@ examples:
 exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 Ctrl-C; under
 torchrun any failure is 1
 """
-# Of an output that is no terminal.
-PLAIN_WIDTH = 100
 # GPUs come before whatever opens a context on them.
 CHECKS = (*gpus.CHECKS, *network.CHECKS, *machine.CHECKS)
 CONNECT = (
@@ -110,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _only_results_on_stdout():
             report = examine(job)
         if report is not None:
-            width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
-            as_text = to_text(report, width=width)
+            as_text = to_text(report, width=terminal_width())
             text = to_json(report, strict=flags.strict) if flags.json else as_text
             # A rank that has lost the first one must not spoil what that one prints.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import shorten
 from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
 from sdbench.launch.child import find_program
@@ -92,7 +93,12 @@ def read_sweep_file(path: Path) -> SweepFile:
     content = {**DEFAULTS, **_load(path)}
     for key in content:
         if key not in DEFAULTS:
-            raise_unknown(str(key), known=list(DEFAULTS), where=f"key in {path}")
+            raise_unknown(
+                str(key),
+                known=list(DEFAULTS),
+                where="key",
+                flag=f"{shorten(str(key))} in {path}",
+            )
     for key, kind in (("timeout_s", SECONDS), ("budget_s", SECONDS), ("repeats", REPEATS)):
         if content[key] is None and DEFAULTS[key] is None:
             continue

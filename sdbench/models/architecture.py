@@ -6,7 +6,6 @@ id. Only a hub id needs the network. torch is not imported here.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.names import nearest
 from sdbench.models.objective import PREDICTION_TYPES
 
 ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
@@ -167,12 +167,12 @@ def _is_hub_id(model_name: str) -> bool:
 
 def _unknown_model(model_name: str) -> ConfigError:
     names = built_in_names()
-    close = difflib.get_close_matches(model_name, names, n=1, cutoff=0.4)
-    nearest = f"; did you mean {close[0]}?" if close else ""
+    meant = nearest(model_name, names)
     return ConfigError(
         "there is no such model",
         value=model_name,
-        allowed=f"{', '.join(names)}, a diffusers folder, or a hub id owner/name{nearest}",
+        allowed=f"{', '.join(names)}, a diffusers folder, or a hub id owner/name"
+        + (f", the nearest is {meant}" if meant else ""),
         flag=MODEL_FLAG,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.report.compare_match import GUARDED, Match, match
-from sdbench.report.compare_output import FORMATS, describe_settings
+from sdbench.report.compare_output import FORMATS, describe_settings, varying_columns
 from sdbench.report.compare_sides import (
     UNREADABLE,
     NothingToCompareError,
@@ -21,7 +21,7 @@ from sdbench.report.compare_sides import (
     split,
 )
 from sdbench.report.figures import parse_conditions, select_rows, write_out
-from sdbench.settings.kinds import PATH, SHARE, TEXT, list_of, one_of
+from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
@@ -96,6 +96,12 @@ class CompareFlags:
         "that B has no figure for, no row on both sides",
     )
     format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
+    all: bool = setting(
+        SWITCH,
+        False,
+        "list every setting that is the same, and the rows that are on one side only (csv and json "
+        "always have both)",
+    )
     out: Path | None = setting(PATH, None, "write to a file instead of the terminal")
 
 
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fail_if_slower is None:
             raise
         raise RunError(f"--fail_if_slower has nothing to judge: {error}") from None
-    text = FORMATS[arguments.format](found)
+    text = FORMATS[arguments.format](found, lists_all=arguments.all)
     if arguments.out is None:
         sys.stdout.write(text)
     else:
@@ -151,10 +157,9 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     Returns:
         A line for each failure.
     """
-    rows = [
-        (describe_settings(pair.baseline[0], match.columns), pair.comparison)
-        for pair in match.pairs
-    ]
+    shown = [pair.baseline[0] for pair in match.pairs] + [runs[0] for runs in match.only_baseline]
+    columns = varying_columns(match, shown)
+    rows = [(describe_settings(pair.baseline[0], columns), pair.comparison) for pair in match.pairs]
     rows.append((f"geometric mean of {len(match.pairs)}", match.mean))
     failures = [
         f"slower than allowed: {comparison.ratio:.3f}x "
@@ -164,12 +169,12 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     ]
     failures += [
         f"not tested: too few runs (n={len(pair.baseline)} and n={len(pair.candidate)}; 2 or more "
-        f"on each side are needed): {describe_settings(pair.baseline[0], match.columns)}"
+        f"on each side are needed): {describe_settings(pair.baseline[0], columns)}"
         for pair in match.pairs
         if pair.comparison.interval is None
     ]
     failures += [
-        f"no figure of the candidate: {describe_settings(runs[0], match.columns)}"
+        f"no figure of the candidate: {describe_settings(runs[0], columns)}"
         for runs in match.only_baseline
     ]
     return failures

@@ -98,6 +98,9 @@ def match(
     """
     known = [_known_settings(side) for side in (baseline, candidate)]
     common = [column for column in known[0] if column in known[1]]
+    if baseline.is_of_records and candidate.is_of_records:
+        # Each of them has a column of its own; this one differs by who chose a value, too.
+        common = [column for column in common if column != "other_settings"]
     values = {column: _values(baseline, candidate, column) for column in common}
     compared = _in_words(
         {name: sides for name, sides in values.items() if name in between or _is_apart(sides)}

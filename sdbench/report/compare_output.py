@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sdbench.base.escape import for_markdown, for_terminal
+from sdbench.base.output import PLAIN_WIDTH, terminal_width
 from sdbench.record.row import format_csv
 from sdbench.report.compare_match import Match, Pair
 from sdbench.report.compare_sides import Row
@@ -21,7 +23,7 @@ from sdbench.report.tables import (
     to_markdown,
     to_terminal,
 )
-from sdbench.statistics.intervals import NOT_TESTED, Comparison, mean_rate
+from sdbench.statistics.intervals import Comparison, mean_rate
 
 FIGURE_COLUMNS = (
     "row",
@@ -39,24 +41,36 @@ MATCHED = "matched"
 ONLY_BASELINE = "only in the baseline"
 ONLY_CANDIDATE = "only in the candidate"
 GEOMETRIC_MEAN = "geometric mean"
+FLAGS = "flags"
+# Settings that are told first.
+FIRST = (
+    *("model", "image_size", "latents", "precision", "preset", "engine", "ema"),
+    *("global_batch", "micro_batch", "gpu", "device", "num_gpus", "num_devices"),
+)
+BULLET = "  "
+
+# Cells by heading.
+Cells = Mapping[str, Cell]
 
 
-def to_text(match: Match) -> str:
-    """The comparison for a terminal."""
-    return _compose(match, for_terminal, to_terminal, heading="{}:", bullet="  ")
+def to_text(match: Match, *, lists_all: bool) -> str:
+    """The comparison for a terminal, as wide as that is."""
+    return _compose(
+        match, _Form(for_terminal, to_terminal, BULLET, terminal_width()), lists_all=lists_all
+    )
 
 
-def to_markdown_text(match: Match) -> str:
+def to_markdown_text(match: Match, *, lists_all: bool) -> str:
     """The comparison in markdown."""
-    return _compose(match, for_markdown, to_markdown, heading="**{}**\n", bullet="- ")
+    return _compose(match, _Form(for_markdown, to_markdown, "- ", None), lists_all=lists_all)
 
 
-def to_csv_text(match: Match) -> str:
+def to_csv_text(match: Match, *, lists_all: bool) -> str:
     """One row for each configuration, also those on one side only, and one for the mean ratio."""
     return format_csv(_make_rows(match), columns=(*match.columns, *FIGURE_COLUMNS))
 
 
-def to_json_text(match: Match) -> str:
+def to_json_text(match: Match, *, lists_all: bool) -> str:
     """The whole comparison, unrounded."""
     content = {
         **{
@@ -72,7 +86,8 @@ def to_json_text(match: Match) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-FORMATS: dict[str, Callable[[Match], str]] = {
+# Each takes a comparison, and whether all settings and rows are listed, as CSV and JSON do anyway.
+FORMATS: dict[str, Callable[..., str]] = {
     "terminal": to_text,
     "markdown": to_markdown_text,
     "csv": to_csv_text,
@@ -88,41 +103,103 @@ def describe_settings(row: Row, columns: Iterable[str]) -> str:
     return ", ".join(known) or "the only configuration"
 
 
-def _compose(
-    match: Match,
-    escape: Callable[[Any], str],
-    draw: Callable[[Table], str],
-    *,
-    heading: str,
-    bullet: str,
-) -> str:
-    varying = _varying_columns(match)
+class _Form(NamedTuple):
+    """A form of text.
+
+    Attributes:
+        escape: Makes a value one line of plain text.
+        draw: Makes a table.
+        bullet: Begins a line that is none of a table.
+        width: Columns that there are; None: a line may be as long as it is.
+    """
+
+    escape: Callable[[Any], str]
+    draw: Callable[[Table], str]
+    bullet: str
+    width: int | None
+
+    @property
+    def table_width(self) -> int:
+        """Columns of text beyond which a table is too wide to be read."""
+        return self.width or PLAIN_WIDTH
+
+    def lines(self, texts: Iterable[str]) -> str:
+        """Each text as a line, broken where there is no room."""
+        lines = [self.bullet + self.escape(text) for text in texts]
+        if self.width is not None:
+            indent = " " * (len(self.bullet) + 2)
+            lines = [
+                part
+                for line in lines
+                for part in textwrap.wrap(
+                    line,
+                    self.width,
+                    subsequent_indent=indent,
+                    break_on_hyphens=False,
+                    break_long_words=False,  # a path can be copied
+                )
+            ]
+        return "\n".join(lines)
+
+    def table(self, rows: Sequence[tuple[Cells, Cells]], *, beside: Cells | None = None) -> str:
+        """A table; one that is too wide tells the settings below it, by the number of the row.
+
+        Args:
+            rows: Settings and figures of each row.
+            beside: Settings that are not told below it where a row has the same.
+        """
+        table = _make_table({**settings, **figures} for settings, figures in rows)
+        if max(map(len, to_terminal(table).splitlines())) <= self.table_width:
+            return self.draw(table)
+        numbered, told = [], []
+        for number, (settings, figures) in enumerate(rows, start=1):
+            brief = {"row": make_cell(number), **figures}
+            cells = {**settings, FLAGS: brief.pop(FLAGS, EMPTY)}
+            numbered.append(brief)
+            told.append(f"row {number}: {_tell_settings(cells, beside or {})}")
+        return f"{self.draw(_make_table(numbered))}\n\n{self.lines(told)}"
+
+
+def _compose(match: Match, form: _Form, *, lists_all: bool) -> str:
+    matched = [pair.baseline[0] for pair in match.pairs]
+    only = {ONLY_BASELINE: match.only_baseline, ONLY_CANDIDATE: match.only_candidate}
+    varying = varying_columns(match, matched)
     parts = [
-        "\n".join(bullet + escape(line) for line in _facts(match, varying)),
-        draw(_make_table(match, varying)),
-        "\n".join(bullet + escape(line) for line in _remarks(match)),
+        form.lines(_facts(match, varying, width=None if lists_all else form.table_width)),
+        form.table([_matched_row(pair, varying) for pair in match.pairs]),
+        form.lines(_remarks(match)),
     ]
-    for title, groups in (
-        (ONLY_BASELINE, match.only_baseline),
-        (ONLY_CANDIDATE, match.only_candidate),
-    ):
+    counts = [f"{len(groups)} {title}" for title, groups in only.items() if groups]
+    if counts and not lists_all:
+        parts.append(form.lines([f"Not compared: {', '.join(counts)}; --all lists them."]))
+    for title, groups in only.items() if lists_all else ():
         if groups:
-            table = draw(_make_unmatched_table(groups, varying or match.columns))
-            parts.append(f"{heading.format(f'{len(groups)} {title}')}\n{table}")
+            columns = varying_columns(match, [*matched, *(runs[0] for runs in groups)])
+            rows = [_unmatched_row(runs, columns) for runs in groups]
+            head = f"{len(groups)} {title} (settings: what is not as in the first row above):"
+            table = form.table(rows, beside=_setting_cells(matched[0], columns))
+            parts.append(f"{form.lines([head])}\n\n{table}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _varying_columns(match: Match) -> list[str]:
-    """Matched settings that are not the same in every row of the output."""
-    shown = [
-        *(pair.baseline[0] for pair in match.pairs),
-        *(rows[0] for rows in (*match.only_baseline, *match.only_candidate)),
-    ]
-    return [column for column in match.columns if len({row.get(column) for row in shown}) > 1]
+def varying_columns(match: Match, rows: Sequence[Row]) -> list[str]:
+    """Matched settings that are not the same in all of these rows."""
+    return _in_order(name for name in match.columns if len({row.get(name) for row in rows}) > 1)
 
 
-def _facts(match: Match, varying: Sequence[str]) -> list[str]:
-    """The lines above the table."""
+def _in_order(columns: Iterable[str]) -> list[str]:
+    """Settings with those of `FIRST` before the others."""
+    return sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+
+
+def _facts(match: Match, varying: Sequence[str], *, width: int | None) -> list[str]:
+    """The lines above the table.
+
+    Args:
+        match: The comparison.
+        varying: Columns of the table.
+        width: Of the line of what is the same; None: all of it is told.
+    """
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
     # The columns gpu and device have the same value in our own runs.
     columns_of: dict[tuple[str, str], list[str]] = {}
@@ -134,9 +211,9 @@ def _facts(match: Match, varying: Sequence[str]) -> list[str]:
     ]
     if not match.compared:
         lines.append("compared: no setting differs, only the runs")
-    same = [column for column in match.columns if column not in varying]
+    same = _in_order(column for column in match.columns if column not in varying)
     if same:
-        lines.append(f"the same: {describe_settings(match.pairs[0].baseline[0], same)}")
+        lines.append(_tell_same(match.pairs[0].baseline[0], same, width=width))
     for side in (match.baseline, match.candidate):
         missing_on = [column for column, name in match.missing_on.items() if name == side.name]
         if missing_on:
@@ -144,14 +221,37 @@ def _facts(match: Match, varying: Sequence[str]) -> list[str]:
     return lines
 
 
+def _tell_settings(cells: Cells, beside: Cells) -> str:
+    """Settings that are not the same in `beside`, those without a value last."""
+    told = {name: cell for name, cell in cells.items() if cell != beside.get(name, EMPTY)}
+    unknown = [name for name, cell in told.items() if cell.value is None]
+    lists = [f"{name} {cell.text}" for name, cell in told.items() if cell.value is not None]
+    if unknown:
+        lists.append(f"not told: {' '.join(unknown)}")
+    return ", ".join(lists) or "the same settings"
+
+
+def _tell_same(row: Row, columns: Sequence[str], *, width: int | None) -> str:
+    """What is the same in all rows, as much of it as there is room for in one line."""
+    told = [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
+    line = "the same: " + (", ".join(told) or "the only configuration")
+    num_told = len(told)
+    while width is not None and len(BULLET) + len(line) > width and num_told > 1:
+        num_told -= 1
+        line = f"the same: {', '.join(told[:num_told])} and {len(told) - num_told} more (--all)"
+    return line
+
+
 def _remarks(match: Match) -> list[str]:
     """The lines below the table."""
     num_tested = sum(pair.comparison.interval is not None for pair in match.pairs)
     lines = []
+    if len(match.pairs) > 1:
+        lines.append(f"{GEOMETRIC_MEAN} of {len(match.pairs)}: {_tell(match.mean)}")
+    lines.append("Baseline and candidate are in images/s, the ratio is candidate over baseline.")
     if num_tested:
         lines.append(
-            "Ratio: candidate over baseline, geometric means of the runs; interval: 95 %, Welch "
-            "on logs, between runs."
+            "Rates are geometric means of the runs; interval: 95 %, Welch on logs, between runs."
         )
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
@@ -168,34 +268,26 @@ def _remarks(match: Match) -> list[str]:
     return lines
 
 
-def _make_table(match: Match, varying: Sequence[str]) -> Table:
-    rows = [
-        {
-            **_setting_cells(pair.baseline[0], varying),
-            "n": _num_runs(pair),
-            "baseline, images/s": _rate_cell(pair.baseline),
-            "candidate, images/s": _rate_cell(pair.candidate),
-            **_comparison_cells(pair.comparison, pair),
-            "flags": optional_cell(_flags((*pair.baseline, *pair.candidate))),
-        }
-        for pair in match.pairs
-    ]
-    if len(rows) > 1:
-        empty = dict.fromkeys(rows[0], EMPTY)
-        label = {next(iter(empty)): Cell(f"{GEOMETRIC_MEAN} of {len(rows)}", None)}
-        rows.append({**empty, **label, **_comparison_cells(match.mean)})
+def _make_table(rows: Iterable[Cells]) -> Table:
     return make_table(rows).without_empty_columns()
 
 
-def _make_unmatched_table(groups: Sequence[Sequence[Row]], columns: Sequence[str]) -> Table:
-    return make_table(
-        {
-            **_setting_cells(rows[0], columns),
-            "n": str(len(rows)),
-            "images/s": _rate_cell(rows),
-        }
-        for rows in groups
-    )
+def _matched_row(pair: Pair, columns: Sequence[str]) -> tuple[Cells, Cells]:
+    """Settings and figures of a configuration on both sides."""
+    figures = {
+        "n": make_cell(_num_runs(pair)),
+        "baseline": _rate_cell(pair.baseline),
+        "candidate": _rate_cell(pair.candidate),
+        **_comparison_cells(pair.comparison),
+        FLAGS: optional_cell(_flags((*pair.baseline, *pair.candidate))),
+    }
+    return _setting_cells(pair.baseline[0], columns), figures
+
+
+def _unmatched_row(runs: Sequence[Row], columns: Sequence[str]) -> tuple[Cells, Cells]:
+    """Settings and figures of a configuration on one side."""
+    figures = {"n": make_cell(str(len(runs))), "images/s": _rate_cell(runs)}
+    return _setting_cells(runs[0], columns), figures
 
 
 def _setting_cells(row: Row, columns: Iterable[str]) -> dict[str, Cell]:
@@ -206,17 +298,20 @@ def _rate_cell(rows: Sequence[Row]) -> Cell:
     return make_cell(float(_rate(rows)), num_digits=5)
 
 
-def _comparison_cells(comparison: Comparison, pair: Pair | None = None) -> dict[str, Cell]:
-    interval, verdict = comparison.interval, comparison.verdict
-    if verdict == NOT_TESTED and pair is not None:
-        verdict = f"n={_num_runs(pair)}, {NOT_TESTED}"
+def _comparison_cells(comparison: Comparison) -> dict[str, Cell]:
+    interval = comparison.interval
     return {
         "ratio": Cell(f"{comparison.ratio:.2f}x", comparison.ratio),
         "95 % interval": optional_cell(
             f"{interval.low:.3f} to {interval.high:.3f}" if interval else None
         ),
-        "verdict": make_cell(verdict),
+        "verdict": make_cell(comparison.verdict),
     }
+
+
+def _tell(comparison: Comparison) -> str:
+    cells = _comparison_cells(comparison).values()
+    return ", ".join(cell.text for cell in cells if cell.text)
 
 
 def _num_runs(pair: Pair) -> str:

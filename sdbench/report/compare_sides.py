@@ -39,6 +39,11 @@ class Side:
     rows: Sequence[Row]
     left_out: Counter[str]
 
+    @property
+    def is_of_records(self) -> bool:
+        """Whether all rows are records, which tell every setting, and not lines of a table."""
+        return all(f"{VERSION_PREFIX}python" in row for row in self.rows)
+
     def describe_left_out(self) -> str:
         """Rows left out, e.g. ``2 x oom, 1 x failed``."""
         return ", ".join(f"{number} x {reason}" for reason, number in self.left_out.items())

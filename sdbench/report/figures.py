@@ -7,7 +7,6 @@ results/quoted/, or a user's own.
 from __future__ import annotations
 
 import csv
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
+from sdbench.base.names import by_likeness
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, shorten
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
@@ -252,13 +252,9 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
 
 def nearest(name: str, names: Sequence[str]) -> str:
     """The names most like this one, nearest first, for an error message."""
-    by_likeness = sorted(
-        names,
-        key=lambda one: difflib.SequenceMatcher(None, name.lower(), one.lower()).ratio(),
-        reverse=True,
-    )
+    shown = " | ".join(by_likeness(name, names)[:MAX_NAMES])
     more = len(names) - MAX_NAMES
-    return " | ".join(by_likeness[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def as_text(value: Any) -> str:

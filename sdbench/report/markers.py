@@ -35,7 +35,7 @@ def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
                 f"{path} has no place for a table",
                 value=f"no {end if found_begin else begin}",
                 allowed=f"a line {begin} and below it a line {end}",
-                flag="--results",
+                flag="--folder",
             )
         text = f"{before}{begin}\n{content}\n{end}{after}"
     return text

@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     kind = NUMERICS if flags.numerics else RUNS
     if len(flags.runs) == 1:
-        published, refused = [publish(flags.runs[0], results=flags.results, kind=kind)], []
+        published, refused = [publish(flags.runs[0], results=flags.folder, kind=kind)], []
     else:
         published, refused = use_each(
-            flags.runs, lambda run: publish(run, results=flags.results, kind=kind)
+            flags.runs, lambda run: publish(run, results=flags.folder, kind=kind)
         )
     for folder in published:
         print(f"published {folder}")
-    made, left_out = rebuild(flags.results)
+    made, left_out = rebuild(flags.folder)
     print(made)
     return EXIT_FAILED if refused or left_out else EXIT_OK
 

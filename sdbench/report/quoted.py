@@ -75,7 +75,7 @@ def make_seed_table(
             f"quoted/{SEED_TABLE}.csv is no table of two GPUs",
             value=gpus,
             allowed="each setting once for either of two GPUs",
-            flag="--results",
+            flag="--folder",
         )
     p4de, p5 = gpus
     ours = _measured_under_seed_conditions(measured)

@@ -45,7 +45,7 @@ PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
 EPILOG = """\
 examples:
   python -m sdbench report
-  python -m sdbench report --results my-results
+  python -m sdbench report --folder my-results
 """
 
 
@@ -53,7 +53,7 @@ examples:
 class ReportFlags:
     """Flags of report."""
 
-    results: Path = setting(PATH, Path("results"), "folder of the results")
+    folder: Path = setting(PATH, Path("results"), "of the results, and of what is made of them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make tables, plots and a page from records and from other people's figures.",
         epilog=EPILOG,
     ).config
-    made, left_out = rebuild(flags.results)
+    made, left_out = rebuild(flags.folder)
     print(made)
     return EXIT_FAILED if left_out else EXIT_OK
 
@@ -210,13 +210,13 @@ def load_losses(results: Path) -> tuple[list[loss_band.LossRun], list[Path]]:
 
 
 def _load_record(path: Path) -> dict[str, Any]:
-    record = read_record(path, flag="--results")
+    record = read_record(path, flag="--folder")
     if record["run_id"] != path.parent.name:  # a copy would count as one more run
         raise ConfigError(
             "a published record is in the folder of another run",
             value=str(path),
             allowed=f"the folder {record['run_id']}",
-            flag="--results",
+            flag="--folder",
         )
     return record
 
@@ -229,7 +229,7 @@ def _read_text(path: Path) -> str:
             f"a text with places for tables cannot be read ({error})",
             value=str(path),
             allowed="a text file in UTF-8",
-            flag="--results",
+            flag="--folder",
         ) from None
 
 

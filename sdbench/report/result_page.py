@@ -49,7 +49,7 @@ def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
             f"{path} does not say which runs it is about",
             value=f"no {BEGIN.format('runs ...')}",
             allowed=f"a line such as {BEGIN.format('runs 202611*_sd2-base-256px-*')}",
-            flag="--results",
+            flag="--folder",
         )
     runs = _select(records, patterns=marker["patterns"].split(), path=path)
     contents = {
@@ -69,7 +69,7 @@ def _select(
                 f"no published run fits a pattern of {path}",
                 value=pattern,
                 allowed="names of folders in results/runs, with * for any text",
-                flag="--results",
+                flag="--folder",
             )
     return [
         record

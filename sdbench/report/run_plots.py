@@ -186,7 +186,7 @@ def _read_steps(path: Path) -> list[tuple[int, str, float]]:
             f"a table of steps cannot be read ({error})",
             value=str(path),
             allowed="the table as the run wrote it",
-            flag="--results",
+            flag="--folder",
         ) from None
     return steps
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.names import nearest
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded
 from sdbench.base.yaml_file import parse_yaml
 
@@ -32,11 +33,13 @@ class Kind:
         allowed: What is accepted, in words, for errors and help.
         parse: Turns the received value into the setting's, or raises ValueError or TypeError.
         metavar: Stands for the value in the help.
+        choices: Texts that it takes, as far as they can be listed.
     """
 
     allowed: str
     parse: Callable[[Any], Any]
     metavar: str = "X"
+    choices: tuple[str, ...] = ()
 
 
 class RowOf:
@@ -46,7 +49,7 @@ class RowOf:
     and a new row is all that a new choice takes.
 
     Args:
-        table: ``module:name`` of a dictionary.
+        table: ``module:name`` of a dictionary, or of a function that lists names.
         others: Choices that are no row.
     """
 
@@ -55,17 +58,46 @@ class RowOf:
     def __init__(self, table: str, *others: str) -> None:
         self._table, self._others = table, others
 
-    def _choices(self) -> tuple[str, ...]:
-        return (*self._others, *pkgutil.resolve_name(self._table))
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Texts that it takes, as far as they can be listed."""
+        table = pkgutil.resolve_name(self._table)
+        return (*self._others, *(table() if callable(table) else table))
 
     @property
     def allowed(self) -> str:
         """The choices."""
-        return " | ".join(self._choices())
+        return " | ".join(self.choices)
 
     def parse(self, value: Any) -> str:
         """Take one of the choices, or raise ValueError."""
-        return _parse_choice(value, self._choices())
+        return _parse_choice(value, self.choices)
+
+
+class RowOrText(RowOf):
+    """The same, or any other text."""
+
+    metavar = "TEXT"
+
+    @property
+    def allowed(self) -> str:
+        """What is accepted, in words."""
+        return TEXT.allowed
+
+    def parse(self, value: Any) -> str:
+        """Take a text, or raise ValueError."""
+        return _parse_text(value)
+
+
+def nearest_choice(kind: Kind | RowOf, value: Any) -> str | None:
+    """The choice that was meant by a value that the kind refuses; None if that cannot be told.
+
+    Args:
+        kind: Of the value, with or without choices.
+        value: As it was received. Of several with commas between them, the first wrong one counts.
+    """
+    wrong = [part for part in str(value).split(",") if part not in kind.choices]
+    return nearest(wrong[0], kind.choices) if wrong else None
 
 
 def whole_number(minimum: int, maximum: int | None = None) -> Kind:
@@ -109,7 +141,7 @@ def as_float(value: Any) -> float:
 
 def one_of(*choices: str) -> Kind:
     """One of some texts."""
-    return Kind(" | ".join(choices), lambda value: _parse_choice(value, choices))
+    return Kind(" | ".join(choices), lambda value: _parse_choice(value, choices), choices=choices)
 
 
 def positive_or(word: str) -> Kind:
@@ -119,7 +151,7 @@ def positive_or(word: str) -> Kind:
         return value if value == word else POSITIVE.parse(value)
 
     metavar = "N|auto" if word == "auto" else "X"
-    return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar)
+    return Kind(f"{word}, or {POSITIVE.allowed}", parse, metavar, (word,))
 
 
 def list_of(kind: Kind) -> Kind:
@@ -128,7 +160,8 @@ def list_of(kind: Kind) -> Kind:
     def parse(value: Any) -> tuple[Any, ...]:
         return tuple(map(kind.parse, str(value).split(",")))
 
-    return Kind(f"{kind.allowed}; several with commas between them", parse, f"{kind.metavar},...")
+    allowed = f"{kind.allowed}; several with commas between them"
+    return Kind(allowed, parse, f"{kind.metavar},...", kind.choices)
 
 
 def _parse_choice(value: Any, choices: tuple[str, ...]) -> str:

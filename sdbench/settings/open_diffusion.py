@@ -6,12 +6,12 @@ a key that is not there is refused.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.names import by_likeness
 from sdbench.settings.kinds import POSITIVE
 from sdbench.settings.request import Translation
 
@@ -315,12 +315,12 @@ def _describe_differences(values: Values) -> Iterator[str]:
 def _find_rule(key: str, values: Values) -> Rule:
     rule = KEYS.get(key)
     if rule is None:
-        nearest = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
+        (meant, *_) = by_likeness(key, KEYS)
         raise ConfigError(
             "unknown key",
             value=key,
-            allowed=f"the keys of open-diffusion, the nearest is {nearest}",
-            flag=f"{nearest}=VALUE",
+            allowed=f"the keys of open-diffusion, the nearest is {meant}",
+            flag=f"{meant}=VALUE",
         )
     if isinstance(rule, Same) and rule.key not in values:
         return KEYS[rule.key]

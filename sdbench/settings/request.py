@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
+from sdbench import __version__
 from sdbench.base.errors import ConfigError
+from sdbench.base.names import nearest
+from sdbench.settings import completion
 from sdbench.settings.file import CONFIG_FLAG, is_assignment, read_values
 from sdbench.settings.kinds import SWITCH
 from sdbench.settings.setting import REQUIRED, Setting, declarations, presets_of
@@ -38,6 +40,9 @@ class Translation(NamedTuple):
 
 
 NOTHING_TRANSLATED = Translation()
+
+COMMON_FLAGS = ("--help", "--version")
+PRINT_FLAG = "--print_config"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +120,19 @@ def parse(
             "that the command line has to give, by a flag or as key=value",
         )
         parser.add_argument(
-            "--print_config",
+            PRINT_FLAG,
             action="store_true",
             help="print every value of the run, and who chose it, then stop",
         )
     _add_arguments(parser, settings)
+    if completion.is_asked():
+        completion.complete(parser)
+    _refuse_unknown_flags(arguments, settings, takes_file=takes_file)
     namespace, others = parser.parse_known_args(arguments)
     assignments = [other for other in others if takes_file and is_assignment(other)]
-    unknown = [other for other in others if other not in assignments]
-    if unknown:
-        known = [declared.flag for declared in settings.values() if not declared.is_positional]
-        raise_unknown(unknown[0], known=known, where="flag")
+    for other in others:
+        if other not in assignments:
+            _refuse_word(other, settings)
     given = vars(namespace)
     flags = {
         name: declared.parse(given[name])
@@ -152,6 +159,48 @@ def parse(
         origin.update(dict.fromkeys(layer, layer_name))
     print_config = given.get("print_config", False)
     return Request(config_type(**merged), origin, print_config, tuple(behind), translation)
+
+
+def _refuse_unknown_flags(
+    arguments: Sequence[str], settings: Mapping[str, Setting], *, takes_file: bool
+) -> None:
+    """Refuse what is no flag before argparse misses the flag that was meant.
+
+    Raises:
+        ConfigError: There is such an argument.
+    """
+    known = [*COMMON_FLAGS, *((CONFIG_FLAG, PRINT_FLAG) if takes_file else ())]
+    for declared in settings.values():
+        if not declared.is_positional:
+            known.append(declared.flag)
+            known += [f"--no_{declared.name}"] if declared.kind is SWITCH else []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name == "--":
+            break
+        # A text with a blank is a value, whatever it begins with.
+        if name.startswith("--") and len(name.split()) == 1 and name not in known:
+            raise_unknown(argument, known=known, where="flag")
+
+
+def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:
+    """Refuse an argument that is no flag and stands behind none that takes it.
+
+    Raises:
+        ConfigError: Always.
+    """
+    flags = [declared for declared in settings.values() if not declared.is_positional]
+    meant = {declared.flag: declared.flag for declared in flags}
+    for declared in flags:
+        for choice in declared.kind.choices:
+            meant.setdefault(choice, f"{declared.flag} {choice}")
+    name = nearest(word, meant, whole=True)
+    raise ConfigError(
+        "this argument is no flag, and stands behind none that takes it",
+        value=word,
+        allowed="what --help lists" + ("" if name is None else f", the nearest is {meant[name]}"),
+        flag="--help" if name is None else meant[name].split()[0],
+    )
 
 
 def _parse_values(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -184,27 +233,34 @@ def choose_command(
 
     Raises:
         ConfigError: There is no such command.
+        SystemExit: The help or the version was asked for, or nothing: that is answered by the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if completion.is_asked() and (typed := completion.typed_command(commands)) is not None:
+        return typed, []
     first = arguments[0] if arguments else None
     if first in commands:
         return first, arguments[1:]
     if first is not None and not first.startswith("-"):
         raise_unknown(first, known=list(commands), where="command", flag="COMMAND")
+    if first not in (None, "-h", *COMMON_FLAGS):
+        raise_unknown(first, known=COMMON_FLAGS, where="flag")
     parser = _make_parser(
         prog, usage="%(prog)s COMMAND ...", description=description, epilog=epilog
     )
-    choices = parser.add_subparsers(required=True, metavar="COMMAND")
+    choices = parser.add_subparsers(metavar="COMMAND")
     for name, help_text in commands.items():
         choices.add_parser(name, help=help_text)
-    parser.parse_args(arguments[:1])
-    raise AssertionError("argparse prints its help or refuses a line without a command")
+    if completion.is_asked():
+        completion.complete(parser)
+    parser.parse_args([first or "--help"])
+    raise AssertionError("argparse prints its help or the version, and ends the process")
 
 
 def _make_parser(
     prog: str | None, *, usage: str, description: str, epilog: str
 ) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
         description=description,
@@ -212,6 +268,8 @@ def _make_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"sdbench {__version__}")
+    return parser
 
 
 def _describe_usage(settings: Mapping[str, Setting], rest: str | None) -> str:
@@ -243,7 +301,7 @@ def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setti
             add(declared.flag, const=True, help=describe(declared))
             add(f"--no_{name}", const=False, help=argparse.SUPPRESS)
         else:
-            group.add_argument(
+            added = group.add_argument(
                 declared.flag,
                 dest=name,
                 metavar=declared.kind.metavar,
@@ -251,6 +309,8 @@ def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setti
                 help=describe(declared),
                 **several,
             )
+            if completion.is_asked() and declared.kind.choices:
+                completion.offer(added, declared.kind.choices)
 
 
 def describe(declared: Setting) -> str:
@@ -275,18 +335,16 @@ def raise_unknown(
         given: The name, as it was given.
         known: Names or flags that there are.
         where: What the name was to be, e.g. ``flag``.
-        flag: What changes it; None: the flag of the nearest name.
+        flag: What changes it; None: the flag of the nearest name, or of this one.
 
     Raises:
         ConfigError: Always.
     """
     name = given.split("=")[0]
-    if not known:
-        raise ConfigError(f"unknown {where}", value=given, allowed="none", flag=flag or where)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    meant = nearest(name, known)
     raise ConfigError(
         f"unknown {where}",
         value=given,
-        allowed=f"the names that --help lists, the nearest is {nearest}",
-        flag=flag or (nearest if nearest.startswith("--") else f"--{nearest}"),
+        allowed="the names that --help lists" + (f", the nearest is {meant}" if meant else ""),
+        flag=flag or f"--{(meant or name).removeprefix('--')}",
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.settings.kinds import Kind, OutOfBoundsError, RowOf
+from sdbench.settings.kinds import Kind, OutOfBoundsError, RowOf, nearest_choice
 
 if TYPE_CHECKING:
     from sdbench.measure.hardware import Machine
@@ -194,7 +194,9 @@ class Setting:
         except OutOfBoundsError as error:
             what, allowed = "a number out of bounds", f"{self.kind.allowed}; {error}"
         except (TypeError, ValueError):
-            what, allowed = "a value of the wrong kind", self.kind.allowed
+            meant = nearest_choice(self.kind, value)
+            what = "a value of the wrong kind"
+            allowed = self.kind.allowed + (f", the nearest is {meant}" if meant else "")
         raise ConfigError(f"{self.flag} has {what}", value=value, allowed=allowed, flag=self.flag)
 
 

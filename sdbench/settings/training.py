@@ -11,6 +11,7 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     SWITCH,
     TEXT,
+    RowOrText,
     positive_or,
 )
 from sdbench.settings.setting import setting
@@ -23,7 +24,7 @@ class ModelSettings:
     GROUP = "model"
 
     model_name: str = setting(
-        TEXT,
+        RowOrText("sdbench.models.architecture:built_in_names"),
         "sd2-base",
         "built-in architecture with random weights (sd2-base, sd2-768-v, sd1-base, small, mini, "
         "tiny), a local diffusers folder, or a hub id",

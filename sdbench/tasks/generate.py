@@ -89,7 +89,9 @@ class GenerateFlags:
         NOT_NEGATIVE_NUMBER, 7.5, "weight of the prompt against no prompt; 1 and less: no guidance"
     )
     seed: int = setting(NOT_NEGATIVE, 0, "seed of the first picture; the next one has the next")
-    batch_size: int = setting(POSITIVE, 4, "pictures that a rank draws together")
+    batch_size: int = setting(
+        POSITIVE, 4, "pictures that a rank draws together", spelling="device_batch_size"
+    )
     dtype: str | None = setting(
         one_of("fp32", "fp16", "bf16"),
         None,

@@ -71,7 +71,7 @@ def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, num_
     for command in (
         ["data.py"],
         ["convert", "--samples_per_shard", "10"],
-        ["precompute", "--model_name", "tiny", "--batch_size", "8"],
+        ["precompute", "--model_name", "tiny", "--device_batch_size", "8"],
     ):
         outputs = []
         for folder in (packed, mds_folder):
@@ -89,9 +89,18 @@ def run(command: list[str], folder: Path, out: Path, *workers: str) -> None:
     name, *flags = command
     results = ("--results_dir", f"{out}-results")
     if name == "convert":
-        arguments = [name, str(folder), str(out), *workers, *flags]
+        arguments = [name, str(folder), "--folder", str(out), *workers, *flags]
     elif name == "precompute":
-        arguments = [name, "--remote", str(folder), "--out", str(out), *workers, *results, *flags]
+        arguments = [
+            name,
+            "--remote",
+            str(folder),
+            "--folder",
+            str(out),
+            *workers,
+            *results,
+            *flags,
+        ]
     else:
         size = ("--image_size", "32", "--batch_size", "4", "--num_batches", "10")
         assert data_main(["--remote", str(folder), *size, *workers, *results]) == 0

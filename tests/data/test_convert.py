@@ -22,16 +22,16 @@ from tests.refusals import refused
 ROOT = Path(__file__).parents[2]
 
 
-def main(*arguments: object) -> int:
+def main(source: object, folder: object, *flags: object) -> int:
     """Convert in this process, unless told otherwise."""
-    return convert(["--num_workers", "0", *map(str, arguments)])
+    return convert(["--num_workers", "0", *map(str, (source, "--folder", folder, *flags))])
 
 
 def test_there_and_back_through_all_formats(tmp_path, mds_folder):
     before = mds_folder
     for data_format in ("webdataset", "parquet", "folder", "mds"):
         after = tmp_path / data_format
-        assert main(before, after, "--to", data_format, "--samples_per_shard", 20) == 0
+        assert main(before, after, "--out_format", data_format, "--samples_per_shard", 20) == 0
         before = after
     rows = read_mds(tmp_path / "mds")
     original = read_mds(mds_folder)
@@ -45,7 +45,7 @@ def test_there_and_back_through_all_formats(tmp_path, mds_folder):
 def test_latents_there_and_back(tmp_path, capsys):
     datasets.write_mds_latents(tmp_path / "latents")
     flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
-    assert main(tmp_path / "latents", tmp_path / "parquet", "--to", "parquet", *flags) == 0
+    assert main(tmp_path / "latents", tmp_path / "parquet", "--out_format", "parquet", *flags) == 0
     assert "latents caption are not taken over" in capsys.readouterr().out
     assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
     rows = read_mds(tmp_path / "mds")
@@ -112,7 +112,7 @@ def test_a_bad_sample_stops_and_the_same_command_goes_on_without_it(tmp_path, ba
     assert "resuming: 2 of 10 shards are there" in printed
     assert "Wrote 6 samples" in printed and "4 bad ones left out: together the 10 of" in printed
     assert all(sentence in printed for sentence in BAD)
-    with refused("OUT", value=str(tmp_path / "out")):
+    with refused("--folder", value=str(tmp_path / "out")):
         main(*job)
 
 
@@ -147,7 +147,8 @@ def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
         (folder / f"{number:02d}.png").write_bytes(image)
         (folder / f"{number:02d}.txt").write_text(f"picture {number}")
     job = (folder, tmp_path / "out", "--samples_per_shard", 1)
-    command = [sys.executable, "-m", "sdbench", "convert", *map(str, job), "--num_workers", "2"]
+    command = [sys.executable, "-m", "sdbench", "convert", str(folder), "--folder", str(job[1])]
+    command += ["--samples_per_shard", "1", "--num_workers", "2"]
     process = subprocess.Popen(command, cwd=ROOT)
     notes = tmp_path / "out.partial" / "chunks"
     while len(list(notes.glob("*.json"))) < 3:
@@ -188,17 +189,17 @@ def test_mistakes(tmp_path, mds_folder):
         ("--max_samples", "0"),
         ("--samples_per_shard", "1000001"),
         ("--max_bad_fraction", "1.5"),
-        ("--from", "synthetic"),
+        ("--data_format", "synthetic"),
         ("--filters", "pwatermark"),
     ):
         with refused(flag, value=value):
             main(mds_folder, out, flag, value)
-    with refused("--to", value="folder", allowed="mds or parquet"):
-        main(mds_folder, out, "--to", "folder", "--latents", "precomputed")
-    with refused(value="columns caption, jpg"):
+    with refused("--out_format", value="folder", allowed="mds or parquet"):
+        main(mds_folder, out, "--out_format", "folder", "--latents", "precomputed")
+    with refused("SOURCE", value="columns caption, jpg"):
         main(mds_folder, out, "--latents", "precomputed")
-    with refused():
+    with refused("SOURCE", value=str(tmp_path / "none")):
         main(tmp_path / "none", out)
-    with refused("OUT"):
+    with refused("--folder"):
         main(mds_folder, mds_folder)
     assert not out.exists()

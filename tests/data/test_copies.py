@@ -76,8 +76,7 @@ def test_what_a_failed_command_gave_is_not_kept(damage, kind, place, tmp_path, c
     if kind == "webdataset":
         assert main(["verify-data", place, *flags]) == 1
         assert "broken: 'pipe:cat" in capsys.readouterr().out
-    flags[0] = "--from"
-    assert main(["convert", place, str(tmp_path / "mds"), *flags]) != 0
+    assert main(["convert", place, "--folder", str(tmp_path / "mds"), *flags]) != 0
     assert "pipe:cat" in capsys.readouterr().err
     assert copies(cache) == []
     file.write_bytes(whole)

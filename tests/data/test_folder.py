@@ -101,7 +101,9 @@ def test_no_row_of_a_table_is_lost_without_a_word(kind, folder, tmp_path, capsys
     (folder / "captions.csv").write_text(f"{header}\n{rows}")
     commands = {
         "data.py": lambda: data_main(["--remote", str(folder)]),
-        "convert": lambda: sdbench_main(["convert", str(folder), str(tmp_path / "out")]),
+        "convert": lambda: sdbench_main(
+            ["convert", str(folder), "--folder", str(tmp_path / "out")]
+        ),
         "verify-data": lambda: sdbench_main(["verify-data", str(folder), "--deep"]),
     }
     for name, command in commands.items():

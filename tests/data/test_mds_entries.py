@@ -136,7 +136,9 @@ def check_refused(folder: Path, told: str, tmp_path: Path, capsys) -> None:
     place = ["--remote", str(folder), "--image_size", "16", "--batch_size", "4"]
     assert program.main([*place, "--results_dir", str(tmp_path / "runs")]) == 2
     assert told in printed_refusal(capsys.readouterr().err).what
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--num_workers", "0"]) == 2
+    assert (
+        main(["convert", str(folder), "--folder", str(tmp_path / "out"), "--num_workers", "0"]) == 2
+    )
     assert told in printed_refusal(capsys.readouterr().err).what
     assert not (tmp_path / "out").exists()
     assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
@@ -171,7 +173,7 @@ def test_the_header_of_a_shard_that_is_unpacked_is_compared(num_workers, tmp_pat
     assert f"{told} is damaged: its header says 16 samples, index.json says 12." in error
     assert main(["verify-data", str(folder), "--num_workers", "0"]) == 1
     assert f"broken: {told}: its header says 16 samples" in capsys.readouterr().out
-    argv = [str(folder), str(tmp_path / "out"), "--num_workers", "0"]
+    argv = [str(folder), "--folder", str(tmp_path / "out"), "--num_workers", "0"]
     assert main(["convert", *argv]) == 1
     assert f"{told} is damaged" in capsys.readouterr().err
 

@@ -162,7 +162,14 @@ def test_verify_data_counts_and_convert_names_them(make_folder, tmp_path, capsys
         printed = capsys.readouterr().out
         assert "note: 17 of the 49 samples have no latents_512" in printed
         assert "latents_256" not in printed
-    convert = ["convert", str(folder), str(tmp_path / "out"), "--latents", "precomputed"]
+    convert = [
+        "convert",
+        str(folder),
+        "--folder",
+        str(tmp_path / "out"),
+        "--latents",
+        "precomputed",
+    ]
     assert sdbench_main(convert) == 1
     assert "sample 0, latents_512: no value" in capsys.readouterr().err
     assert sdbench_main([*convert, "--on_bad_sample", "skip", "--max_bad_fraction", "0.4"]) == 0

@@ -176,8 +176,8 @@ def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  #
 def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # noqa: F811
     place = upload("mds")
     assert main(["verify-data", place, "--deep", "--num_workers", "0"]) == 0
-    argv = ["--to", "webdataset", "--num_workers", "0"]
-    assert main(["convert", place, str(tmp_path / "tars"), *argv]) == 0
+    argv = ["--out_format", "webdataset", "--num_workers", "0"]
+    assert main(["convert", place, "--folder", str(tmp_path / "tars"), *argv]) == 0
     loader = data.build(make_config("webdataset", str(tmp_path / "tars")))
     assert indices(list(loader)) == list(range(48))
     key = f"{place.split('/', 3)[3]}/shard.00001.mds"

@@ -17,7 +17,7 @@ NUM_HELD_OUT = 64
 
 
 def write(folder: Path, *argv: str) -> Path:
-    assert sdbench(["shapes", str(folder), *argv]) == 0
+    assert sdbench(["shapes", "--folder", str(folder), *argv]) == 0
     return folder
 
 
@@ -112,7 +112,7 @@ def test_wrong_pictures_are_judged_wrong(tmp_path, shapes) -> None:
 
 
 def test_refusals(tmp_path, shapes) -> None:
-    assert refusal_of("shapes", shapes).value == str(shapes)
+    assert refusal_of("shapes", "--folder", shapes).value == str(shapes)
     assert refusal_of("judge", tmp_path).value == str(tmp_path)
     folder = as_generated(tmp_path / "cats", [("a cat", Image.new("RGB", (8, 8)))])
     assert refusal_of("judge", folder).value == "a cat"

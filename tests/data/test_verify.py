@@ -180,11 +180,11 @@ def test_broken_data_of_other_formats(tmp_path, capsys):
 
 
 def test_mistakes(tmp_path, mds_folder):
-    with refused(value=str(tmp_path / "none")):
+    with refused("PLACE", value=str(tmp_path / "none")):
         main(tmp_path / "none")
     with refused("--num_workers", value="-1"):
         verify_data([str(mds_folder), "--num_workers", "-1"])
     shutil.rmtree(mds_folder)
     mds_folder.mkdir()
-    with refused(value=str(mds_folder)):
+    with refused("PLACE", value=str(mds_folder)):
         main(mds_folder)

@@ -269,7 +269,7 @@ def test_a_packed_tar_is_verified_and_converted(tmp_path, capsys):
     tar = write_tar(tmp_path / "a.tar.gz", pairs(0, 1, 2), mode="w:gz")
     assert main(["verify-data", str(tar), "--deep", "--num_workers", "0"]) == 0
     assert "each of the 3 samples can be used" in capsys.readouterr().out
-    assert main(["convert", str(tar), str(tmp_path / "mds"), "--num_workers", "0"]) == 0
+    assert main(["convert", str(tar), "--folder", str(tmp_path / "mds"), "--num_workers", "0"]) == 0
     assert [row["caption"] for row in datasets.read_mds(tmp_path / "mds")] == [
         f"picture {number}" for number in range(3)
     ]
@@ -278,7 +278,10 @@ def test_a_packed_tar_is_verified_and_converted(tmp_path, capsys):
         tar.write_bytes(damaged)
         assert main(["verify-data", str(tar), "--num_workers", "0"]) == 1
         assert f"broken: '{tar}' cannot be read: " in capsys.readouterr().out
-        assert main(["convert", str(tar), str(tmp_path / "other"), "--num_workers", "0"]) == 1
+        assert (
+            main(["convert", str(tar), "--folder", str(tmp_path / "other"), "--num_workers", "0"])
+            == 1
+        )
         assert f"'{tar}' cannot be read: " in capsys.readouterr().err
 
 

@@ -169,12 +169,12 @@ def test_arrays_in_parquet(tmp_path):
 
 def test_a_folder_that_is_taken(tmp_path):
     write_all(begin(tmp_path / "out")).finish()
-    with refused("OUT", value=str(tmp_path / "out")):
+    with refused("--folder", value=str(tmp_path / "out")):
         begin(tmp_path / "out")
     # Killed in the middle of the last clean-up: the data set is whole, and the notes go.
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "job.json").write_text("{}")
-    with refused("OUT", value=str(tmp_path / "out")):
+    with refused("--folder", value=str(tmp_path / "out")):
         begin(tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
@@ -183,9 +183,9 @@ def test_another_job_is_refused_and_the_same_one_goes_on(tmp_path):
     begin(tmp_path / "out", job={"source": "x", "sizes": (1, 2)}).write_chunk(2, make_rows(2))
     resumed = begin(tmp_path / "out", job={"source": "x", "sizes": (1, 2)})
     assert resumed.missing_chunks() == [0, 1, 3]
-    with refused("OUT", value="y"):
+    with refused("--folder", value="y"):
         begin(tmp_path / "out", job={"source": "y", "sizes": (1, 2)})
-    with refused("OUT", value="parquet"):
+    with refused("--folder", value="parquet"):
         begin(tmp_path / "out", data_format="parquet", job={"source": "x", "sizes": (1, 2)})
 
 
@@ -197,7 +197,7 @@ def test_an_empty_folder_is_used(tmp_path):
 
 def test_only_one_command_writes(tmp_path):
     output = begin(tmp_path / "out")
-    with output.lock(), refused("OUT", value=str(tmp_path / "out")), begin(output.out).lock():
+    with output.lock(), refused("--folder", value=str(tmp_path / "out")), begin(output.out).lock():
         pass
     with output.lock():
         write_all(output).finish()
@@ -257,7 +257,7 @@ def test_a_source_that_cannot_be_read_is_not_the_outputs_fault(tmp_path):
 def test_a_folder_of_somebody_else_is_not_taken(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").touch()
-    with refused("OUT", value=str(tmp_path / "out.partial")):
+    with refused("--folder", value=str(tmp_path / "out.partial")):
         begin(tmp_path / "out")
     assert (tmp_path / "out.partial" / "thesis.txt").is_file()
 

@@ -106,7 +106,7 @@ def refusal_of(model_name, **options) -> ConfigError:
 def test_unknown_name_is_refused_with_the_nearest() -> None:
     error = refusal_of("sd2-bas")
     assert (error.value, error.flag) == ("sd2-bas", "--model_name")
-    assert error.allowed.endswith("did you mean sd2-base?")
+    assert error.allowed.endswith("the nearest is sd2-base")
 
 
 def test_built_in_has_no_revision() -> None:
@@ -262,5 +262,5 @@ def test_every_program_refuses_a_hub_model_that_cannot_be_had() -> None:
     random = (*RUN, "--random_weights", "--no_check_memory", "--print_config")
     assert benchmark.main([*model, *random]) == 0
     assert main(["profile", *model, "--engine", "torch"]) == 2
-    assert main(["precompute", *model, "--out", "latents"]) == 2
+    assert main(["precompute", *model, "--folder", "latents"]) == 2
     assert not list(Path().glob("*/*/record.json")) and not Path("latents").exists()

@@ -33,7 +33,7 @@ def small_arrays(monkeypatch):
 
 
 def profile_tiny(folder, *argv):
-    assert main(["profile", *TINY, *SHORT, "--out", str(folder), *argv]) == 0
+    assert main(["profile", *TINY, *SHORT, "--folder", str(folder), *argv]) == 0
     content = json.loads((folder / "profile.json").read_text())
     with (folder / "operators.csv").open() as file:
         return content, list(csv.DictReader(file))
@@ -255,7 +255,7 @@ def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
     ],
 )
 def test_what_cannot_be_profiled_is_refused_by_name(tmp_path, capsys, argv, flag, value):
-    assert main(["profile", *TINY, "--out", str(tmp_path / "out"), *argv]) == 2
+    assert main(["profile", *TINY, "--folder", str(tmp_path / "out"), *argv]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (flag, value)
     assert not (tmp_path / "out").exists()
@@ -265,9 +265,9 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
     folder = tmp_path / "taken"
     folder.mkdir()
     (folder / "mine").write_text("mine")
-    assert main(["profile", *TINY, "--out", str(folder)]) == 2
+    assert main(["profile", *TINY, "--folder", str(folder)]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == ("--out", str(folder))
+    assert (refusal.flag, refusal.value) == ("--folder", str(folder))
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 

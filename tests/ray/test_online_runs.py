@@ -33,8 +33,8 @@ def pictures(tmp_path, monkeypatch) -> Path:
 def latents(tmp_path, pictures) -> Path:
     """Their latents, made in batches of those that the encoders of `ONLINE` see."""
     folder = tmp_path / "latents"
-    argv = [*MODEL, "--remote", str(pictures), "--out", str(folder), "--out_format", "parquet"]
-    argv += ["--batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
+    argv = [*MODEL, "--remote", str(pictures), "--folder", str(folder), "--out_format", "parquet"]
+    argv += ["--device_batch_size", "4", "--results_dir", str(tmp_path / "precompute")]
     assert precompute.main(argv) == 0
     return folder
 

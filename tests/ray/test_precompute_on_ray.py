@@ -11,13 +11,13 @@ from sdbench.tasks.encode import precompute
 from tests.schemas import validate
 
 OPTIONS = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--image_size", "64,128")
-SHARDS = ("--batch_size", "2", "--samples_per_shard", "4")
+SHARDS = ("--device_batch_size", "2", "--samples_per_shard", "4")
 RAY = ("--engine", "ray", "--num_decoders", "2")
 
 
 def run(pictures: Path, out: Path, *argv: str) -> int:
     """Precompute in this process."""
-    places = ["--remote", str(pictures), "--out", str(out), "--results_dir", str(out) + "-runs"]
+    places = ["--remote", str(pictures), "--folder", str(out), "--results_dir", str(out) + "-runs"]
     return precompute.main([*OPTIONS, *SHARDS, *places, *argv])
 
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -66,6 +67,11 @@ def compare(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
+def words(text: str) -> str:
+    """A text without its line breaks, which depend on the width."""
+    return " ".join(text.split())
+
+
 def compare_as_json(capsys, *arguments) -> dict:
     return json.loads(compare(capsys, *arguments, "--format", "json"))
 
@@ -100,7 +106,7 @@ def test_the_ratios_of_the_seeds_table(capsys, repository):
     assert [row["verdict"] for row in rows] == ["not tested"] * 7
 
     text = compare(capsys, table, "--between", "gpu", "--candidate", "H100", "--baseline", "a100")
-    assert [line.split()[5] for line in text.splitlines() if "n=1, not tested" in line] == [
+    assert [line.split()[5] for line in text.splitlines() if line.endswith("x  not tested")] == [
         "1.33x",
         "1.66x",
         "1.78x",
@@ -110,10 +116,9 @@ def test_the_ratios_of_the_seeds_table(capsys, repository):
         "1.89x",
     ]
     # exp of the mean of the logs of the seven ratios above.
-    assert "geometric mean of 7" in text
     mean = math.exp(math.fsum(math.log(row["ratio"]) for row in rows) / 7)
     assert found["rows"][-1]["ratio"] == pytest.approx(mean)
-    assert f"{mean:.2f}x  not tested" in text
+    assert f"geometric mean of 7: {mean:.2f}x, not tested" in text
 
 
 # Runs.
@@ -143,9 +148,9 @@ def test_what_differs_between_two_folders_is_found_and_said(capsys, tmp_path, a_
     text = compare(capsys, before, after)
     assert "compared: optimizer: adamw -> adamw_fused" in text
     assert "compared: num_workers: 0 -> 8" in text
-    assert "version of torch 2.7.0 -> 2.8.0" in text
+    assert "version of torch 2.7.0 -> 2.8.0" in words(text)
     assert "seed" not in text
-    assert "0.50x  n=1, not tested" in text
+    assert "0.50x  not tested" in text
 
 
 def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(capsys, tmp_path, a_record):
@@ -173,9 +178,14 @@ def test_a_sweep_is_matched_row_by_row_and_the_rest_is_listed(capsys, tmp_path, 
     # Twice the data: the interval of the mean is narrower.
     assert mean["ratio_high"] - mean["ratio_low"] < row["ratio_high"] - row["ratio_low"]
     text = compare(capsys, tmp_path / "a", tmp_path / "b")
-    assert "1 only in the baseline:" in text
-    assert "1 only in the candidate:" in text
+    assert "Not compared: 1 only in the baseline, 1 only in the candidate; --all lists" in text
     assert "corrected for 2 tests (Holm)" in text
+    text = compare(capsys, tmp_path / "a", tmp_path / "b", "--all")
+    assert "Not compared" not in text
+    for title, batch in (("1 only in the baseline", "4"), ("1 only in the candidate", "32")):
+        heading, row = text.partition(title)[2].split("\n")[2:4]
+        assert heading.split()[0] == "micro_batch"
+        assert row.split()[:2] == [batch, "3"]
 
 
 def test_failed_runs_are_left_out_and_counted_and_flags_are_shown(capsys, tmp_path, a_record):
@@ -183,7 +193,7 @@ def test_failed_runs_are_left_out_and_counted_and_flags_are_shown(capsys, tmp_pa
     write_runs(before, a_record, 1.0, 2.0, status="oom")
     after = write_runs(tmp_path / "b", a_record, 100.0)
     text = compare(capsys, before, after)
-    assert f"Left out of {before}: 2 x oom." in text
+    assert f"Left out of {before}: 2 x oom." in words(text)
     assert "drift, throttled" in text
     assert "no setting differs, only the runs" in text
 
@@ -209,9 +219,8 @@ def test_a_record_of_something_else_is_counted_and_not_compared(
     after = write_runs(tmp_path / "b", a_record, 1.0)
     feed = next((repository / "results" / "runs").glob("*_feed-mds-512px"))
     shutil.copytree(feed, before / feed.name)
-    assert f"Left out of {before}: 1 x feed, which is no training." in compare(
-        capsys, before, after
-    )
+    text = compare(capsys, before, after)
+    assert f"Left out of {before}: 1 x feed, which is no training." in words(text)
 
 
 # What is refused.
@@ -456,7 +465,7 @@ def test_copies_of_a_run_are_one_run(capsys, tmp_path, a_record):
         shutil.copytree(b / "run-ok--0", b / f"copy-{number}")
     (row, _) = compare_as_json(capsys, a, b)["rows"]
     assert (row["num_baseline_runs"], row["num_candidate_runs"]) == (3, 1)
-    assert f"Left out of {b}: 4 x copy of a run that is counted." in compare(capsys, a, b)
+    assert f"Left out of {b}: 4 x copy of a run that is counted." in words(compare(capsys, a, b))
     assert gate(capsys, a, b)[0] == 1
     assert "n=3 and n=1" in gate(capsys, a, b)[1]
 
@@ -561,6 +570,69 @@ def test_hostile_names_are_one_line_in_terminal_and_markdown(capsys, hostile_tab
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     widths = {line.replace("\\|", "").count("|") for line in table[:5]}
     assert len(widths) == 1
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_published_runs_fit_the_terminal_and_show_what_differs(
+    capsys, repository, monkeypatch, width
+):
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("COLUMNS", str(width))
+    sides = ("results/runs", "--between", "engine", "--baseline", "composer")
+    sides += ("--candidate", "torch")
+    found = compare_as_json(capsys, *sides)
+    matched = [row for row in found["rows"] if row["row"] == "matched"]
+    titles = [row["row"] for row in found["rows"] if row["row"].startswith("only in")]
+    num_only = {title: titles.count(title) for title in dict.fromkeys(titles)}
+    assert sum(num_only.values()) > 40
+    text = compare(capsys, *sides)
+    assert max(map(len, text.splitlines())) <= width
+    counts = ", ".join(f"{number} {title}" for title, number in num_only.items())
+    assert f"Not compared: {counts}; --all lists them." in words(text)
+    (same,) = [line for line in text.splitlines() if line.startswith("  the same: ")]
+    # A setting is told where it differs between the matched rows, and nowhere else.
+    columns = found["matched_on"]
+    varying = {name for name in columns if len({str(row[name]) for row in matched}) > 1}
+    below = text.partition(same)[2].partition("Also different")[0]
+    assert {name for name in columns if re.search(rf"\b{name}\b", below)} == varying
+    assert not any(f" {name} " in same for name in varying)
+    num_same = len([name for name in columns if matched[0][name] is not None]) - len(varying)
+    num_told, num_more = same.count(", ") + 1, re.search(r"and (\d+) more \(--all\)$", same)
+    assert num_told + int(num_more[1]) == num_same
+
+    text = compare(capsys, *sides, "--all")
+    assert max(map(len, text.splitlines())) <= width
+    for title, number in num_only.items():
+        listed = text.partition(f"{number} {title}")[2].split("only in the")[0]
+        rates = {
+            f"{row[f'{title[12:]}_images_per_second']:.5g}"
+            for row in found["rows"]
+            if row["row"] == title
+        }
+        assert rates <= set(listed.split())
+
+
+def test_many_settings_that_differ_are_told_below_the_table(capsys, tmp_path, monkeypatch):
+    names = [f"a_setting_{number}" for number in range(12)]
+    for side, factor in (("a", 1), ("b", 2)):
+        rows = [
+            {**{name: f"v{name[-1]}{value}" for name in names}, "images_per_second": factor * value}
+            for value in (10, 20)
+        ]
+        write_table(tmp_path / f"{side}.csv", *({"gpu": side, **row} for row in rows))
+    tables = (tmp_path / "a.csv", tmp_path / "b.csv")
+    monkeypatch.setenv("COLUMNS", "90")
+    text = compare(capsys, *tables)
+    assert max(map(len, text.splitlines())) <= 90
+    assert "row  n  baseline  candidate  ratio  verdict" in text
+    assert [line.split()[:5] for line in text.splitlines() if line.endswith("not tested")][:2] == [
+        ["1", "1", "10", "20", "2.00x"],
+        ["2", "1", "20", "40", "2.00x"],
+    ]
+    told = ", ".join(f"{name} v{name[-1]}20" for name in names)
+    assert f"row 2: {told}" in words(text)
+    monkeypatch.setenv("COLUMNS", "250")
+    assert "a_setting_0  a_setting_1" in compare(capsys, *tables)
 
 
 def test_the_comparison_is_written_to_a_file(capsys, repository, tmp_path):

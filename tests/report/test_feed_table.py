@@ -250,7 +250,7 @@ def test_publishing_leaves_the_paths_of_the_machine_behind(tmp_path, capsys):
     results.mkdir()
     make_readme(results)
 
-    assert main([str(run), "--results", str(results)]) == 0
+    assert main([str(run), "--folder", str(results)]) == 0
     copied = results / "runs" / record["run_id"]
     assert sorted(path.name for path in copied.iterdir()) == ["record.json", "stdout.log"]
     published = json.loads((copied / "record.json").read_text())

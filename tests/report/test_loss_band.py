@@ -137,7 +137,7 @@ def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path):
     (results / "ladder.md").write_text("".join((begin + end).format(p, p) for p in places))
     record = make_recipe(precision="fp32")
     run = write_run(tmp_path / "run", record, NUM_STEPS)
-    assert main(["publish", "--numerics", str(run), "--results", str(results)]) == 0
+    assert main(["publish", "--numerics", str(run), "--folder", str(results)]) == 0
     published = results / "numerics" / record["run_id"]
     assert sorted(path.name for path in published.iterdir()) == [
         "record.json",
@@ -153,7 +153,7 @@ def test_a_run_of_too_few_steps_is_not_published_for_its_losses(tmp_path):
     results.mkdir()
     make_readme(results)
     run = write_run(tmp_path / "run", make_recipe(precision="fp32"), 49)
-    error = refusal_of("publish", "--numerics", run, "--results", results)
+    error = refusal_of("publish", "--numerics", run, "--folder", results)
     assert (error.flag, error.value) == ("--numerics", f"{run / 'steps.csv'}: 49 steps")
     assert not (results / "numerics").exists()
     (run / "steps.csv").write_text("index,loss\n0,much\n")

@@ -56,7 +56,7 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(tmp_path, caps
         "images_per_second_high,fitted_to\n"
         "scaling predict,H100,1024,512,online,9000,8000,10000,p5\n"
     )
-    assert main(["report", "--results", str(results)]) == 0
+    assert main(["report", "--folder", str(results)]) == 0
     rows = read_csv(results / "throughput.csv")
     kinds = [row["kind"] for row in rows]
     assert kinds == ["measured"] * 2 + ["quoted"] * 71 + ["modelled"]
@@ -77,7 +77,7 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     (results / "plots").mkdir()
     for name in (f"{SCALING}.svg", f"{SCALING}.png", "page.png"):
         (results / "plots" / name).write_text("of an earlier time")
-    assert main(["report", "--results", str(results)]) == 0
+    assert main(["report", "--folder", str(results)]) == 0
     assert [path.name for path in (results / "plots").iterdir()] == ["page.png"]
     assert capsys.readouterr().out.splitlines()[1] == (
         "not drawn, for want of data: p5-model-scaling-stable-diff, "
@@ -216,7 +216,7 @@ def run_report(results):
         "import sys; from sdbench.cli import main; code = main(sys.argv[1:]); "
         "print(*sys.modules); sys.exit(code)"
     )
-    command = [sys.executable, "-c", program, "report", "--results", str(results)]
+    command = [sys.executable, "-c", program, "report", "--folder", str(results)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begin = time.perf_counter()
     process = subprocess.run(

@@ -84,7 +84,7 @@ def test_where_the_time_goes_is_the_median_of_the_runs(tmp_path):
 
 
 def test_a_pattern_without_a_run_is_refused(tmp_path):
-    with refused("--results", value="2031*"):
+    with refused("--folder", value="2031*"):
         make_page(tmp_path, make_record(run_id="2026-a"), patterns="2026* 2031*")
 
 

@@ -29,7 +29,7 @@ def test_what_is_committed_is_what_the_committed_records_give(tmp_path):
     for name in committed:
         if name.endswith((".csv", ".html", ".svg")):
             (made / name).unlink()
-    assert main(["report", "--results", str(made)]) == 0
+    assert main(["report", "--folder", str(made)]) == 0
     fresh = read_all(made)
     assert fresh.keys() == committed.keys()
     different = [name for name in committed if fresh[name] != committed[name]]
@@ -58,7 +58,7 @@ def test_a_readme_without_a_place_for_a_table_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     before = readme.read_text().replace("<!-- end generated: data -->", "")
     readme.write_text(before)
-    with refused("--results", value="no <!-- end generated: data -->"):
+    with refused("--folder", value="no <!-- end generated: data -->"):
         rebuild(tmp_path)
     assert readme.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_what_it_should_be_stops_everything(tmp_path, name, c
     path.parent.mkdir(parents=True)
     path.write_text(content)
     before = (tmp_path / "README.md").read_text()
-    assert refusal_of("report", "--results", tmp_path).value == value
+    assert refusal_of("report", "--folder", tmp_path).value == value
     assert (tmp_path / "README.md").read_text() == before
     assert not (tmp_path / "throughput.csv").exists()
 
@@ -97,12 +97,12 @@ def test_a_file_that_is_not_what_it_should_be_is_named_and_left_out(
     path = tmp_path / name
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert main(["report", "--results", str(tmp_path)]) == 1
+    assert main(["report", "--folder", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert f"got '{path}'" in printed.err
     assert "from 0 runs and 0 figures" in printed.out and "left out" in printed.out
 
 
 def test_a_folder_without_a_readme_is_refused(tmp_path):
-    with refused("--results", value=str(tmp_path / "README.md")):
+    with refused("--folder", value=str(tmp_path / "README.md")):
         rebuild(tmp_path)

@@ -26,7 +26,7 @@ def published(tmp_path_factory) -> dict:
         assert train.main([*argv, "--batch_size", "2", "--max_duration", "2ba"]) == 0
         make_results(place / "results")
         (run,) = Path("runs").iterdir()
-        assert sdbench(["publish", "--results", "results", str(run)]) == 0
+        assert sdbench(["publish", "--folder", "results", str(run)]) == 0
         (path,) = Path("results", "runs").glob("*/record.json")
         readme = Path("results", "README.md").read_text()
         assert "| measured | pretrain |" in readme and "plots/training_times.png" in readme

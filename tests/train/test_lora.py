@@ -108,7 +108,7 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
     assert plain != expected
     for form, name in (("diffusers", "pytorch_lora_weights"), ("kohya", "dog")):
         place = tmp_path / form
-        assert sdbench(["export", str(folder), "--lora", form, "--folder", str(place)]) == 0
+        assert sdbench(["export", str(folder), "--lora_format", form, "--folder", str(place)]) == 0
         file = place / f"{name}.safetensors"
         with_file = ("--model_name", "tiny", "--lora", file)
         out = tmp_path / f"out-{form}"
@@ -128,8 +128,8 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
 
 def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
     first = run(tmp_path, "first", 2)
-    refusal = refusal_of("export", first, "--lora", "kohya")
-    assert (refusal.flag, refusal.value) == ("--lora", "kohya")
+    refusal = refusal_of("export", first, "--lora_format", "kohya")
+    assert (refusal.flag, refusal.value) == ("--lora_format", "kohya")
     trained = exported(first)
     # B stays 0 but for 1e-30, which no weight feels.
     argv = ("--lora_rank", 2, "--init_from", first, "--lr", "1e-30", "--resume", "auto")

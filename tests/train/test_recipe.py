@@ -15,7 +15,7 @@ from sdbench.cli import main as sdbench
 def go_through(configs: Path, *, num_images: int, vae: tuple, diffusion: tuple) -> dict:
     """Run the whole recipe in the working folder, and return the verdict on 8 prompts."""
     numbers = ("--num_train_images", num_images, "--num_validation_images", 64)
-    assert sdbench(["shapes", "shapes", *map(str, numbers)]) == 0
+    assert sdbench(["shapes", "--folder", "shapes", *map(str, numbers)]) == 0
     for name, argv in (("shapes_vae", vae), ("shapes", diffusion)):
         line = ["--config", str(configs / f"{name}.yaml"), *map(str, argv)]
         assert train.main(line) == 0

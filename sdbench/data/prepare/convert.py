@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data import read_columns
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
@@ -23,22 +23,25 @@ from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.samples import BadSampleError
 from sdbench.settings.request import parse
+from sdbench.settings.setting import declarations
 
 EPILOG = """\
 examples:
-  a folder:           python -m sdbench convert photos data/photos
+  a folder:           python -m sdbench convert photos --folder data/photos
                       (photos/a.jpg with photos/a.txt, or photos/captions.csv: file,caption)
-  one tar:            python -m sdbench convert pairs.tar data/pairs
-  many tars:          python -m sdbench convert 's3://bucket/{00000..00127}.tar' data/laion
-  back to tars:       python -m sdbench convert data/pairs data/tars --to webdataset
-  latents:            python -m sdbench convert data/latents data/latents-parquet \\
-                      --latents precomputed --to parquet
+  one tar:            python -m sdbench convert pairs.tar --folder data/pairs
+  many tars:          python -m sdbench convert 's3://bucket/{00000..00127}.tar' \\
+                      --folder data/laion
+  back to tars:       python -m sdbench convert data/pairs --folder data/tars \\
+                      --out_format webdataset
+  latents:            python -m sdbench convert data/latents --folder data/latents-parquet \\
+                      --latents precomputed --out_format parquet
 then train on it:     composer benchmark.py --remote data/pairs
 
-Stopped at any moment, the same command goes on where it was: finished shards are kept in
-OUT.partial until all are there.
+Stopped at any moment, the same command goes on where it was: finished shards are kept
+beside the folder, in FOLDER.partial, until all are there.
 
-exit codes: 0 ok, 1 a sample or file is bad or OUT cannot be written, 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 bad input, 130 Ctrl-C
 """
 
 # Formats that store images as files.
@@ -87,8 +90,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Raises:
         ConfigError: The source or the target cannot be used.
-        RunError: A sample is bad and may not be left out, a file is damaged, or OUT cannot be
-            written.
+        RunError: A sample is bad and may not be left out, a file is damaged, or the folder
+            cannot be written.
     """
     flags = parse(
         ConvertFlags,
@@ -97,12 +100,12 @@ def main(argv: list[str] | None = None) -> int:
         description="Turn a data set of images with captions, or of latents, into another format.",
         epilog=EPILOG,
     ).config
-    if flags.wants_latents and flags.target_format in FILE_FORMATS:
+    if flags.wants_latents and flags.out_format in FILE_FORMATS:
         raise ConfigError(
             "Latents have no form in this format",
-            value=flags.target_format,
+            value=flags.out_format,
             allowed="mds or parquet",
-            flag="--to",
+            flag="--out_format",
         )
     try:
         _run(flags)
@@ -122,8 +125,8 @@ def _run(flags: ConvertFlags) -> None:
         totals = conversion.output.finish()
     duration_s = time.monotonic() - started_s
     print(
-        f"Wrote {totals.num_written} samples to {flags.out}, {totals.num_bad} bad ones left out: "
-        f"together the {conversion.num_samples} of {flags.source!r}. "
+        f"Wrote {totals.num_written} samples to {flags.folder}, {totals.num_bad} bad ones left "
+        f"out: together the {conversion.num_samples} of {flags.source!r}. "
         f"{num_read} in {duration_s:.1f} s, {num_read / duration_s:.1f} samples/s."
     )
     for sentence in totals.bad:
@@ -136,18 +139,20 @@ def plan(flags: ConvertFlags) -> Conversion:
     Raises:
         ConfigError: The source has no samples of the kind asked for, or the target is taken.
     """
-    source = describe_source(
-        flags.source,
-        data_format=flags.source_format,
-        local=flags.local,
-        latents=flags.latents,
-        filters=flags.filters,
-        class_prompts=flags.class_prompts,
-        read_avif=flags.read_avif,
-        empty_captions=flags.empty_captions,
-        text_embedding_dim=flags.text_embedding_dim,
-    )
-    rows = open_rows(source)
+    own = {declared.flag for declared in declarations(ConvertFlags).values()}
+    with blamed_on("SOURCE", own=own):
+        source = describe_source(
+            flags.source,
+            data_format=flags.data_format,
+            local=flags.local,
+            latents=flags.latents,
+            filters=flags.filters,
+            class_prompts=flags.class_prompts,
+            read_avif=flags.read_avif,
+            empty_captions=flags.empty_captions,
+            text_embedding_dim=flags.text_embedding_dim,
+        )
+        rows = open_rows(source)
     if rows.num_dropped:
         print(f"{rows.num_dropped} samples are left out by --filters.")
     columns = read_columns(source)
@@ -167,8 +172,8 @@ def plan(flags: ConvertFlags) -> Conversion:
         "samples_per_shard": samples_per_shard,
     }
     output = open_output(
-        Path(flags.out),
-        data_format=flags.target_format,
+        Path(flags.folder),
+        data_format=flags.out_format,
         columns=rows.columns,
         num_chunks=-(-num_samples // samples_per_shard),
         job=job,

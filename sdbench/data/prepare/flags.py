@@ -63,16 +63,16 @@ class ConvertFlags(StoredDataFlags):
     """Flags of convert."""
 
     source: str = setting(TEXT, REQUIRED, PLACE, is_positional=True)
-    out: str = setting(TEXT, REQUIRED, "folder of the new data set", is_positional=True)
-    source_format: str = setting(
-        STORED_FORMAT, "auto", "format of SOURCE, or told from the names of files", spelling="from"
+    folder: str = setting(TEXT, REQUIRED, "folder of the new data set")
+    data_format: str = setting(
+        STORED_FORMAT, "auto", "format of SOURCE, or told from the names of files"
     )
-    target_format: str = setting(one_of(*FORMATS), "mds", "format of OUT", spelling="to")
+    out_format: str = setting(one_of(*FORMATS), "mds", "format of the new data set")
     samples_per_shard: int | None = setting(
         whole_number(1, MAX_ROWS_PER_CHUNK),
         None,
-        f"samples of SOURCE that make a file of OUT (default: for about {NUM_SHARDS_WANTED} "
-        f"files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
+        "samples of SOURCE that make a file of the new data set (default: for about "
+        f"{NUM_SHARDS_WANTED} files, {MIN_SAMPLES_PER_SHARD} to {MAX_SAMPLES_PER_SHARD})",
     )
     max_samples: int | None = setting(POSITIVE, None, "take only the first N (default: all)")
     on_bad_sample: str = shared(

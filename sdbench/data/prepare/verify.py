@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.data import read_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, read_bounds
@@ -25,6 +25,7 @@ from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
+from sdbench.settings.setting import declarations
 
 EPILOG = """\
 examples:
@@ -52,19 +53,21 @@ def main(argv: list[str] | None = None) -> int:
         description="Compare the files of a data set with its index, and open its samples.",
         epilog=EPILOG,
     ).config
-    config = describe_source(
-        flags.place,
-        data_format=flags.data_format,
-        local=flags.local,
-        text_embedding_dim=flags.text_embedding_dim,
-        read_avif=flags.read_avif,
-        empty_captions=flags.empty_captions,
-        # The shards' hashes are compared here, all of them.
-        validate_hash="none",
-    )
+    own = {declared.flag for declared in declarations(VerifyFlags).values()}
     try:
-        verify = verify_mds if config.data_format == "mds" else verify_samples
-        num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
+        with blamed_on("PLACE", own=own):
+            config = describe_source(
+                flags.place,
+                data_format=flags.data_format,
+                local=flags.local,
+                text_embedding_dim=flags.text_embedding_dim,
+                read_avif=flags.read_avif,
+                empty_captions=flags.empty_captions,
+                # The shards' hashes are compared here, all of them.
+                validate_hash="none",
+            )
+            verify = verify_mds if config.data_format == "mds" else verify_samples
+            num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
     except KeyboardInterrupt:
         return 130
     return 1 if num_broken else 0

@@ -35,6 +35,7 @@ from sdbench.data.prepare.chunk_formats import (
     write_exact_json,
 )
 
+FOLDER_FLAG = "--folder"
 # What is in OUT.partial.
 JOB_NAME = "job.json"
 PARTIAL_FOLDERS = ("chunks", "tmp", "data")
@@ -164,7 +165,7 @@ class Output:
                     "Another command is writing to this folder",
                     value=str(self.out),
                     allowed="another folder, or the same one when that command has ended",
-                    flag="OUT",
+                    flag=FOLDER_FLAG,
                 ) from error
             yield
 
@@ -273,7 +274,7 @@ def _check_absent(output: Output) -> None:
         "The output exists",
         value=str(out),
         allowed="a new or an empty folder, not a mount point",
-        flag="OUT",
+        flag=FOLDER_FLAG,
     )
 
 
@@ -282,18 +283,18 @@ def _check_ours(partial: Path) -> None:
     is_own = partial.lstat().st_uid == os.geteuid()
     if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
         raise ConfigError(
-            "The folder that OUT is to be prepared in is a link, or another user has made it",
+            "The folder that it is to be prepared in is a link, or another user has made it",
             value=str(partial),
-            allowed="another OUT, or one in a folder that others cannot write to",
-            flag="OUT",
+            allowed="another folder, or one in a folder that others cannot write to",
+            flag=FOLDER_FLAG,
         )
     names = {path.name for path in partial.iterdir()}
     if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
         raise ConfigError(
-            "The folder that OUT is to be prepared in holds other files",
+            "The folder that it is to be prepared in holds other files",
             value=str(partial),
-            allowed="another OUT, or move that folder away",
-            flag="OUT",
+            allowed="another folder, or move that folder away",
+            flag=FOLDER_FLAG,
         )
 
 
@@ -311,8 +312,8 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
         f"{output.partial} holds the beginnings of another job, with another "
         f"{', '.join(differing)}",
         value=flat[1].get(key),
-        allowed=f"{flat[0].get(key)!r} as before, another OUT, or delete that folder",
-        flag="OUT",
+        allowed=f"{flat[0].get(key)!r} as before, another folder, or delete that folder",
+        flag=FOLDER_FLAG,
     )
 
 

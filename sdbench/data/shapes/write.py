@@ -34,7 +34,7 @@ SIZE_JITTER, PLACE_JITTER = 0.1, 0.05
 POINTS_PER_PIXEL = 4
 EPILOG = """\
 examples:
-  python -m sdbench shapes shapes
+  python -m sdbench shapes --folder shapes
       shapes/train and shapes/validation, folders of pictures with captions.csv, and
       shapes/prompts.txt, what is not in them
 
@@ -48,7 +48,7 @@ then:
 class ShapesFlags:
     """Flags of the command."""
 
-    folder: str = setting(TEXT, REQUIRED, "a new or an empty folder", is_positional=True)
+    folder: str = setting(TEXT, REQUIRED, "a new or an empty folder")
     num_train_images: int = setting(POSITIVE, 4096, "pictures to train with")
     num_validation_images: int = setting(POSITIVE, 256, "pictures of the held-out scenes")
     image_size: int = setting(POSITIVE, 64, "side of the square pictures in pixels")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "there is something at the place of the data set",
             value=flags.folder,
             allowed="a new or an empty folder",
-            flag="FOLDER",
+            flag="--folder",
         )
     random = np.random.default_rng(flags.seed)
     known, held_out = split_scenes(random)

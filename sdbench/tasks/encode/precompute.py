@@ -50,26 +50,26 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  python -m sdbench precompute --remote photos --out latents
+  python -m sdbench precompute --remote photos --folder latents
       a folder of pictures with captions, at the model's own resolution, to an MDS data set
   torchrun --nproc_per_node 8 -m sdbench precompute --remote 's3://bucket/{00000..00127}.tar' \\
-      --image_size 256,512 --batch_size 64 --num_workers 8 --out latents
+      --image_size 256,512 --device_batch_size 64 --num_workers 8 --folder latents
       many tars at two resolutions, on 8 GPUs
-  python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --out latents
+  python -m sdbench precompute --model_name tiny --use_synth_data --max_samples 100 --folder latents
       a miniature in seconds
   python -m sdbench precompute --engine ray --ray_address auto --num_decoders 48 \\
-      --num_encoders 16 --remote 's3://bucket/{00000..00127}.parquet' --out latents
+      --num_encoders 16 --remote 's3://bucket/{00000..00127}.parquet' --folder latents
       on all machines of a Ray cluster
 then train on it:  composer benchmark.py --remote latents --latents precomputed
 
 Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
-shards are kept in OUT.partial until all are there.
+shards are kept in FOLDER.partial until all are there.
 
 exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopped
 """
 
 
-# What is stored of the VAE, by the value of --latents.
+# What is stored of the VAE, by the value of --stored_latents.
 SAMPLE_TYPES = {"moments": SampleType.MOMENTS, "sampled": SampleType.LATENTS}
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
@@ -87,13 +87,14 @@ NUM_BAD_NAMED = 5
 class PrecomputeSettings:
     """Settings of precompute. None means: chosen for the machine, then printed."""
 
-    out: str = setting(TEXT, REQUIRED, "folder of the new data set")
+    out: str = setting(TEXT, REQUIRED, "folder of the new data set", spelling="folder")
     out_format: str = setting(one_of("mds", "parquet"), "mds", "how latents are stored")
     latents: str = setting(
         one_of("moments", "sampled"),
         "moments",
         "what is stored of the VAE: mean and log-variance, so that training draws another sample "
         "each epoch, or one sample times the scaling factor",
+        spelling="stored_latents",
     )
     image_size: tuple[int, ...] | None = setting(
         list_of(POSITIVE),
@@ -106,12 +107,13 @@ class PrecomputeSettings:
         None,
         f"images that a rank encodes together (default: {GPU_BATCH_SIZE} on a GPU, "
         f"{CPU_BATCH_SIZE} on a CPU)",
+        spelling="device_batch_size",
     )
     samples_per_shard: int | None = shared(
         ConvertFlags,
         "samples_per_shard",
-        help="samples of the source that make a file of OUT; what a kill costs (default: for "
-        "about 16 files, 32 to 512, whole batches)",
+        help="samples of the source that make a file of the new data set; what a kill costs "
+        "(default: for about 16 files, 32 to 512, whole batches)",
     )
     max_samples: int | None = shared(ConvertFlags, "max_samples")
     engine: str = setting(

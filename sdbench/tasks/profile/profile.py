@@ -17,7 +17,7 @@ DESCRIPTION = """\
 Count the arithmetic and the bytes of every operator of a training step, time it, and set both
 against what this machine reaches at its best.
 
-Beside --top and --out it takes the flags of benchmark.py that say what a step does, and of the
+Beside --top and --folder it takes the flags of benchmark.py that say what a step does, and of the
 others --warmup_batches (before anything is timed), --measure_batches (timed as they are, 3 by
 default), --profile_batches (under torch's profiler) and --profile_trace (writes torch's trace of
 the last of them). Without --batch_size a step is one micro-batch.
@@ -31,7 +31,7 @@ examples:
       where the time of the reference recipe goes
   python -m sdbench profile --latents precomputed --remote my-latents --engine torch --top 40
       on precomputed latents, without a trainer, in longer tables
-  python -m sdbench profile --batch_size 64 --device_train_microbatch_size 16 --out before
+  python -m sdbench profile --batch_size 64 --device_train_microbatch_size 16 --folder before
       with four micro-batches to an optimizer step, into a folder of this name
 
 It prints three tables (by phase, by operator, by operator and shapes) and the floor of a step, and
@@ -59,7 +59,7 @@ class ProfileSettings(BenchmarkConfig):
     """Settings of profile: its own, and those of the run that it profiles."""
 
     top: int = setting(POSITIVE, 20, "rows of the tables of operators; the files have all")
-    out: str | None = setting(
+    folder: str | None = setting(
         TEXT, None, "new folder of the files (default: one of its own in --results_dir)"
     )
 
@@ -70,11 +70,11 @@ class ProfileRequest(Request[BenchmarkConfig]):
 
     Attributes:
         top: Rows of the tables.
-        out: Folder of the files; None for a new one.
+        folder: Of the files; None for a new one.
     """
 
     top: int
-    out: str | None
+    folder: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,5 +119,5 @@ def _parse(argv: Sequence[str]) -> ProfileRequest:
         origin=of_run.origin,
         print_config=of_run.print_config,
         top=asked.config.top,
-        out=asked.config.out,
+        folder=asked.config.folder,
     )

@@ -51,8 +51,8 @@ class ProfileStep(TrainingTask):
         _check(self.plan)
 
     def make_folder(self) -> Path:
-        """That of --out, or a new one in --results_dir."""
-        return _make_folder(self.plan, self.request.out)
+        """That of --folder, or a new one in --results_dir."""
+        return _make_folder(self.plan, self.request.folder)
 
     def for_person(self) -> str:
         """The plan in words, and which steps are counted and profiled."""
@@ -110,27 +110,27 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _make_folder(plan: Plan, out: str | None) -> Path:
-    if out is None:
+def _make_folder(plan: Plan, given: str | None) -> Path:
+    if given is None:
         results_dir, machine = plan.config.results_dir, plan.machine.slug
         return RunFolder.create(results_dir, machine=machine, name=f"profile-{plan.name}")
-    folder = Path(out)
+    folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
     except OSError as error:
         raise ConfigError(
             f"the folder cannot be made ({error.strerror})",
-            value=out,
+            value=given,
             allowed="a folder that this user may write",
-            flag="--out",
+            flag="--folder",
         ) from None
     if not is_empty:
         raise ConfigError(
             "the folder holds something already",
-            value=out,
+            value=given,
             allowed="a new or an empty folder",
-            flag="--out",
+            flag="--folder",
         )
     return folder
 

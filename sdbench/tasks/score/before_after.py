@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import write_json
 from sdbench.data.drawn import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, reader_of
 from sdbench.settings.kinds import POSITIVE, TEXT
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 RESULT_NAME = "dreambooth.json"
 EPILOG = """\
 examples:
-  python -m sdbench before-after runs/my-dog --subject my-dog --prompt "photo of a unqtkn dog" \\
-      --class_prompt "photo of a dog" --clip_network clip-vit-large-patch14
+  python -m sdbench before-after runs/my-dog --subject my-dog \\
+      --instance_prompt "photo of a unqtkn dog" --class_prompt "photo of a dog" \\
+      --clip_network clip-vit-large-patch14
 
 `before` and `after` are folders of generate.py, drawn for the same prompts with the same seeds.
 before_after.png has them side by side, and dreambooth.json, with networks, how alike they are.
@@ -47,7 +48,9 @@ class BeforeAfterFlags(LikenessSettings):
     subject: str = setting(
         TEXT, REQUIRED, "the subject's own pictures: a data set as training takes it"
     )
-    batch_size: int = setting(POSITIVE, 32, "pictures that a network looks at together")
+    batch_size: int = setting(
+        POSITIVE, 32, "pictures that a network looks at together", spelling="device_batch_size"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +111,10 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     from sdbench.tasks.score.likeness import UNIT, compare, embed, open_image_networks
 
     networks = open_image_networks(flags)
-    drawn = [_of_prompt(listed, flags.prompt, flag="--prompt") for listed in (before, after)]
+    drawn = [
+        _of_prompt(listed, flags.instance_prompt, flag="--instance_prompt")
+        for listed in (before, after)
+    ]
     drawn_class = None
     if flags.class_prompt is not None:
         drawn_class = [
@@ -128,7 +134,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         for name, network in networks.items()
     }
     return {
-        "prompt": flags.prompt,
+        "prompt": flags.instance_prompt,
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
         "num_subject_pictures": subject.number,
@@ -162,16 +168,12 @@ def _open_subject(flags: BeforeAfterFlags) -> Pictures:
     from sdbench.data.prepare.rows import describe_source
     from sdbench.tasks.score.likeness import Pictures
 
-    try:
+    with blamed_on("--subject"):
         samples = data.open_samples(
-            describe_source(flags.subject, data_format="auto", caption=flags.prompt)
+            describe_source(flags.subject, data_format="auto", caption=flags.instance_prompt)
         )
-    except ConfigError as error:  # it names the flag of the training data
-        raise ConfigError(
-            error.what, value=error.value, allowed=error.allowed, flag="--subject"
-        ) from None
     return Pictures(
-        lambda number: samples.read(number)._replace(caption=flags.prompt), len(samples)
+        lambda number: samples.read(number)._replace(caption=flags.instance_prompt), len(samples)
     )
 
 

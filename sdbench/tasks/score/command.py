@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.settings.kinds import POSITIVE, TEXT
@@ -41,7 +41,9 @@ class ScoreFlags:
     )
     fid_network: str | None = shared(WatchSettings, "fid_network")
     clip_network: str | None = shared(WatchSettings, "clip_network")
-    batch_size: int = setting(POSITIVE, 32, "pictures that are looked at together")
+    batch_size: int = setting(
+        POSITIVE, 32, "pictures that are looked at together", spelling="device_batch_size"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,12 +110,8 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
     scores = Scores(networks)
     sources = [(reader_of(rows), len(rows), scores.add_drawn)]
     if flags.reference is not None:
-        try:
+        with blamed_on("--reference"):
             samples = data.open_samples(describe_source(flags.reference, data_format="auto"))
-        except ConfigError as error:  # it names the flag of the training data
-            raise ConfigError(
-                error.what, value=error.value, allowed=error.allowed, flag="--reference"
-            ) from None
         sources.append((samples.read, len(samples), scores.add_reference))
     with Progress(sum(count for _, count, _ in sources), unit="picture") as progress:
         for read, count, add in sources:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.settings.kinds import SWITCH, TEXT, RowOf, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -23,9 +23,9 @@ examples:
   python -m sdbench export runs/first
       the newest checkpoint, with averaged weights if there are some, to runs/first/model
   python -m sdbench export runs/first/checkpoints/step_00005000 --folder model-5000 --dtype fp16
-  python -m sdbench export runs/dog --lora kohya
-      the LoRA of a run with --lora_rank as a file in runs/dog/lora; without --lora it is added to
-      the weights of a whole model
+  python -m sdbench export runs/dog --lora_format kohya
+      the LoRA of a run with --lora_rank as a file in runs/dog/lora; without --lora_format it is
+      added to the weights of a whole model
 
 then:
   python generate.py --model_name runs/first/model --prompts "a red circle" --folder pictures
@@ -44,10 +44,10 @@ class ExportFlags:
         None,
         f"a new or an empty folder (default: {MODEL_NAME} in that of the run, or {LORA_NAME})",
     )
-    lora: str | None = setting(
+    lora_format: str | None = setting(
         one_of("diffusers", "kohya"),
         None,
-        "write the LoRA of the run alone, in the format of diffusers or of kohya's sd-scripts, "
+        "write the LoRA of the run alone, as diffusers has it or kohya's sd-scripts, "
         "which other programs read (default: a whole model, to whose weights it is added)",
     )
     ema: bool = setting(SWITCH, True, "take the averaged weights where the run kept some")
@@ -81,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags = request.config
     for name in ("encoders", "scheduler"):
-        if flags.lora is not None and request.is_users(name):
+        if flags.lora_format is not None and request.is_users(name):
             raise ConfigError(
                 "LoRA alone has no such part",
                 value=getattr(flags, name),
-                allowed="only with a whole model: no --lora",
-                flag=f"--{name} or --lora",
+                allowed="only with a whole model: no --lora_format",
+                flag=f"--{name} or --lora_format",
             )
     run, folder = Path(flags.run), None if flags.folder is None else Path(flags.folder)
     options = {
@@ -94,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "insists_on_ema": request.is_users("ema") and flags.ema,
         "dtype": flags.dtype,
     }
-    if flags.lora is None:
+    if flags.lora_format is None:
         place = export_run(run, folder, encoders=flags.encoders, sampler=flags.scheduler, **options)
         print(f"The model is in {place}.")
     else:
-        print(f"The LoRA is {export_lora(run, folder, form=flags.lora, **options)}.")
+        print(f"The LoRA is {export_lora(run, folder, form=flags.lora_format, **options)}.")
     return 0
 
 
@@ -220,8 +220,8 @@ def export_lora(
         raise ConfigError(
             "the run has trained its weights and no LoRA",
             value=form,
-            allowed="the whole model: no --lora",
-            flag="--lora",
+            allowed="the whole model: no --lora_format",
+            flag="--lora_format",
         )
     folder = folder or trained.folder / LORA_NAME
     check_folder(folder)
@@ -326,12 +326,8 @@ def _find_architecture(config: TrainConfig, encoders: str | None) -> Architectur
     architecture, _ = replace_parts(architecture, config.model_parts or {})
     if encoders is not None:
         parts = {part: {"pretrained": encoders} for part in (*ENCODERS, "tokenizer")}
-        try:
+        with blamed_on("--encoders"):
             architecture, _ = replace_parts(architecture, parts)
-        except ConfigError as error:  # it names a flag of train.py
-            raise ConfigError(
-                error.what, value=error.value, allowed=error.allowed, flag="--encoders"
-            ) from None
     if config.wants_latents and not set(ENCODERS).isdisjoint(architecture.random_parts):
         raise ConfigError(
             "the VAE and the text encoder that made the latents are not known, and random ones "

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from sdbench import data
-from sdbench.base.errors import ConfigError
+from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import replace_file
 from sdbench.data.overlap import find_overlap
 from sdbench.data.pipeline.batches import BatchReader
@@ -74,12 +74,8 @@ def held_out_source(plan: Plan) -> SourceConfig:
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
         caption=None,  # that of a subject is not theirs
     )
-    try:
+    with blamed_on("--validation_remote"):
         data.check(dataclasses.replace(source, device_batch_size=1))
-    except ConfigError as error:  # it names the flag of the training data
-        raise ConfigError(
-            error.what, value=error.value, allowed=error.allowed, flag="--validation_remote"
-        ) from None
     return source
 
 
