@@ -21,7 +21,7 @@ from tests.score_networks import make_pictures, write_clip, write_dino, write_pi
 
 SUBJECT, CLASS = "photo of a unqtkn dog", "photo of a dog"
 CAPTIONS = [SUBJECT] * 2 + [CLASS] * 2 + ["unqtkn dog on the moon"] * 2
-PROMPTS = ("--instance_prompt", SUBJECT, "--class_prompt", CLASS)
+PROMPTS = ("--prompt", SUBJECT, "--class_prompt", CLASS)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +108,7 @@ def test_the_likeness_is_that_of_every_pair(drawn, clip, dino, capsys) -> None:
 
 
 def test_the_sheet_has_a_row_for_each_prompt(drawn) -> None:
-    assert (
-        sdbench(["before-after", str(drawn), "--subject", "my-dog", "--instance_prompt", SUBJECT])
-        == 0
-    )
+    assert sdbench(["before-after", str(drawn), "--subject", "my-dog", "--prompt", SUBJECT]) == 0
     assert not (drawn / "dreambooth.json").exists()  # nothing is scored without a network
     with Image.open(drawn / "before_after.png") as sheet:
         assert sheet.size == (4 + 4 * 116, 4 + 3 * 84)
@@ -133,7 +130,7 @@ def test_one_class_picture_cannot_be_compared_with_itself(drawn, clip) -> None:
         *((when, None) for when in ("before", "after")),
         *((f"num_pairs_{when}", 0) for when in ("before", "after")),
     }
-    without = compare(drawn, "--instance_prompt", SUBJECT, "--clip_network", clip)
+    without = compare(drawn, "--prompt", SUBJECT, "--clip_network", clip)
     assert list(without["scores"]["clip"]) == ["subject"]
 
 
@@ -141,17 +138,14 @@ def test_what_cannot_be_compared_is_refused(drawn, clip, dino, tmp_path) -> None
     own = ("before-after", drawn, "--subject", "my-dog")
     scored = (*own, "--dino_network", dino)
     for argv, flag in (
-        ((*scored, "--instance_prompt", "a cat"), "--instance_prompt"),
-        ((*scored, "--instance_prompt", SUBJECT, "--class_prompt", "a cat"), "--class_prompt"),
-        (
-            (*scored[:2], "--subject", "none", *scored[4:], "--instance_prompt", SUBJECT),
-            "--subject",
-        ),
-        ((*own, "--instance_prompt", SUBJECT, "--dino_network", clip), "--dino_network"),
-        ((*own, "--instance_prompt", SUBJECT, "--dino_network", tmp_path), "--dino_network"),
-        ((*own, "--instance_prompt", SUBJECT, "--clip_network", dino), "--clip_network"),
+        ((*scored, "--prompt", "a cat"), "--prompt"),
+        ((*scored, "--prompt", SUBJECT, "--class_prompt", "a cat"), "--class_prompt"),
+        ((*scored[:2], "--subject", "none", *scored[4:], "--prompt", SUBJECT), "--subject"),
+        ((*own, "--prompt", SUBJECT, "--dino_network", clip), "--dino_network"),
+        ((*own, "--prompt", SUBJECT, "--dino_network", tmp_path), "--dino_network"),
+        ((*own, "--prompt", SUBJECT, "--clip_network", dino), "--clip_network"),
     ):
         assert refusal_of(*argv).flag == flag
     shutil.rmtree(drawn / "after")
     write_pictures(drawn / "after", make_pictures(2, 5), CAPTIONS[:5])
-    assert refusal_of(*own, "--instance_prompt", SUBJECT).flag == "FOLDER"
+    assert refusal_of(*own, "--prompt", SUBJECT).flag == "FOLDER"

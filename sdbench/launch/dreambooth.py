@@ -59,10 +59,10 @@ UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "-
 SAVING_GRACE_S = 120.0
 EPILOG = """\
 examples:
-  python -m sdbench dreambooth my-dog --instance_prompt "photo of a unqtkn dog" \\
-      --class_prompt "photo of a dog" --model_name stable-diffusion-2-base --num_ranks 2
-  python -m sdbench dreambooth my-dog --instance_prompt "photo of a unqtkn dog" \\
-      --class_prompt "photo of a dog" --model_name stable-diffusion-2-base --lora_rank 4 \\
+  python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
+      --class_prompt "photo of a dog" --model stable-diffusion-2-base --num_ranks 2
+  python -m sdbench dreambooth my-dog --prompt "photo of a unqtkn dog" \\
+      --class_prompt "photo of a dog" --model stable-diffusion-2-base --lora_rank 4 \\
       -- --max_duration 400ba --precision bf16
 
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
@@ -83,12 +83,7 @@ class DreamboothFlags(LikenessSettings):
         "the subject's own pictures: a folder, or another data set as training takes it",
         is_positional=True,
     )
-    model_name: str = shared(
-        ModelSettings,
-        "model_name",
-        default=REQUIRED,
-        help="diffusers folder of the model that learns the subject",
-    )
+    model: str = setting(TEXT, REQUIRED, "diffusers folder of the model that learns the subject")
     folder: Path | None = setting(
         PATH, None, "folder for all results (default: runs/<name of SUBJECT>)"
     )
@@ -102,13 +97,13 @@ class DreamboothFlags(LikenessSettings):
     image_size: int | None = shared(
         ModelSettings, "image_size", help="side of all pictures in pixels (default: the model's)"
     )
-    prompts: str | None = setting(
+    sample_prompts: str | None = setting(
         TEXT,
         None,
         "what is drawn before and after besides the two prompts; several are separated by "
         f"{PROMPT_SEPARATOR} (default: the prompt followed by each of: {', '.join(SCENES)})",
     )
-    num_images_per_prompt: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
+    num_samples: int = setting(POSITIVE, 5, "pictures of each prompt, before and after")
     num_ranks: int = setting(
         POSITIVE,
         1,
@@ -187,10 +182,9 @@ def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> 
     Raises:
         ConfigError: train.py does not take the flags.
     """
-    untrained = ["--model_name", flags.model_name]
-    samples = ["--prompts", PROMPT_SEPARATOR.join(_drawn_prompts(flags))]
-    samples += ["--num_images_per_prompt", str(flags.num_images_per_prompt)]
-    samples += ["--seed", str(SAMPLE_SEED)]
+    untrained = ["--model_name", flags.model]
+    samples = ["--prompts", PROMPT_SEPARATOR.join(_sample_prompts(flags))]
+    samples += ["--num_images_per_prompt", str(flags.num_samples), "--seed", str(SAMPLE_SEED)]
     exported = folder / (MODEL if flags.lora_rank is None else LORA)
     export = ["python", "-m", "sdbench", "export", str(folder / RUN), "--folder", str(exported)]
     trained = ["--model_name", str(exported)]
@@ -227,13 +221,13 @@ def _launcher(num_ranks: int) -> list[str]:
     return ["torchrun", "--standalone", "--nproc_per_node", str(num_ranks)]
 
 
-def _drawn_prompts(flags: DreamboothFlags) -> list[str]:
+def _sample_prompts(flags: DreamboothFlags) -> list[str]:
     """The prompts that are drawn before and after, each once."""
-    if flags.prompts is None:
-        others = [f"{flags.instance_prompt} {scene}" for scene in SCENES]
+    if flags.sample_prompts is None:
+        others = [f"{flags.prompt} {scene}" for scene in SCENES]
     else:
-        others = [text.strip() for text in flags.prompts.split(PROMPT_SEPARATOR)]
-    prompts = [flags.instance_prompt, flags.class_prompt, *others]
+        others = [text.strip() for text in flags.sample_prompts.split(PROMPT_SEPARATOR)]
+    prompts = [flags.prompt, flags.class_prompt, *others]
     return list(dict.fromkeys(prompt for prompt in prompts if prompt))
 
 
@@ -273,9 +267,9 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     """
     own: dict[str, Any] = {
         "task": DREAMBOOTH,
-        "model_name": flags.model_name,
+        "model_name": flags.model,
         "remote": flags.subject,
-        "instance_prompt": flags.instance_prompt,
+        "instance_prompt": flags.prompt,
         "results_dir": str(folder),
         "run_name": RUN,
         "resume": "auto",
@@ -342,15 +336,15 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
             allowed="a folder outside SUBJECT",
             flag="--folder",
         )
-    if flags.model_name not in built_in_names() and not Path(flags.model_name).is_dir():
+    if flags.model not in built_in_names() and not Path(flags.model).is_dir():
         raise ConfigError(
             "there is no such model here, and nothing is downloaded",
-            value=flags.model_name,
+            value=flags.model,
             allowed=f"a diffusers folder, or for a trial {', '.join(built_in_names())}",
-            flag="--model_name",
+            flag="--model",
         )
-    with blamed_on("--model_name"):
-        architecture, _ = resolve_architecture(flags.model_name)
+    with blamed_on("--model"):
+        architecture, _ = resolve_architecture(flags.model)
     image_size = flags.image_size or architecture.default_image_size
     architecture.check_image_size(image_size)
     for name in ("clip_network", "dino_network"):
@@ -382,7 +376,7 @@ def _check_prompts(request: Request[DreamboothFlags]) -> None:
             allowed="nothing beside --no_prior",
             flag="--num_class_images or --no_prior",
         )
-    for name in ("instance_prompt", "class_prompt"):
+    for name in ("prompt", "class_prompt"):
         if PROMPT_SEPARATOR in (getattr(flags, name) or ""):
             raise ConfigError(
                 f"{PROMPT_SEPARATOR} separates prompts, and this is one",
@@ -390,15 +384,13 @@ def _check_prompts(request: Request[DreamboothFlags]) -> None:
                 allowed=f"a prompt without {PROMPT_SEPARATOR}",
                 flag=f"--{name}",
             )
-    if flags.class_prompt is not None and not _words(flags.instance_prompt) - _words(
-        flags.class_prompt
-    ):
+    if flags.class_prompt is not None and not _words(flags.prompt) - _words(flags.class_prompt):
         raise ConfigError(
             "the prompt has no word of its own, by which the model could tell the subject from its "
             f"class {flags.class_prompt!r}",
-            value=flags.instance_prompt,
+            value=flags.prompt,
             allowed='a rare word for the subject beside its class: "photo of a unqtkn dog"',
-            flag="--instance_prompt",
+            flag="--prompt",
         )
 
 
@@ -410,7 +402,7 @@ def _describe_subject(flags: DreamboothFlags) -> SourceConfig:
     return SourceConfig(
         data_format=data.detect_format(flags.subject),
         remote=flags.subject,
-        caption=flags.instance_prompt,
+        caption=flags.prompt,
         image_size=VAE_FACTOR,
         device_batch_size=1,
         seed=0,

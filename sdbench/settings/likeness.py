@@ -32,7 +32,7 @@ def missing_files(folder: Path, *, reads_text: bool) -> list[str]:
 class LikenessSettings:
     """What a subject is called, and the networks that judge pictures of it."""
 
-    instance_prompt: str = setting(
+    prompt: str = setting(
         TEXT,
         REQUIRED,
         'caption of the subject\'s pictures, with a rare word for it: "photo of a unqtkn dog"',

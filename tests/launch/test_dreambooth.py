@@ -27,16 +27,9 @@ from tests.score_networks import write_clip
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, CLASS_PROMPT = "photo of a unqtkn dog", "photo of a dog"
-SUBJECT = ("my-dog", "--instance_prompt", PROMPT)
-SMALL = ("--model_name", "tiny", "--engine", "torch", "--generate_flags", "--num_steps 2")
-SMALL += (
-    "--num_images_per_prompt",
-    "1",
-    "--num_class_images",
-    "2",
-    "--prompts",
-    "unqtkn on the moon",
-)
+SUBJECT = ("my-dog", "--prompt", PROMPT)
+SMALL = ("--model", "tiny", "--engine", "torch", "--generate_flags", "--num_steps 2")
+SMALL += ("--num_samples", "1", "--num_class_images", "2", "--sample_prompts", "unqtkn on the moon")
 COMMAND = (*SUBJECT, "--class_prompt", CLASS_PROMPT, *SMALL)
 FOLDER = Path("runs", "my-dog")
 
@@ -108,15 +101,7 @@ def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, t
 
 
 def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys) -> None:
-    command = [
-        "dreambooth",
-        *SUBJECT,
-        "--no_prior",
-        *SMALL[:6],
-        "--num_images_per_prompt",
-        "1",
-        "--",
-    ]
+    command = ["dreambooth", *SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1", "--"]
     command += ["--max_duration", "1ba"]
     # In the way of the pictures before.
     other = ["--model_name", "tiny", "--prompts", "a cat", "--num_steps", "2", "--folder"]
@@ -144,7 +129,7 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
 
 
 def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
-    command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_images_per_prompt", "1"]
+    command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
     # The pictures before are drawn already; the rest is done by processes of their own.
     assert sdbench(["dreambooth", *command, "--dry_run", "--", "--max_duration", "9ba"]) == 0
     assert started == [] and not FOLDER.exists()
@@ -202,10 +187,10 @@ def test_what_is_drawn_to_judge_has_no_seed_of_a_class_picture(capsys) -> None:
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
-        (("--model_name", "stabilityai/stable-diffusion-2-base"), "--model_name"),
-        (("--model_name", "my-dog"), "--model_name"),
-        (("--instance_prompt", "Photo of a dog"), "--instance_prompt"),
-        (("--instance_prompt", "a unqtkn | dog"), "--instance_prompt"),
+        (("--model", "stabilityai/stable-diffusion-2-base"), "--model"),
+        (("--model", "my-dog"), "--model"),
+        (("--prompt", "Photo of a dog"), "--prompt"),
+        (("--prompt", "a unqtkn | dog"), "--prompt"),
         (("--class_prompt", "a | dog"), "--class_prompt"),
         (("--no_prior",), "--num_class_images or --no_prior"),
         (("--image_size", "100"), "--image_size"),

@@ -183,7 +183,7 @@ def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch)
     model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
     tokenizer = make_tokenizer(architecture).for_diffusers()
     export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
-    few = "--num_class_images 2 --num_images_per_prompt 1 --prompts unqtkn --engine torch"
+    few = "--num_class_images 2 --num_samples 1 --sample_prompts unqtkn --engine torch"
     few += " --generate_flags '--num_steps 2' -- --max_duration 1ba --batch_size 2"
     of_subject = [command for command in launched() if is_of_subject(command)]
     assert len(of_subject) == 4

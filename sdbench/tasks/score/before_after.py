@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 RESULT_NAME = "dreambooth.json"
 EPILOG = """\
 examples:
-  python -m sdbench before-after runs/my-dog --subject my-dog \\
-      --instance_prompt "photo of a unqtkn dog" --class_prompt "photo of a dog" \\
-      --clip_network clip-vit-large-patch14
+  python -m sdbench before-after runs/my-dog --subject my-dog --prompt "photo of a unqtkn dog" \\
+      --class_prompt "photo of a dog" --clip_network clip-vit-large-patch14
 
 `before` and `after` are folders of generate.py, drawn for the same prompts with the same seeds.
 before_after.png has them side by side, and dreambooth.json, with networks, how alike they are.
@@ -111,10 +110,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
     from sdbench.tasks.score.likeness import UNIT, compare, embed, open_image_networks
 
     networks = open_image_networks(flags)
-    drawn = [
-        _of_prompt(listed, flags.instance_prompt, flag="--instance_prompt")
-        for listed in (before, after)
-    ]
+    drawn = [_of_prompt(listed, flags.prompt, flag="--prompt") for listed in (before, after)]
     drawn_class = None
     if flags.class_prompt is not None:
         drawn_class = [
@@ -134,7 +130,7 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
         for name, network in networks.items()
     }
     return {
-        "prompt": flags.instance_prompt,
+        "prompt": flags.prompt,
         "class_prompt": flags.class_prompt,
         "subject": flags.subject,
         "num_subject_pictures": subject.number,
@@ -170,10 +166,10 @@ def _open_subject(flags: BeforeAfterFlags) -> Pictures:
 
     with blamed_on("--subject"):
         samples = data.open_samples(
-            describe_source(flags.subject, data_format="auto", caption=flags.instance_prompt)
+            describe_source(flags.subject, data_format="auto", caption=flags.prompt)
         )
     return Pictures(
-        lambda number: samples.read(number)._replace(caption=flags.instance_prompt), len(samples)
+        lambda number: samples.read(number)._replace(caption=flags.prompt), len(samples)
     )
 
 
