@@ -360,7 +360,7 @@ def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path, monkeypat
         record["run_id"] = f"20261121T{round(rate):06d}Z_x_any-name"
         (tmp_path / side).mkdir()
         (tmp_path / side / "record.json").write_text(json.dumps(record))
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--all"]) == 0
     sys.stdout.flush()
     assert rb"caf\xe9" in raw.getvalue()
 

@@ -24,11 +24,9 @@ MARKDOWN_MARKS = {
     "$": "\\$",  # formulas, on GitHub
 }
 # ECMA-48: colours, moves of the cursor, the title of the window; then what is left of C0 and C1,
-# the marks that change the direction of writing, and halves of characters.
+# and the marks that change the direction of writing.
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-CONTROL = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 HTML_MARKS = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
@@ -52,7 +50,16 @@ def for_terminal(value: Any) -> str:
 
 def without_controls(text: str) -> str:
     """Lines of text as they are, but without what would act on a terminal."""
-    return CONTROL.sub("?", CONTROL_SEQUENCE.sub("", text))
+    return as_utf8(CONTROL.sub("?", CONTROL_SEQUENCE.sub("", text)))
+
+
+def as_utf8(text: str) -> str:
+    """A text as UTF-8 can hold it.
+
+    Half of a character comes out as its number: Python has one for a byte of a file name that is
+    no character.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def for_plot(value: Any) -> str:

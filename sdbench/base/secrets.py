@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sdbench.base.escape import as_utf8
+
 SECRET_NAME = re.compile(
     r"PASS(WORD|WD|PHRASE)"
     r"|(^|_)((API|ACCESS|PRIVATE|SECRET)_?)?KEY(_|$)"
@@ -122,7 +124,7 @@ def redact_environment(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """A JSON value with every text in it redacted.
+    """A JSON value with every text in it redacted, and as UTF-8 can hold it.
 
     A text that begins with ``pipe:``, or with a flag and ``pipe:``, is one command to its end.
     """
@@ -132,6 +134,7 @@ def redact_values(value: Any) -> Any:
         return [redact_values(item) for item in value]
     if not isinstance(value, str):
         return value
+    value = as_utf8(value)
     command = COMMAND_VALUE.fullmatch(value)
     return redact(f"{command['flag'] or ''}{_program(command['command'])}" if command else value)
 

@@ -264,10 +264,7 @@ class OutputLog:
         assert isinstance(self._file, io.StringIO)
         kept = self._file.getvalue()
         with self._loss_told():
-            # A file name may have bytes that are no characters.
-            self._file = (folder / LOG_NAME).open(
-                "a", encoding="utf-8", errors="backslashreplace", buffering=1
-            )
+            self._file = (folder / LOG_NAME).open("a", encoding="utf-8", buffering=1)
             self._file.write(kept)
 
     def write(self, text: str) -> None:
