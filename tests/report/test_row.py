@@ -71,6 +71,7 @@ def test_rows_of_processes_that_write_at_once_are_whole(tmp_path):
             process.start()
         time.sleep(0.5)
         assert path.read_text() == ""
+        fcntl.flock(held, fcntl.LOCK_UN)  # closing does not: the writers have the file, too
     for process in writers:
         process.join()
     assert path.read_text().count("images_per_second,") == 1
