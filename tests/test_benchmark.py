@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -274,6 +275,13 @@ def test_steps_that_cannot_be_read_leave_the_end_as_it_is(tmp_path, monkeypatch,
     record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch")
     assert (record["status"], exit_code) == ("interrupted", 130)
     assert "warning: the steps could not be written" in capsys.readouterr().err
+
+
+def test_a_wandb_that_is_missing_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch", "--wandb_name", "n")
+    assert (record["status"], exit_code) == ("ok", 0)
+    assert "Weights & Biases is off for this run: import of wandb" in capsys.readouterr().err
 
 
 def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
