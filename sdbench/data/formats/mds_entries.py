@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sdbench.base.outside import parse_json
+
 INDEX_NAME = "index.json"
 # Streaming 0.13.0, streaming/base/format: the only version, the fields that `MDSReader.from_json`
 # takes, and those of `FileInfo`. It refuses any other field.
@@ -41,10 +43,7 @@ def parse_index(index: bytes) -> list[dict]:
     Raises:
         ValueError: It is damaged, is not one of MDS shards, or its facts cannot be true.
     """
-    try:
-        content = json.loads(index)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    content = parse_json(index.decode("utf-8"))
     shards = content.get("shards") if isinstance(content, dict) else None
     if not isinstance(shards, list) or not shards:
         raise ValueError("it has no shards")
