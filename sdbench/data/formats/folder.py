@@ -162,7 +162,7 @@ def _target(link: Path) -> str:
     return os.readlink(link)
 
 
-def _raise_missing(what: str, folder: Path) -> None:
+def _raise_missing(what: str, folder: Path) -> NoReturn:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from sdbench.base.outside import parse_json
-
 INDEX_NAME = "index.json"
 # Streaming 0.13.0, streaming/base/format: the only version, the fields that `MDSReader.from_json`
 # takes, and those of `FileInfo`. It refuses any other field.
@@ -43,7 +41,11 @@ def parse_index(index: bytes) -> list[dict]:
     Raises:
         ValueError: It is damaged, is not one of MDS shards, or its facts cannot be true.
     """
-    content = parse_json(index.decode("utf-8"))
+    try:
+        # As Streaming reads it: of bytes json takes UTF-16, too, and a byte-order mark.
+        content = json.loads(index.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     shards = content.get("shards") if isinstance(content, dict) else None
     if not isinstance(shards, list) or not shards:
         raise ValueError("it has no shards")
@@ -127,13 +129,13 @@ def _check_file(file: Any, *, known: set[str]) -> None:
     if not isinstance(file["hashes"], dict):
         raise ValueError("the hashes of a file are no object")
     name = file["basename"]
-    check_name(name)
+    _check_name(name)
     if str(PurePosixPath(name)) in known:
         raise ValueError(f"{name} is named twice")
     known.add(str(PurePosixPath(name)))
 
 
-def check_name(name: Any) -> None:
+def _check_name(name: Any) -> None:
     """Check that the name of a shard's file leads to a place inside the data set's folder.
 
     Raises:
@@ -141,7 +143,7 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not PurePosixPath(name).name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a file")
-    os.fsencode(name)  # raises, too
+    os.fsencode(name)  # raises a ValueError for half of a character
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name!r} lies outside the folder of the data set")
 
