@@ -17,7 +17,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.names import by_likeness
-from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, shorten
+from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
 TEXT_COLUMNS = frozenset(
@@ -57,11 +57,12 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
         ConfigError: If the file cannot be read or is no such table.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            header = _check_header(next(reader, []), path=path, required=required)
-            return list(_read_rows(reader, header=header, path=path))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.reader(open_table(path), strict=True)
+        header = _check_header(next(reader, []), path=path, required=required)
+        return list(_read_rows(reader, header=header, path=path))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise _no_table(path, f"cannot be read ({error})") from None
 
 
