@@ -37,7 +37,7 @@ examples:
       on each node of a Slurm job, with an all-reduce between the nodes
   python -m sdbench doctor --json > doctor.json
 
-exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 Ctrl-C; under
+exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 stopped; under
 torchrun any failure is 1
 """
 # GPUs come before whatever opens a context on them.

@@ -56,7 +56,7 @@ examples:
 
 Started again, the same command goes on where it was. Running out of memory is a finding, and so is
 what the budget leaves no time for; the exit code is 1 if a run failed otherwise, took too long or
-was invalid, and 130 after Ctrl-C.
+was invalid, and 130 if the sweep was stopped.
 """
 
 

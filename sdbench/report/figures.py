@@ -215,7 +215,7 @@ def select_rows(
             raise ConfigError(
                 "no row has this column",
                 value=column,
-                allowed=nearest(column, columns),
+                allowed=nearest_names(column, columns),
                 flag=flag,
             )
         texts = list(dict.fromkeys(as_text(row.get(column)) for row in rows))
@@ -248,10 +248,10 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
             allowed=" | ".join(beginning[:MAX_NAMES]),
             flag=flag,
         )
-    raise ConfigError(what, value=name, allowed=nearest(name, names), flag=flag)
+    raise ConfigError(what, value=name, allowed=nearest_names(name, names), flag=flag)
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def nearest_names(name: str, names: Sequence[str]) -> str:
     """The names most like this one, nearest first, for an error message."""
     shown = " | ".join(by_likeness(name, names)[:MAX_NAMES])
     more = len(names) - MAX_NAMES

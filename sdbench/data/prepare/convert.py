@@ -42,7 +42,8 @@ then train on it:     composer benchmark.py --remote data/pairs
 Stopped at any moment, the same command goes on where it was: finished shards are kept
 beside the folder, in FOLDER.partial, until all are there.
 
-exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 bad input,
+130 stopped
 """
 
 # Formats that store images as files.

@@ -33,7 +33,7 @@ examples:
   and every sample:                 python -m sdbench verify-data data/pairs --deep
   in an object store:               python -m sdbench verify-data s3://bucket/pairs --local /cache
 
-exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 Ctrl-C
+exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 stopped
 """
 
 # Samples of a format without an index that a process opens in a row.
