@@ -233,9 +233,15 @@ def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     def log(values, step):
         logged[step] = values["loss/train/total"]
 
-    fake = SimpleNamespace(log=log, summary=summary, finish=lambda: None)
+    def finish():
+        (path,) = (tmp_path / "runs").glob("*/record.json")
+        statuses.append(load_record(path)["status"])
+
+    statuses = []
+    fake = SimpleNamespace(log=log, summary=summary, finish=finish)
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     record, _ = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", "torch")
+    assert statuses == ["ok"]  # it may wait for its server: the record is written by then
     assert list(logged.items()) == list(enumerate(losses(tmp_path, record)))
     assert summary["loss_last"] == logged[2]
 

@@ -21,6 +21,7 @@ import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare import verify
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -323,7 +324,8 @@ def test_code_in_a_column_is_not_run(column, tmp_path):
             writer.write(sample | {column: harm})
     place = ["--remote", str(tmp_path / "data"), "--results_dir", str(tmp_path / "runs")]
     sizes = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
-    assert program.main([*place, *sizes]) != 0
+    assert program.main([*place, *sizes]) == 2
+    assert verify.main([str(tmp_path / "data"), "--deep"]) == 1
     assert not harm.path.exists()
     pickle.loads(pickle.dumps(harm))
     assert harm.path.exists()

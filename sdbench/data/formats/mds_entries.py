@@ -100,6 +100,8 @@ def _check_columns(shard: Mapping[str, Any]) -> None:
     names, encodings, sizes = columns
     if not all(isinstance(text, str) for text in [*names, *encodings]):
         raise ValueError("the name or the encoding of a column is no text")
+    if "pkl" in encodings:
+        raise ValueError("a column of it holds pickled objects: to read them may run their code")
     if not names or len({*names}) != len(names):
         raise ValueError("it has no columns, or two of one name")
     if not len(names) == len(encodings) == len(sizes):
