@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sdbench.base.errors import EXIT_INTERRUPTED
 
@@ -27,6 +27,8 @@ STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 SAME_REQUEST_S = 1.0
 # A step that has not ended by then is aborted: 20 s after SIGTERM a scheduler may send SIGKILL.
 PATIENCE_S = 10.0
+# By then the code that drops exceptions has most likely ended; if not, it drops the next as well.
+SEND_AGAIN_S = 0.01
 
 
 class Terminated(BaseException):
@@ -39,6 +41,9 @@ class Terminated(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = signal.Signals(number)
+
+
+STOPS = (KeyboardInterrupt, Terminated)
 
 
 class StopRequest:
@@ -106,7 +111,7 @@ def stoppable(main: Callable[..., int]) -> Callable[..., int]:
         with stop_signals_raise():
             try:
                 return main(*args, **options)
-            except (KeyboardInterrupt, Terminated) as stop:
+            except STOPS as stop:
                 ignore_terminations(STOP_SIGNALS)
                 name = stop.number.name if isinstance(stop, Terminated) else "Ctrl-C"
                 print(f"stopped by {name}", file=sys.stderr)
@@ -131,7 +136,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 def stop_signals_raise() -> Iterator[None]:
     """During the block a stop signal raises an exception in the main thread."""
     global _process_id, _stopped_s
-    with keep_handlers():
+    with keep_handlers(), _dropped_stops_come_again():
         if threading.current_thread() is threading.main_thread():
             _process_id, _stopped_s = os.getpid(), None
             for number in STOP_SIGNALS:
@@ -164,6 +169,34 @@ def stop_signals_ask() -> Iterator[StopRequest]:
     finally:
         request.forget()
         _request = None
+
+
+@contextlib.contextmanager
+def _dropped_stops_come_again() -> Iterator[None]:
+    """During the block the signal of a stop that Python drops is sent again.
+
+    Python drops what is raised in a destructor, or in a callback of a fork: a Ctrl-C while worker
+    processes are started would have no effect.
+    """
+    reminders: list[threading.Timer] = []
+
+    def look_at(dropped: Any) -> None:
+        global _stopped_s
+        if os.getpid() != _process_id or not issubclass(dropped.exc_type, STOPS):
+            known(dropped)
+            return
+        _stopped_s = None
+        number = getattr(dropped.exc_value, "number", signal.SIGINT)
+        reminders.append(threading.Timer(SEND_AGAIN_S, os.kill, (os.getpid(), number)))
+        reminders[-1].start()
+
+    known, sys.unraisablehook = sys.unraisablehook, look_at
+    try:
+        yield
+    finally:
+        sys.unraisablehook = known
+        for reminder in reminders:
+            reminder.cancel()
 
 
 @contextlib.contextmanager

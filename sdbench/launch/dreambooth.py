@@ -21,7 +21,7 @@ from sdbench.base.cause import read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.stop import Terminated
+from sdbench.base.stop import STOPS
 from sdbench.data.drawn import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with only_one_in(folder, what="dreambooth"):
         try:
             return _run(steps, folder=folder)
-        except (KeyboardInterrupt, Terminated):
+        except STOPS:
             print("interrupted: the same command goes on here", file=sys.stderr)
             return EXIT_INTERRUPTED
 

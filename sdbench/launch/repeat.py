@@ -15,7 +15,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
-from sdbench.base.stop import Terminated
+from sdbench.base.stop import STOPS
 from sdbench.launch.child import (
     ChildFlags,
     Outcome,
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress.report(_describe(outcome))
                 if outcome.status != OK:
                     progress.say(tail(folder / str(number)))
-    except (KeyboardInterrupt, Terminated):
+    except STOPS:
         is_interrupted = True
         print("interrupted: what has ended is kept", file=sys.stderr)
     summary = summarize(outcomes)

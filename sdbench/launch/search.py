@@ -16,7 +16,7 @@ from sdbench.base.cause import KILLED
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.stop import Terminated
+from sdbench.base.stop import STOPS
 from sdbench.launch.child import ChildFlags, Outcome, measuring_command, new_folder, run_child
 from sdbench.record.store import FAILED, OK, OOM
 from sdbench.report.terminal import format_number
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder=folder / "winner",
             timeout_s=flags.timeout_s,
         )
-    except (KeyboardInterrupt, Terminated):
+    except STOPS:
         print("interrupted: what was probed is in the folder", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:

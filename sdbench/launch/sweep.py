@@ -20,7 +20,7 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
-from sdbench.base.stop import Terminated
+from sdbench.base.stop import STOPS
 from sdbench.launch.child import only_one_in, run_child, tail
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
         try:
             _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
-        except (KeyboardInterrupt, Terminated):
+        except STOPS:
             print("interrupted: the same command goes on here", file=sys.stderr)
             return EXIT_INTERRUPTED
         finally:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 BUCKET = "pictures"
 START_TIMEOUT_S = 30
 
@@ -33,7 +35,7 @@ class S3Server:
     """
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL,
@@ -120,12 +122,6 @@ def _make_handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             """Say nothing."""
 
     return Gateway
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 from tests.doctor.namespaces import enter
 from tests.doctor.test_node import install
 from tests.doctor.test_report import NAMES
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ["-m", "sdbench", "doctor", "--json", "--model_name", "tiny"]
@@ -26,12 +27,6 @@ TIMEOUT_S = 120
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 pytestmark = pytest.mark.timeout(150)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start(command: Sequence[str], **environment: str) -> subprocess.Popen:

@@ -135,6 +135,21 @@ def test_outside_a_loop_the_first_signal_is_obeyed():
         raise AssertionError("still here")
 
 
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_that_python_drops_comes_again(number, error, capsys):
+    class Signalled:
+        def __del__(self):
+            os.kill(os.getpid(), number)  # Python drops what a destructor raises
+
+    with pytest.raises(error), stop_signals_raise():
+        Signalled()
+        for _ in range(500):
+            time.sleep(0.01)
+    assert "Exception ignored" not in capsys.readouterr().err
+
+
 class ReadsAtStep4:
     """Reads the loss of the fourth step alone, as a progress line may."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -35,6 +34,7 @@ from tests.launch.rendering import (
     pod_specs,
     render,
 )
+from tests.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
@@ -49,7 +49,7 @@ class Server:
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self.programs, self.folder = programs, folder
-        self.port, self.etcd_port, self.peer_port = (_free_port() for _ in range(3))
+        self.port, self.etcd_port, self.peer_port = (free_port() for _ in range(3))
         self.processes: list[subprocess.Popen] = []
 
     def start(self) -> None:
@@ -160,12 +160,6 @@ class Server:
             "current-context": "test",
         }
         (self.folder / "config.json").write_text(json.dumps(config))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from sdbench.measure.timer import StepTimer
 from sdbench.record.store import load_record
 from sdbench.run import runner
 from tests.forked import forked_ranks, log_of, wait_for_step
+from tests.ports import free_port
 
 BIN = Path(sys.executable).parent
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
@@ -36,7 +37,7 @@ TIMEOUT_S = 120
 END_WITHIN_S = 60
 
 COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
-TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2")
+TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()))
 
 
 def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):

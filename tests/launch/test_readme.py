@@ -12,7 +12,6 @@ import re
 import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.record.store import load_record
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -265,12 +265,6 @@ def test_a_cluster_is_joined_and_given_a_job(ray_head, ray_environment, workplac
         assert "images/s" in completed.stdout
         records = [load_record(path) for path in (workplace / "runs").glob("*/record.json")]
         assert [record["status"] for record in records] == ["ok"] * number
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for(port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,18 +13,12 @@ import pytest
 
 import benchmark
 from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_nobody_at_the_address(by_variable, free_port, tmp_path, monkeypatch, capsys):
-    address = f"127.0.0.1:{free_port}"
+def test_nobody_at_the_address(by_variable, tmp_path, monkeypatch, capsys):
+    address = f"127.0.0.1:{free_port()}"
     argv = ["--model_name", "tiny", "--use_synth_data", "--engine", "ray"]
     if by_variable:
         monkeypatch.setenv("RAY_ADDRESS", address)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, blamed_on
-from sdbench.base.stop import Terminated
+from sdbench.base.stop import STOPS
 from sdbench.data import read_columns
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         _run(flags)
-    except (KeyboardInterrupt, Terminated):
+    except STOPS:
         print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
