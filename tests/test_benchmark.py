@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,9 +233,15 @@ def test_wandb_gets_each_loss_under_its_step(tmp_path, monkeypatch):
     def log(values, step):
         logged[step] = values["loss/train/total"]
 
-    fake = SimpleNamespace(log=log, summary=summary, finish=lambda: None)
+    def finish():
+        (path,) = (tmp_path / "runs").glob("*/record.json")
+        statuses.append(load_record(path)["status"])
+
+    statuses = []
+    fake = SimpleNamespace(log=log, summary=summary, finish=finish)
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     record, _ = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n", "--engine", "torch")
+    assert statuses == ["ok"]  # it may wait for its server: the record is written by then
     assert list(logged.items()) == list(enumerate(losses(tmp_path, record)))
     assert summary["loss_last"] == logged[2]
 
@@ -274,6 +281,13 @@ def test_steps_that_cannot_be_read_leave_the_end_as_it_is(tmp_path, monkeypatch,
     record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch")
     assert (record["status"], exit_code) == ("interrupted", 130)
     assert "warning: the steps could not be written" in capsys.readouterr().err
+
+
+def test_a_wandb_that_is_missing_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    record, exit_code = run(tmp_path, *TINY, *SHORT, "--engine", "torch", "--wandb_name", "n")
+    assert (record["status"], exit_code) == ("ok", 0)
+    assert "Weights & Biases is off for this run: import of wandb" in capsys.readouterr().err
 
 
 def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypatch, capsys):

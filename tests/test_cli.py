@@ -112,10 +112,38 @@ def test_every_command_suggests_the_flag_that_was_mistyped(capsys, flags_of, wor
         assert (refusal.flag, refusal.value) == (flag, mistyped)
 
 
-def test_a_word_that_nothing_is_like_is_refused_without_a_guess(capsys):
-    assert main(["verify-data", "a", "b"]) == 2
+@pytest.mark.parametrize(
+    ("argv", "given", "allowed"),
+    [
+        (["verify-data", "a", "b"], "b", "what --help lists"),
+        (["render", "nope"], "nope", "the names that --help lists"),
+        # Letters of these are in longer names, between others.
+        (["shapes", "--out", "a"], "--out", "the names that --help lists"),
+        (["profile", "--tiny"], "--tiny", "the names that --help lists"),
+    ],
+)
+def test_what_nothing_is_like_is_refused_without_a_guess(capsys, argv, given, allowed):
+    assert main(argv) == 2
     refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.value, refusal.allowed) == ("b", "what --help lists")
+    assert (refusal.value, refusal.allowed) == (given, allowed)
+
+
+def test_help_fits_the_terminal_and_its_examples_have_flags_that_there_are(capsys, flags_of):
+    num_flags = 0
+    for words in ([], ["render"], ["scaling"], *STARTS):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setenv("COLUMNS", "80")
+            start(words, "--help")
+        text, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+        assert max(map(len, text.splitlines())) < 80
+        examples = re.sub(r"'.*?'|\\\n", "", examples)
+        # Behind -- is a command of its own, or flags of one that is not named.
+        for part in re.split(r" -- |\n", examples):
+            named = re.search(r"(?:-m sdbench ((?:render |scaling )?\S+)|(\w+)\.py)\b(.*)", part)
+            given = set(re.findall(r" (--\w+)", named[3])) - {"--help"} if named else set()
+            assert not given or given <= set(flags_of((named[1] or named[2]).split())), part
+            num_flags += len(given)
+    assert num_flags > 150
 
 
 # A flag means one thing.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
+import time
 
 import pytest
 
@@ -93,6 +95,16 @@ def test_yes_and_no_are_both_answers(tmp_path, capsys, target, answer):
     validate(record)
     assert re.search(rf"images/s\? +{answer}\. It takes \d+ worker", capsys.readouterr().out)
     assert (record["summary"]["num_workers_for_target"] == 1) == (answer == "yes")
+
+
+def test_a_clock_that_is_set_back_changes_no_time(tmp_path, monkeypatch):
+    now_s = itertools.count(time.time(), -3600)
+    monkeypatch.setattr(time, "time", lambda: next(now_s))
+    argv = ("--num_workers", "0", "--num_batches", "3", "--emulate_step_seconds", "0.05")
+    record, exit_code = run(tmp_path, *SMALL, *argv)
+    assert exit_code == 0
+    validate(record)
+    assert 0.15 <= record["summary"]["window_s"] < record["duration_s"] < 600
 
 
 def test_it_says_when_it_chose_synthetic_data(tmp_path, capsys):

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from sdbench.settings.config import SETTINGS, parse_request
 from tests.refusals import printed_refusal, refusal_of, refused
 from tests.report.results_folder import make_record, make_results
 
+ROOT = Path(__file__).resolve().parents[1]
 # Colours, the title of the window, a bell, C1, backspaces, and the direction of writing.
 EVIL = "\x1b[31;1mred\x1b]0;title\x07\x9b2J\x08\x7f\u202eleft"
 ACTING = {"\x1b", "\x07", "\x08", "\x7f", "\x9b", "\u202e"}
@@ -82,6 +84,9 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     names = write_bad(results / "runs", json.dumps(make_record()))
     (results / "quoted").mkdir()
     (results / "quoted" / "bad.csv").write_text("source,images_per_second\na,1e308\n")
+    os.mkfifo(results / "quoted" / "pipe.csv")
+    (results / "quoted" / "long.csv").touch()
+    os.truncate(results / "quoted" / "long.csv", 2**31)  # of holes
     (results / "quoted" / "good.csv").write_text("source,days\na,3\n")
     (results / "numerics" / "short").mkdir(parents=True)
     (results / "numerics" / "short" / "record.json").write_text("{")
@@ -89,7 +94,8 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     assert main(["report", "--folder", str(results)]) == 1
     printed = check_harmless(capsys)
     told = left_out(printed.err)
-    places = [*(f"/{name}/record.json" for name in names), "bad.csv", "/short/", "steps.csv"]
+    places = [*(f"/{name}/record.json" for name in names)]
+    places += ["bad.csv", "pipe.csv", "long.csv", "/short/", "steps.csv"]
     assert len(told) == len(places)
     for place in places:
         assert [line for line in told if place in line], place
@@ -97,6 +103,26 @@ def test_report_names_bad_files_and_makes_the_rest(tmp_path, capsys):
     assert f"left out, as they cannot be read: {len(places)} files" in printed.out
     with (results / "throughput.csv").open(newline="") as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["ok", "ok"]
+
+
+def test_report_reads_a_setting_of_another_version_and_one_that_is_missing(tmp_path, capsys):
+    of_another = make_record()
+    of_another["origin"]["of_another_version"] = "flag"
+    results = make_results(tmp_path / "results", of_another, quoted=False)
+    assert main(["report", "--folder", str(results)]) == 0
+    trained = next(
+        record
+        for path in sorted((ROOT / "results" / "runs").glob("*/record.json"))
+        if (record := json.loads(path.read_text())).get("kind") == "train"
+    )
+    del trained["config"]["image_size"]
+    file = results / "runs" / trained["run_id"] / "record.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(trained))
+    capsys.readouterr()
+    assert main(["report", "--folder", str(results)]) == 1
+    (told,) = left_out(capsys.readouterr().err)
+    assert "'image_size' is a required property" in told
 
 
 def write_run(folder, rate, *, change=lambda text: text):

@@ -68,7 +68,8 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def losses(results: Path, *argv: str) -> list[float]:
-    options = (*TINY, "--precision", "fp32", "--no_shuffle", "--num_workers", "0")
+    options = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
+    options += ("--precision", "fp32", "--no_shuffle", "--num_workers", "0")
     options += ("--no_measure_peak",)
     window = ("--warmup_batches", "1", "--measure_batches", "7", "--profile_batches", "0")
     assert benchmark.main([*options, *window, *argv, "--results_dir", str(results)]) == 0

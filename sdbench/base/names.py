@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import re
 from collections.abc import Iterable
 
-# Share of a name's letters that another one has in the same order, below which it is not like it.
-MIN_SHARE = 0.5
+# Less is no likeness. Two letters of three in the same order are 0.67.
+MIN_LIKENESS = 0.65
+# Of being like some words of a longer name, against being like the whole of one.
+PART = 0.9
+# Of the names that are compared; more takes too long.
+MAX_LETTERS = 100
 
 
 def by_likeness(name: str, names: Iterable[str]) -> list[str]:
     """Names in the order of their likeness to another one, the most alike first.
 
-    A part of a long name (``microbatch`` of ``device_train_microbatch_size``) is more like it than
-    like a name of its own length with some of the same letters.
+    A name may be meant by some of its words, as ``device_train_microbatch_size`` is by
+    ``micro_batch``.
     """
-
-    def likeness(other: str) -> float:
-        num_same, num_given, num_other = _count_letters(name, other)
-        # Of the letters given, and of the letters of both.
-        return num_same / max(num_given, 1) + 2 * num_same / max(num_given + num_other, 1)
-
-    return sorted(names, key=likeness, reverse=True)
+    return sorted(names, key=functools.partial(_likeness, name), reverse=True)
 
 
-def nearest(name: str, names: Iterable[str], *, whole: bool = False) -> str | None:
-    """The name most like another one; None if none is like it.
-
-    Args:
-        name: The one that is none of them.
-        names: Those that there are.
-        whole: It is no part of a long name: the share counts of the letters of both.
-    """
-    for other in by_likeness(name, names):
-        num_same, num_given, num_other = _count_letters(name, other)
-        num_letters = max(num_given, num_other if whole else 1)
-        if num_same >= MIN_SHARE * num_letters:
-            return other
-    return None
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name most like another one; None if none is like it."""
+    first = next(iter(by_likeness(name, names)), "")
+    return first if _likeness(name, first)[0] >= MIN_LIKENESS else None
 
 
-def _count_letters(name: str, other: str) -> tuple[int, int, int]:
-    """Letters and digits in both, in the same order; in the one; in the other."""
-    ours, theirs = (
-        "".join(filter(str.isalnum, one.removeprefix("--").lower())) for one in (name, other)
-    )
-    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
-    return sum(block.size for block in matcher.get_matching_blocks()), len(ours), len(theirs)
+def _likeness(name: str, other: str) -> tuple[float, float]:
+    """From 0 to 1, of the other name or words in it; and of the whole of it, for equals."""
+    given, words = _words(name), _words(other)
+    matcher = difflib.SequenceMatcher(None, b="".join(given), autojunk=False)
+
+    def share(letters: str) -> float:
+        matcher.set_seq1(letters)
+        return matcher.ratio()
+
+    whole = share("".join(words))
+    parts = ("".join(words[a:b]) for b in range(1, len(words) + 1) for a in range(b))
+    return max([whole, *(PART * share(part) for part in parts)]), whole
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W_]+", name[:MAX_LETTERS].lower())

@@ -7,6 +7,7 @@ key twice, and only texts that can be written as UTF-8.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ SMALLEST, LARGEST = 1e-100, 3e38
 # Records have 5 levels, and the deepest config files of others 8.
 MAX_DEPTH = 32
 MAX_FILE_BYTES = 4 * 2**20  # records take about 10 KB
+MAX_TABLE_BYTES = 64 * 2**20  # a row of a record takes 1 KB, an event of a training run 200 bytes
 
 
 def is_bounded(number: float) -> bool:
@@ -25,17 +27,29 @@ def is_bounded(number: float) -> bool:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Read a text in UTF-8.
+    """Read a text in UTF-8, with or without a byte order mark.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is longer than `max_bytes`, or no UTF-8.
+        ValueError: It is no file, longer than `max_bytes`, or no UTF-8.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")  # a pipe would be waited for
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"it is longer than {max_bytes // 2**20} MiB")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
+
+
+def open_table(path: Path) -> io.StringIO:
+    """Read a table in CSV, as `csv.reader` takes it.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: As `read_text`.
+    """
+    return io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
 
 
 def read_json(path: Path) -> Any:
@@ -43,10 +57,8 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no file, no JSON, or a value of it is out of bounds.
+        ValueError: As `read_text`; it is no JSON, or a value of it is out of bounds.
     """
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no file")  # a pipe would be waited for
     return parse_json(read_text(path))
 
 

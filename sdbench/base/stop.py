@@ -119,7 +119,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a `stoppable` main, and end the process with its exit code, which no signal changes."""
     for number in TERMINATIONS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)  # from the end of main on
+            # One that comes before main is obeyed where a run begins, one behind it has no effect.
+            signal.signal(number, lambda number, _: ask_to_stop(number))
     exit_code = main()
     keep_exit_code(exit_code)
     gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.data.formats.folder import read_table
 from sdbench.data.image_files import open_image
 from sdbench.data.samples import ImageSample, undecodable
 
@@ -29,20 +30,21 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
         Pairs of file and caption; at least one.
 
     Raises:
-        ConfigError: There is no table of captions, no picture in it, or a picture is missing.
+        ConfigError: There is no table of captions, no picture in it, a row of it
+            cannot be read, or a picture or a caption is missing.
     """
     table = next((name for name in TABLES if (folder / name).is_file()), None)
     if table is None:
         raise _refusal("the folder has no table of captions", folder)
-    with (folder / table).open(newline="", encoding="utf-8") as file:
-        rows = [
-            (folder / TABLES[table] / row["file"], row["caption"]) for row in csv.DictReader(file)
-        ]
-    if not rows:
+    with blamed_on("FOLDER"):
+        images, captions = read_table(folder / table, folder=folder / TABLES[table])
+    if not images:
         raise _refusal("there are no pictures", folder)
-    for path, _ in rows:
-        if not path.is_file():
-            raise _refusal("a picture of the table is missing", path)
+    rows = []
+    for path, caption in zip(images, captions, strict=True):
+        if caption is None or not os.path.isfile(path):
+            raise _refusal("a picture of the table, or its caption, is missing", path)
+        rows.append((path, caption))
     return rows
 
 

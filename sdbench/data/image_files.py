@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 # Extensions of the image files that tars and folders are read for.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-# The same with --read_avif.
-IMAGE_EXTENSIONS_WITH_AVIF = (*IMAGE_EXTENSIONS, "avif")
 # PIL's name of a kind to the extension that a file of it gets.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"
@@ -48,7 +46,7 @@ MAX_PIXELS = 256 * 2**20 // 3
 
 def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
     """Extensions of the image files that tars and folders are read for."""
-    return IMAGE_EXTENSIONS_WITH_AVIF if read_avif else IMAGE_EXTENSIONS
+    return (*IMAGE_EXTENSIONS, "avif") if read_avif else IMAGE_EXTENSIONS
 
 
 def has_image_name(path: str | os.PathLike[str], *, read_avif: bool) -> bool:

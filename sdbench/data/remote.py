@@ -237,11 +237,11 @@ def _run(command: str, path: Path) -> None:
                     ) from None
                 num_bytes = path.stat().st_size
         errors.seek(0)
-        said = " ".join(errors.read().decode(errors="replace").split())[-500:]
+        said = " ".join(errors.read().decode(errors="replace").split())[-500:] or "no error message"
     if exit_code:
         raise RunError(f"{PIPE + command!r} ended with exit code {exit_code}: {said}")
     if not path.stat().st_size:
-        raise RunError(f"{PIPE + command!r} printed nothing: {said or 'no error either'}")
+        raise RunError(f"{PIPE + command!r} printed nothing: {said}")
 
 
 def _download(url: str, path: Path) -> None:

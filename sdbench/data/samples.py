@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from sdbench.base.escape import as_utf8
 from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR, SourceConfig
 from sdbench.settings.data import KEEP
 
@@ -153,14 +154,17 @@ def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
         empty_captions: Value of ``--empty_captions``.
 
     Raises:
-        BadSampleError: One of them is missing, the image is empty, or the caption is and may not
-            be.
+        BadSampleError: One of them is missing, the image is empty, the caption is and may not be,
+            or it is no whole text.
     """
     if not sample.image:
         what = "no image" if sample.image is None else "the image has 0 bytes"
         raise BadSampleError(f"{sample.name}: {what}.")
     if sample.caption is None:
         raise BadSampleError(f"{sample.name}: no caption.")
+    if as_utf8(sample.caption) != sample.caption:
+        # JSON can hold one; no tokenizer or file can.
+        raise BadSampleError(f"{sample.name}: the caption has half of a character.")
     if not sample.caption and empty_captions != KEEP:
         raise BadSampleError(f"{sample.name}: the caption is empty.")
 

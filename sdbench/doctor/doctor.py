@@ -12,6 +12,7 @@ from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.output import terminal_width
+from sdbench.base.stop import Terminated
 from sdbench.data import resolve_format
 from sdbench.doctor import collective, gpus, machine, network
 from sdbench.doctor.finding import ERROR, OK, Job, bounded, is_stuck, join, settle
@@ -36,7 +37,7 @@ examples:
       on each node of a Slurm job, with an all-reduce between the nodes
   python -m sdbench doctor --json > doctor.json
 
-exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 Ctrl-C; under
+exit codes: 0 no error, 1 an error (with --strict also a warning), 2 bad input, 130 stopped; under
 torchrun any failure is 1
 """
 # GPUs come before whatever opens a context on them.
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A rank that has lost the first one must not spoil what that one prints.
             print(text, file=sys.stdout if job.ranks.rank == 0 else sys.stderr, flush=True)
             exit_code = report.exit_code(strict=flags.strict)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         exit_code = EXIT_INTERRUPTED
     if is_stuck() or job.ranks.world_size > 1:
         # What hangs would keep the interpreter from ending.

@@ -21,7 +21,7 @@ from sdbench.base.cause import read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.base.stop import Terminated
 from sdbench.data.drawn import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
@@ -68,7 +68,7 @@ examples:
 Nothing is downloaded. The folder gets: class/ (drawn pictures of the class), before/, train/ (the
 run), model/ or lora/, after/, before_after.png, and with networks dreambooth.json. Stopped at any
 moment, the same command goes on. A longer --max_duration behind -- trains on; model/ (or lora/) and
-after/ are then replaced. Exit codes: 0 ok, 2 bad input, 130 Ctrl-C, else that of the step that
+after/ are then replaced. Exit codes: 0 ok, 2 bad input, 130 stopped, else that of the step that
 failed.
 """
 
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command-line arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0 ok, that of the step that failed, 2 bad input, 130 Ctrl-C.
+        The exit code: 0 ok, that of the step that failed, 2 bad input, 130 stopped.
 
     Raises:
         ConfigError: Something cannot be used; found before anything is started.
@@ -164,8 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with only_one_in(folder, what="dreambooth"):
         try:
-            with stop_signals_raise():
-                return _run(steps, folder=folder)
+            return _run(steps, folder=folder)
         except (KeyboardInterrupt, Terminated):
             print("interrupted: the same command goes on here", file=sys.stderr)
             return EXIT_INTERRUPTED

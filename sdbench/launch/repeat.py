@@ -15,7 +15,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
-from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.base.stop import Terminated
 from sdbench.launch.child import (
     ChildFlags,
     Outcome,
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     is_interrupted = False
     try:
-        with stop_signals_raise(), Progress(flags.times, unit="run") as progress:
+        with Progress(flags.times, unit="run") as progress:
             for number in range(1, flags.times + 1):
                 outcome = run_child(command, folder=folder / str(number), timeout_s=flags.timeout_s)
                 outcomes.append(outcome)

@@ -16,7 +16,7 @@ from sdbench.base.cause import KILLED
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, MemoryEstimateError, RunError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.base.stop import Terminated
 from sdbench.launch.child import ChildFlags, Outcome, measuring_command, new_folder, run_child
 from sdbench.record.store import FAILED, OK, OOM
 from sdbench.report.terminal import format_number
@@ -197,15 +197,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Probing micro-batches up to {flags.max_micro_batch} in {folder}", flush=True)
     final = None
     try:
-        with stop_signals_raise():
-            search.find_largest(limit=flags.max_micro_batch, multiple=flags.multiple_of)
-            winner = search.fastest.micro_batch
-            print(f"Measuring micro-batch {winner} again, with the command's own settings")
-            final = run_child(
-                [*command, *search.flags_of(winner)],
-                folder=folder / "winner",
-                timeout_s=flags.timeout_s,
-            )
+        search.find_largest(limit=flags.max_micro_batch, multiple=flags.multiple_of)
+        winner = search.fastest.micro_batch
+        print(f"Measuring micro-batch {winner} again, with the command's own settings")
+        final = run_child(
+            [*command, *search.flags_of(winner)],
+            folder=folder / "winner",
+            timeout_s=flags.timeout_s,
+        )
     except (KeyboardInterrupt, Terminated):
         print("interrupted: what was probed is in the folder", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -19,6 +19,7 @@ from typing import Any
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
+from sdbench.base.stop import Terminated
 from sdbench.launch.child import new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, jobs = _submit(flags, request.rest)
     try:
         _wait(jobs)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         print(
             f"interrupted, and the jobs go on: python -m sdbench submit --folder {folder} waits "
             "for them",

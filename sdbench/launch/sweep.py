@@ -20,7 +20,7 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
-from sdbench.base.stop import Terminated, stop_signals_raise
+from sdbench.base.stop import Terminated
 from sdbench.launch.child import only_one_in, run_child, tail
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
 from sdbench.launch.sweep_state import Run, check_environment, list_runs
@@ -56,7 +56,7 @@ examples:
 
 Started again, the same command goes on where it was. Running out of memory is a finding, and so is
 what the budget leaves no time for; the exit code is 1 if a run failed otherwise, took too long or
-was invalid, and 130 after Ctrl-C.
+was invalid, and 130 if the sweep was stopped.
 """
 
 
@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pending = _pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
         try:
-            with stop_signals_raise():
-                _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
+            _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
         except (KeyboardInterrupt, Terminated):
             print("interrupted: the same command goes on here", file=sys.stderr)
             return EXIT_INTERRUPTED

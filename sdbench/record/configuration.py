@@ -100,7 +100,7 @@ def describe_other_settings(record: dict[str, Any]) -> str | None:
     chosen = [
         f"{name} {config[name]}"
         for name, origin in record["origin"].items()
-        if origin in ("flag", "file") and name not in HOW_MEASURED | IN_COLUMNS
+        if origin in ("flag", "file") and name in config and name not in HOW_MEASURED | IN_COLUMNS
     ]
     return ", ".join(chosen) or None
 

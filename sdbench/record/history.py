@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import parse_json, read_text
+from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
 from sdbench.record.store import SCHEMA_FILE, describe_fault
 
 SCHEMA = SCHEMA_FILE.with_name("history.schema.json")
-MAX_BYTES = 64 * 2**20  # an event takes 200 bytes
 HISTORY_NAME = "history.jsonl"
 # A line for each batch whose loss was not finite.
 BAD_BATCHES_NAME = "bad_batches.jsonl"
@@ -32,7 +31,8 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         return []
     events = []
     try:
-        for number, line in enumerate(read_text(path, max_bytes=MAX_BYTES).splitlines(), start=1):
+        text = read_text(path, max_bytes=MAX_TABLE_BYTES)
+        for number, line in enumerate(text.splitlines(), start=1):
             try:
                 event = parse_json(line)
             except json.JSONDecodeError:

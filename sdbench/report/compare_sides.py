@@ -12,7 +12,14 @@ from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import IN_COLUMNS, settings_of
 from sdbench.record.row import make_row
 from sdbench.record.store import BENCHMARK, OK, RECORD_NAME, kind_of
-from sdbench.report.figures import as_text, find_name, mark_copies, nearest, read_figures, run_of
+from sdbench.report.figures import (
+    as_text,
+    find_name,
+    mark_copies,
+    nearest_names,
+    read_figures,
+    run_of,
+)
 from sdbench.report.runs import read_record, use_each
 
 Row = dict[str, Any]
@@ -142,14 +149,14 @@ def split(
         raise ConfigError(
             "no row has a value in this column",
             value=column,
-            allowed=nearest(column, sorted({name for row in rows for name in row})),
+            allowed=nearest_names(column, sorted({name for row in rows for name in row})),
             flag="--between",
         )
     if len(names) != 2 and None in (baseline, candidate):
         raise ConfigError(
             f"two values of {column} are compared, and there are {len(names)} to choose from",
             value=[name for name in (baseline, candidate) if name is not None],
-            allowed=nearest("", names),
+            allowed=nearest_names("", names),
             flag="--baseline and --candidate",
         )
     what = f"no row has this {column}"
@@ -162,7 +169,7 @@ def split(
         raise ConfigError(
             "baseline and candidate are the same",
             value=first,
-            allowed=f"two different ones of {nearest(first, names)}",
+            allowed=f"two different ones of {nearest_names(first, names)}",
             flag="--baseline and --candidate",
         )
     return tuple(

@@ -17,7 +17,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.names import by_likeness
-from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, shorten
+from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
 TEXT_COLUMNS = frozenset(
@@ -57,11 +57,12 @@ def read_figures(path: Path, *, required: Sequence[str] = ()) -> list[dict[str, 
         ConfigError: If the file cannot be read or is no such table.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            header = _check_header(next(reader, []), path=path, required=required)
-            return list(_read_rows(reader, header=header, path=path))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.reader(open_table(path), strict=True)
+        header = _check_header(next(reader, []), path=path, required=required)
+        return list(_read_rows(reader, header=header, path=path))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise _no_table(path, f"cannot be read ({error})") from None
 
 
@@ -214,7 +215,7 @@ def select_rows(
             raise ConfigError(
                 "no row has this column",
                 value=column,
-                allowed=nearest(column, columns),
+                allowed=nearest_names(column, columns),
                 flag=flag,
             )
         texts = list(dict.fromkeys(as_text(row.get(column)) for row in rows))
@@ -247,10 +248,10 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
             allowed=" | ".join(beginning[:MAX_NAMES]),
             flag=flag,
         )
-    raise ConfigError(what, value=name, allowed=nearest(name, names), flag=flag)
+    raise ConfigError(what, value=name, allowed=nearest_names(name, names), flag=flag)
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def nearest_names(name: str, names: Sequence[str]) -> str:
     """The names most like this one, nearest first, for an error message."""
     shown = " | ".join(by_likeness(name, names)[:MAX_NAMES])
     more = len(names) - MAX_NAMES

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import open_table
 from sdbench.record.configuration import as_key, group, settings_of
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.ladder import THREADS, added_to_seed, describe_recipe
@@ -103,8 +104,7 @@ def read_run(record: dict[str, Any], folder: Path) -> LossRun:
     """
     path = folder / STEPS_NAME
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+        losses = [float(row["loss"]) for row in csv.DictReader(open_table(path))]
         found = f"{len(losses)} steps"
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         losses, found = [], f"losses that cannot be read ({error})"

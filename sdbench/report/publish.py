@@ -17,6 +17,7 @@ from typing import Any
 
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from sdbench.base.files import replace_file, write_json
+from sdbench.base.outside import MAX_TABLE_BYTES, read_json, read_text
 from sdbench.base.secrets import find_secrets, redact
 from sdbench.record.store import BENCHMARK, LOG_NAME, RECORD_NAME, STEPS_NAME, kind_of
 from sdbench.report.loss_band import read_run
@@ -124,10 +125,10 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
     try:
         found = [f"{path.name}, {fault}" for path in copied for fault in secrets_in(path)]
         texts = [
-            _without_paths((run / name).read_text(encoding="utf-8"), record["config"])
+            _without_paths(read_text(run / name, max_bytes=MAX_TABLE_BYTES), record["config"])
             for name in (RECORD_NAME, LOG_NAME)
         ]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"a file of the run cannot be read ({error})",
             value=str(run),
@@ -157,9 +158,9 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
 def secrets_in(path: Path) -> Iterator[str]:
     """Find texts that look like a secret: the path in a JSON file, or the line, with the kind."""
     if path.suffix == ".json":
-        texts = _texts_in(json.loads(path.read_text(encoding="utf-8")), place="")
+        texts = _texts_in(read_json(path), place="")
     else:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(path, max_bytes=MAX_TABLE_BYTES).splitlines()
         texts = ((f"line {number}", line) for number, line in enumerate(lines, start=1))
     for place, text in texts:
         yield from (f"{place}: {kind}" for kind in find_secrets(text))

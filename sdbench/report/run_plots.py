@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import is_bounded
+from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import place_of_encoders
 from sdbench.record.devices import count_devices
 from sdbench.record.store import STEPS_NAME
@@ -174,11 +174,10 @@ def _read_steps(path: Path) -> list[tuple[int, str, float]]:
         ConfigError: It cannot be read, or has no step.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            steps = [
-                (int(step["index"]), step["phase"], float(step["step_time_s"]))
-                for step in csv.DictReader(file)
-            ]
+        steps = [
+            (int(step["index"]), step["phase"], float(step["step_time_s"]))
+            for step in csv.DictReader(open_table(path))
+        ]
         if not steps or not all(index >= 0 and is_bounded(time) for index, _, time in steps):
             raise ValueError("it has no step, or one that no run can have")
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:

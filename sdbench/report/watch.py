@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK
+from sdbench.base.errors import EXIT_OK
 from sdbench.base.files import replace_file
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.record.history import cost_of_stops
@@ -82,12 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     run = write_page(flags.run, refresh_s=flags.every)
     print(flags.run / PAGE_NAME, flush=True)
-    try:
-        while flags.every is not None and run.record["status"] != OK:
-            time.sleep(flags.every)
-            run = write_page(flags.run, refresh_s=flags.every)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    while flags.every is not None and run.record["status"] != OK:
+        time.sleep(flags.every)
+        run = write_page(flags.run, refresh_s=flags.every)
     return EXIT_OK
 
 

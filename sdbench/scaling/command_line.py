@@ -42,7 +42,8 @@ FIT_DESCRIPTION = """\
 Fit the step law to the figures of one kind of GPU and one kind of work:
 
   step_s = micro-batches x time per micro-batch + overhead per step
-  micro-batches = ceil(images of one GPU / micro-batch), images of one GPU = floor(batch / GPUs)
+  micro-batches = ceil(images of one GPU / micro-batch),
+  images of one GPU = floor(batch / GPUs)
 
 With several micro-batch sizes, images of one GPU x time per image joins it; with figures of several
 nodes that show it, (nodes - 1) / nodes x communication that is not hidden. Images in a step are
@@ -153,7 +154,7 @@ class FitFlags(TableFlags):
         None,
         "micro-batch of the rows that do not tell theirs, and of what is predicted",
     )
-    gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
+    num_gpus_per_node: int = setting(POSITIVE, 8, "for the communication between nodes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -240,7 +240,7 @@ def _read(arguments: TableFlags) -> list[Row]:
 def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
     check_one_kind(rows, (*KIND_OF_WORK, IMAGE_SIZE))
     points = make_points(rows, micro_batch=arguments.micro_batch)
-    return fit_law(points, gpus_per_node=arguments.gpus_per_node)
+    return fit_law(points, gpus_per_node=arguments.num_gpus_per_node)
 
 
 def _laws_of(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[int, StepLaw]:

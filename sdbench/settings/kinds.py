@@ -18,7 +18,6 @@ from sdbench.base.yaml_file import parse_yaml
 MAX_COUNT = 2**31 - 1
 # Samples of a whole training.
 MAX_DURATION = 10**12
-MAX_SECONDS = 1e9
 
 
 class OutOfBoundsError(ValueError):
@@ -117,15 +116,15 @@ def whole_number(minimum: int, maximum: int | None = None) -> Kind:
     return Kind(f"a whole number {bounds}", parse, "N")
 
 
-def number(allowed: str, is_allowed: Callable[[float], bool], *, maximum: float = LARGEST) -> Kind:
+def number(allowed: str, is_allowed: Callable[[float], bool]) -> Kind:
     """Numbers that satisfy a condition; NaN satisfies none."""
 
     def parse(value: Any) -> float:
         received = as_float(value)
         if isinstance(value, bool) or not is_allowed(received):
             raise ValueError
-        if not is_bounded(received) or received > maximum:
-            raise OutOfBoundsError(f"at most {maximum:g}, and if not 0 at least {SMALLEST:g}")
+        if not is_bounded(received):
+            raise OutOfBoundsError(f"at most {LARGEST:g}, and if not 0 at least {SMALLEST:g}")
         return received
 
     return Kind(allowed, parse)
@@ -249,7 +248,7 @@ POSITIVE_NUMBER = number("a number above 0", _is_positive)
 NOT_NEGATIVE_NUMBER = number("a number of at least 0", lambda value: 0 <= value < float("inf"))
 # For a command that is measured again and again.
 REPEATS = whole_number(1, 1000)
-SECONDS = number("a number of seconds above 0", _is_positive, maximum=MAX_SECONDS)
+SECONDS = number("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 BETWEEN_0_AND_1 = number("a number above 0 and below 1", lambda value: 0 < value < 1)
 CONDITIONS = Kind(

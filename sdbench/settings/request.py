@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -194,7 +196,7 @@ def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:
     for declared in flags:
         for choice in declared.kind.choices:
             meant.setdefault(choice, f"{declared.flag} {choice}")
-    name = nearest(word, meant, whole=True)
+    name = nearest(word, meant)
     raise ConfigError(
         "this argument is no flag, and stands behind none that takes it",
         value=word,
@@ -257,6 +259,23 @@ def choose_command(
     raise AssertionError("argparse prints its help or the version, and ends the process")
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fits paragraphs to the terminal; indented lines, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
+        filled: list[str] = []
+        # Other lines are empty or begin with a blank.
+        for is_text, group in itertools.groupby(text.splitlines(), lambda line: line[:1] > " "):
+            lines = list(group)
+            filled += wrap(" ".join(lines)) if is_text else lines
+        return "\n".join(filled)
+
+    def _format_usage(self, *given: Any) -> str:
+        usage = super()._format_usage(*given)
+        return textwrap.fill(usage, self._width, subsequent_indent=" " * 7) + "\n\n"
+
+
 def _make_parser(
     prog: str | None, *, usage: str, description: str, epilog: str
 ) -> argparse.ArgumentParser:
@@ -265,7 +284,7 @@ def _make_parser(
         usage=usage,
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sdbench {__version__}")
@@ -274,13 +293,11 @@ def _make_parser(
 
 def _describe_usage(settings: Mapping[str, Setting], rest: str | None) -> str:
     """The usage line: what is required by name, the other flags in one word."""
-    words = ["%(prog)s"]
+    words = [declared.flag for declared in settings.values() if declared.is_positional]
     for declared in settings.values():
-        if declared.is_positional:
-            words.append(declared.flag)
-        elif declared.default is REQUIRED:
+        if declared.default is REQUIRED and not declared.is_positional:
             words.append(f"{declared.flag} {declared.kind.metavar}")
-    return " ".join([*words, "[FLAGS]", *([] if rest is None else ["--", rest])])
+    return " ".join(["%(prog)s", *words, "[FLAGS]", *([] if rest is None else ["--", rest])])
 
 
 def _add_arguments(parser: argparse.ArgumentParser, settings: Mapping[str, Setting]) -> None:

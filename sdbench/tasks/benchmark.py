@@ -111,7 +111,6 @@ class Benchmark(TrainingTask):
             startup=clock,
             uses_sockets=network == SOCKETS,
         )
-        wandb_log.finish(summary)
         self._measurements = merged
         stats = distributed.gather(job.loader.stats, ranks)
         return {
@@ -139,11 +138,12 @@ class Benchmark(TrainingTask):
         self._wandb_log.close()
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
-        """Write steps.csv and the row of runs.csv."""
+        """Write steps.csv and the row of runs.csv, and end the log."""
         with warn_if_not_written(STEPS_NAME):
             RunFolder(folder).write_steps(self._measurements.timings.steps)
         with warn_if_not_written("runs.csv"):
             append_row(folder.parent / "runs.csv", content)
+        self._wandb_log.finish(content["summary"])
         return format_summary(content)
 
 

@@ -191,6 +191,7 @@ def test_a_table_of_json_lines(folder, capsys):
     ("row", "fault"),
     [
         ("{'file_name': 'a.PNG'}", "it cannot be read"),
+        ("[" * 100_000, "it cannot be read"),
         ('["a.PNG", "one"]', "it is no object"),
         ('{"file_name": "a.PNG", "text": ["one", "two"]}', "its file or its caption is no text"),
     ],
@@ -202,6 +203,23 @@ def test_a_line_of_json_that_is_no_row(row, fault, folder):
         data.check(make_config(folder))
     assert f"row at line 2 of {folder / 'metadata.jsonl'} " in caught.value.what
     assert fault in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('{"file_name": "a.PNG", "text": "\\ud800"}', "a.PNG: the caption has half of a character"),
+        ('{"file_name": "%s.png", "text": "one"}' % ("x" * 5000), "x.png: no image"),
+    ],
+)
+def test_what_json_can_hold_and_a_disk_cannot_is_a_bad_sample(row, told, folder, tmp_path, capsys):
+    (folder / "metadata.jsonl").write_text(f'{{"file_name": "b.jpeg", "text": "two"}}\n{row}\n')
+    assert sdbench_main(["verify-data", str(folder), "--deep", "--num_workers", "0"]) == 1
+    assert told in capsys.readouterr().out
+    out = tmp_path / "out"
+    skipping = ["--on_bad_sample", "skip", "--max_bad_fraction", "0.5", "--num_workers", "0"]
+    assert sdbench_main(["convert", str(folder), "--folder", str(out), *skipping]) == 0
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["train", "data", "data/train", "training"])
@@ -269,6 +287,10 @@ def test_links_that_lead_nowhere(folder, tmp_path):
         list(data.build(make_config(folder)))
     loader = data.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.25))
     assert indices(list(loader)) == [0, 0, 2, 3]
+    (folder / "b.jpeg").unlink()
+    (folder / "b.jpeg").symlink_to("b.jpeg")
+    with pytest.raises(RunError, match="b.jpeg: the link leads to b.jpeg, which is not there."):
+        list(data.build(make_config(folder)))
     # It may have been a folder of a thousand pictures, on a disk that is not mounted.
     (folder / "more").symlink_to(gone)
     with refused(value=str(folder / "more")):

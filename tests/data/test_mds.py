@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import torch
 from PIL import Image
 from streaming import MDSWriter
 
+import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
+from sdbench.data.prepare import verify
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -299,6 +302,33 @@ def test_columns_that_hold_no_pictures_or_no_text(image, text, value, tmp_path):
         writer.write({"image": stored, "text": "a caption"})
     with refused(value=value):
         data.check(make_config(tmp_path / "data", device_batch_size=1))
+
+
+class Harm:
+    """Pickled, it makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("column", ["jpg", "caption", "more"])
+def test_code_in_a_column_is_not_run(column, tmp_path):
+    harm = Harm(tmp_path / "harm")
+    columns = {"jpg": "bytes", "caption": "str"} | {column: "pkl"}
+    with MDSWriter(out=str(tmp_path / "data"), columns=columns) as writer:
+        for number in range(4):
+            sample = {"jpg": datasets.make_png(number), "caption": "a caption"}
+            writer.write(sample | {column: harm})
+    place = ["--remote", str(tmp_path / "data"), "--results_dir", str(tmp_path / "runs")]
+    sizes = ["--image_size", "16", "--batch_size", "4", "--num_workers", "0"]
+    assert program.main([*place, *sizes]) == 2
+    assert verify.main([str(tmp_path / "data"), "--deep"]) == 1
+    assert not harm.path.exists()
+    pickle.loads(pickle.dumps(harm))
+    assert harm.path.exists()
 
 
 def test_streams_may_name_their_columns_differently(folder, tmp_path):

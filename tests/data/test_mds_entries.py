@@ -126,10 +126,21 @@ def test_an_index_that_cannot_be_true_is_refused(kind, mds_folder, tmp_path, cap
     check_refused(mds_folder, told, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"shards": ' + "[" * 100_000])
-def test_an_index_that_is_nested_deeply_is_refused(content, mds_folder, tmp_path, capsys):
-    (mds_folder / "index.json").write_text(content)
-    check_refused(mds_folder, "nested too deeply", tmp_path, capsys)
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"shards": ' + b"[" * 100_000, "nested too deeply"),
+        # Python's json takes both of bytes; Streaming reads text, and does not.
+        (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
+        ("{}".encode("utf-16"), "codec can't decode"),
+    ],
+)
+def test_an_index_that_streaming_cannot_parse_is_refused(
+    content, told, mds_folder, tmp_path, capsys
+):
+    (mds_folder / "index.json").write_bytes(content)
+    check_refused(mds_folder, told, tmp_path, capsys)
 
 
 def check_refused(folder: Path, told: str, tmp_path: Path, capsys) -> None:

@@ -219,6 +219,14 @@ def test_columns_of_other_types(columns, value, tmp_path):
         data.check(make_config(write(tmp_path / "a.parquet", columns)))
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    columns = [pyarrow.array(values) for values in ([b"a"], ["a"], ["b"])]
+    table = pyarrow.Table.from_arrays(columns, names=["jpg", "caption", "caption"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with refused(value="caption"):
+        data.check(make_config(tmp_path / "a.parquet"))
+
+
 def test_damaged_files_are_named(tmp_path):
     pictures = [datasets.make_png(index) * 20 for index in range(NUM_ROWS)]
     place = write(tmp_path / "a.parquet", {"jpg": pictures, "caption": list("abcdefgh")})

@@ -118,6 +118,8 @@ def test_refusals(tmp_path, shapes) -> None:
     assert refusal_of("judge", folder).value == "a cat"
     (folder / "pictures" / "0.png").unlink()
     assert refusal_of("judge", folder).value == str(folder / "pictures" / "0.png")
+    (folder / "prompts.csv").write_text("picture,prompt\n0.png,a red circle\n")
+    assert "lacks a column" in refusal_of("judge", folder).what
 
 
 def test_a_picture_of_another_kind_is_named(tmp_path, capsys) -> None:

@@ -362,6 +362,14 @@ def test_a_member_of_negative_size_does_not_lead_back_to_the_ones_before(size, t
         data.check(make_config(tar))
 
 
+def test_what_programs_leave_in_a_tar_is_no_sample(tmp_path):
+    """Not beside the pictures, nor in folders of its own; the archive's own `./` hides nothing."""
+    left = ("./a/._0.png", "./__MACOSX/a/._0.png", "__MACOSX/0.png", ".ipynb_checkpoints/0.png")
+    members = [(name, PIXEL) for name in left] + [(f"./a/{name}", file) for name, file in pairs(0)]
+    found = read_all(write_tar(tmp_path / "a.tar", members))
+    assert [(key, image) for key, image, _ in found] == [("./a/000", PIXEL)]
+
+
 def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
     tar = write_tar(tmp_path / "empty.tar", [])
     with refused(value=str(tar)):
@@ -383,7 +391,9 @@ def test_a_tar_without_samples_and_a_member_that_is_there_twice(tmp_path):
         ([("bad.png", PIXEL), ("bad.cls", b"cat")], "cls cannot be read"),
         ([("bad.png", PIXEL), ("bad.txt", b"\xff")], "txt cannot be read"),
         ([("bad.png", PIXEL), ("bad.json", b"{broken")], "json cannot be read"),
-        ([("bad.png", PIXEL), ("bad.json", b'{"caption": 5}')], "json cannot be read"),
+        ([("bad.png", PIXEL), ("bad.json", b'{"caption": 5}')], "json .* caption is no text"),
+        ([("bad.png", PIXEL), ("bad.json", b"[1]")], "json cannot be read .it is no object"),
+        ([("bad.png", PIXEL), ("bad.json", b'{"caption": "\\ud800"}')], "half of a character"),
         ([("bad.png", PIXEL), ("bad.json", b"[" * 100_000)], "json cannot be read"),
     ],
 )

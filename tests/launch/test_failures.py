@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):
     record = only_record(tmp_path)
     assert record["status"] == "timeout"
     assert record["reason"] == ("rank 0: within 1 s (--dist_timeout) rank 1 on node 1 did not come")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        assert run(tmp_path) == 1
+    told = capsys.readouterr().err
+    assert f"port {port} cannot be opened for the ranks to meet at" in told
+    assert "another one is set by MASTER_PORT or --master_port" in told
 
 
 def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):

@@ -6,6 +6,7 @@ before the weights are built) and run to its end by the tests marked slow.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import runpy
@@ -32,6 +33,7 @@ DOCUMENTS = (
     "multi-node/README.md",
     "multi-node/ray.md",
     "CONTRIBUTING.md",
+    "FAULTS.md",
     "results/README.md",
 )
 BIN = Path(sys.executable).parent
@@ -330,6 +332,21 @@ def test_every_file_that_a_document_names_is_there(document):
         assert "://" in name or (ROOT / document).parent.joinpath(name).exists(), name
     for name in named:
         assert (ROOT / name).exists(), name
+
+
+def test_every_test_that_the_table_of_faults_names_is_there():
+    rows = [line for line in (ROOT / "FAULTS.md").read_text().splitlines() if line[:2] == "| "]
+    faults = [row for row in rows if row != "| fault | what happens | test |"]
+    assert len(faults) > 100
+    for row in faults:
+        *_, tests = row.strip("|").split(" | ")
+        assert row.count(" | ") == 2, row
+        named = re.findall(r"`([^`]+)::([^`]+)`", tests)
+        assert named or tests.strip().startswith("none: "), row
+        for path, name in named:
+            module = ast.parse((ROOT / path).read_text())
+            defined = {one.name for one in module.body if isinstance(one, ast.FunctionDef)}
+            assert name in defined and name.startswith("test_"), f"{path}::{name}"
 
 
 CLUSTER_GUIDE = ROOT / "multi-node/README.md"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import fcntl
+import multiprocessing
+import time
 
 from sdbench.record.row import COLUMNS, append_row, format_csv, make_row
 from tests.report.results_folder import HOSTILE, make_gpu_record, make_record
@@ -52,6 +55,30 @@ def test_rows_are_appended_under_one_header(tmp_path):
         append_row(path, make_record(summary__images_per_second=rate))
     assert [row["images_per_second"] for row in read(path)] == ["1.0", "2.0"]
     assert path.read_text().count("images_per_second,") == 1
+
+
+def append_often(path, writer):
+    for number in range(10):
+        append_row(path, make_record(summary__images_per_second=100.0 * writer + number))
+
+
+def test_rows_of_processes_that_write_at_once_are_whole(tmp_path):
+    path, context = tmp_path / "runs.csv", multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_often, args=(path, number)) for number in range(1, 9)]
+    with path.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for process in writers:
+            process.start()
+        time.sleep(0.5)
+        assert path.read_text() == ""
+        fcntl.flock(held, fcntl.LOCK_UN)  # closing does not: the writers have the file, too
+    for process in writers:
+        process.join()
+    assert path.read_text().count("images_per_second,") == 1
+    rows = read(path)
+    assert all(None not in row and None not in row.values() for row in rows)
+    rates = sorted(float(row["images_per_second"]) for row in rows)
+    assert rates == [100.0 * writer + number for writer in range(1, 9) for number in range(10)]
 
 
 def test_a_hostile_name_is_one_cell_and_no_formula(tmp_path):

@@ -87,18 +87,18 @@ class FolderSamples:
             if not self._images:
                 found = describe_files(path.name for path in listing.files)
                 _raise_missing(f"The data folder holds no images, but {found}", folder)
-            has_caption = any(_caption_file(path).is_file() for path in self._images)
+            has_caption = any(map(os.path.isfile, map(_caption_file, self._images)))
             if below := [path for path in listing.files if path.name in TABLE_NAMES]:
                 hint = f"; for {below[0]} its own folder has to be given"
         else:
-            self._images, self._captions = _read_table(table)
+            self._images, self._captions = read_table(table, folder=self._folder)
             if not self._images:
                 _raise_missing(f"The data folder has a {table.name} without rows", folder)
             has_caption = any(map(clean_caption, self._captions))
         if needs_captions and not has_caption:
             what = f"None of the {len(self._images)} images has a caption{hint}"
             _raise_missing(what, folder)
-        if not any(path.is_file() for path in self._images):
+        if not any(map(os.path.isfile, self._images)):
             source = f"files that {table} names" if table else "links to images"
             _raise_missing(f"Of the {source} none is there", folder)
         self.blocks = [len(self._images)]
@@ -144,13 +144,14 @@ class FolderSamples:
         else:
             text = self._captions[index]
         image = _read_if_there(path)
-        if image is None and path.is_symlink():
+        if image is None and os.path.islink(path):
             raise BadSampleError(f"{path}: the link leads to {_target(path)}, which is not there.")
         return ImageSample(self.name(index), image, clean_caption(text))
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    # What cannot be a name is no file; Path.is_file raises for some of them.
+    return path.read_bytes() if os.path.isfile(path) else None
 
 
 def _caption_file(image: Path) -> Path:
@@ -161,7 +162,7 @@ def _target(link: Path) -> str:
     return os.readlink(link)
 
 
-def _raise_missing(what: str, folder: Path) -> None:
+def _raise_missing(what: str, folder: Path) -> NoReturn:
     raise ConfigError(what, value=str(folder), allowed=f"a folder of {LAYOUT}", flag=PLACE_FLAGS)
 
 
@@ -188,8 +189,12 @@ def _check_links(listing: Listing) -> None:
             )
 
 
-def _read_table(table: Path) -> tuple[list[Path], list[str | None]]:
-    """Images and captions of a table, in its order; paths are relative to its folder.
+def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
+    """Images and captions of a table, in its order.
+
+    Args:
+        table: A .csv or .jsonl file.
+        folder: What the paths in it are relative to.
 
     Raises:
         ConfigError: The table is damaged, lacks a column, or a row would lose text.
@@ -212,7 +217,7 @@ def _read_table(table: Path) -> tuple[list[Path], list[str | None]]:
         for value in (file, caption):
             if not isinstance(value, str | None):
                 _raise_row("its file or its caption is no text", table, line=line, value=value)
-        images.append(table.parent / (file or f"(row {number}: no file)"))
+        images.append(folder / (file or f"(row {number}: no file)"))
         captions.append(caption)
     return images, captions
 
@@ -252,7 +257,7 @@ def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
             continue
         try:
             row = json.loads(stored.decode("utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
         if not isinstance(row, dict):
             _raise_row("it is no object", table, line=line, value=row)

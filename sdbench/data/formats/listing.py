@@ -56,25 +56,31 @@ def list_below(folder: Path) -> Listing:
         ConfigError: One of them cannot be read.
     """
     listing = Listing([], [], [])
-    _list_into(listing, folder, known=set())
+    known: set[tuple[int, int]] = set()
+    left = collections.deque([folder])
+    while left:
+        folder = left.popleft()
+        entries = _scan(folder)
+        stat = folder.stat()
+        if (stat.st_dev, stat.st_ino) in known:
+            listing.repeated.append(folder)
+            continue
+        known.add((stat.st_dev, stat.st_ino))
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            path = Path(entry.path)
+            if _is_folder(entry):
+                # What is a folder itself goes before what is a link to one.
+                (left.append if entry.is_symlink() else left.appendleft)(path)
+            elif os.path.exists(path):
+                listing.files.append(path)
+            else:
+                listing.dangling.append(path)
     return listing
 
 
-def _list_into(listing: Listing, folder: Path, *, known: set[tuple[int, int]]) -> None:
-    stat = folder.stat()
-    if (stat.st_dev, stat.st_ino) in known:
-        listing.repeated.append(folder)
-        return
-    known.add((stat.st_dev, stat.st_ino))
-    # What is a folder itself goes before what is a link to one.
-    for entry in sorted(_scan(folder), key=lambda entry: (entry.is_symlink(), entry.name)):
-        path = Path(entry.path)
-        if entry.is_dir():
-            _list_into(listing, path, known=known)
-        elif entry.is_symlink() and not path.exists():
-            listing.dangling.append(path)
-        else:
-            listing.files.append(path)
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one. At a link to itself `DirEntry.is_dir` fails."""
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
@@ -108,7 +114,7 @@ def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
         entries = _scan(folder)
         if any(_is_data(entry.name) for entry in entries):
             break
-        names = {entry.name for entry in entries if entry.is_dir()}
+        names = {entry.name for entry in entries if _is_folder(entry)}
         training = names.intersection(TRAINING_SPLITS)
         if len(training) == 1 and not names - training - {*OTHER_SPLITS}:
             left_out = sorted(names - training)

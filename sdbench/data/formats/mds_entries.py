@@ -42,7 +42,8 @@ def parse_index(index: bytes) -> list[dict]:
         ValueError: It is damaged, is not one of MDS shards, or its facts cannot be true.
     """
     try:
-        content = json.loads(index)
+        # As Streaming reads it: of bytes json takes UTF-16, too, and a byte-order mark.
+        content = json.loads(index.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     shards = content.get("shards") if isinstance(content, dict) else None
@@ -99,6 +100,8 @@ def _check_columns(shard: Mapping[str, Any]) -> None:
     names, encodings, sizes = columns
     if not all(isinstance(text, str) for text in [*names, *encodings]):
         raise ValueError("the name or the encoding of a column is no text")
+    if "pkl" in encodings:
+        raise ValueError("a column of it holds pickled objects: to read them may run their code")
     if not names or len({*names}) != len(names):
         raise ValueError("it has no columns, or two of one name")
     if not len(names) == len(encodings) == len(sizes):
@@ -128,13 +131,13 @@ def _check_file(file: Any, *, known: set[str]) -> None:
     if not isinstance(file["hashes"], dict):
         raise ValueError("the hashes of a file are no object")
     name = file["basename"]
-    check_name(name)
+    _check_name(name)
     if str(PurePosixPath(name)) in known:
         raise ValueError(f"{name} is named twice")
     known.add(str(PurePosixPath(name)))
 
 
-def check_name(name: Any) -> None:
+def _check_name(name: Any) -> None:
     """Check that the name of a shard's file leads to a place inside the data set's folder.
 
     Raises:
@@ -142,7 +145,7 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not PurePosixPath(name).name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a file")
-    os.fsencode(name)  # raises, too
+    os.fsencode(name)  # raises a ValueError for half of a character
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name!r} lies outside the folder of the data set")
 

@@ -271,7 +271,7 @@ def _read_index(source: str) -> bytes:
     if index.is_file():
         return index.read_bytes()
     if not folder.is_dir():
-        what = "No such data folder"
+        what = "The data folder is a file" if folder.exists() else "No such data folder"
     elif any(folder.iterdir()):
         what = "The data folder holds no index.json"
     else:

@@ -191,22 +191,11 @@ def _unwrap(column: Any) -> Any:
     """
     import pyarrow
 
-    if pyarrow.types.is_struct(column.type):
-        return column.field("bytes")
+    if pyarrow.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        return _unwrap(column.field("bytes"))
     if pyarrow.types.is_dictionary(column.type):
         return column.dictionary_decode()
     return column.storage if isinstance(column, pyarrow.ExtensionArray) else column
-
-
-def _stored_type(kind: Any) -> Any:
-    """The type that `_unwrap` makes of a column of this type."""
-    import pyarrow
-
-    if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return kind.field("bytes").type
-    if pyarrow.types.is_dictionary(kind):
-        return kind.value_type
-    return kind.storage_type if isinstance(kind, pyarrow.BaseExtensionType) else kind
 
 
 def _is_bytes(kind: Any) -> bool:
@@ -239,8 +228,9 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile)
     """Check that a file has the columns, of types that samples can be read from.
 
     Raises:
-        ConfigError: One is missing, or of another type.
+        ConfigError: One is missing, there twice, or of another type.
     """
+    import pyarrow
     from pyarrow import types
 
     if not set(columns.values()) <= set(schema.names):
@@ -251,7 +241,14 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile)
             flag=PLACE_FLAGS,
         )
     for part, column in columns.items():
-        kind = _stored_type(schema.field(column).type)
+        if schema.names.count(column) > 1:
+            raise ConfigError(
+                f"The parquet file {path} has more than one column of a name",
+                value=column,
+                allowed="one column of each name that is read",
+                flag=PLACE_FLAGS,
+            )
+        kind = _unwrap(pyarrow.nulls(0, schema.field(column).type)).type
         if part == "image":
             is_right, allowed = _is_bytes(kind), "binary, or a struct with the field bytes"
         elif part == "caption":

@@ -28,6 +28,7 @@ from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.copies import StoredFile, read_whole, state_of
 from sdbench.data.formats.files import fetch_files, find_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
+from sdbench.data.formats.listing import is_visible
 from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import must_be_copied
 from sdbench.data.samples import (
@@ -53,7 +54,7 @@ BLOCK_BYTES = 512
 # Tars are filled up with zeros to whole blocks of 10 KiB unless their writer was told otherwise.
 MAX_END_BYTES = 2**20
 # Changes whenever the content of an index does.
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 
 # A place in a tar: first byte and number of bytes, and for a sparse member where each of the pieces
 # that are stored one behind the other belongs, with its number of bytes: the rest is zeros. None
@@ -198,13 +199,18 @@ class WebDatasetSamples:
             if extension == "cls":
                 text = self._class_prompts[int(text)]
             if extension == "json":
-                text = json.loads(text).get("caption")
+                fields = json.loads(text)
+                if not isinstance(fields, dict):
+                    raise ValueError("it is no object")
+                text = fields.get("caption")
+            if not isinstance(text, str | None):
+                raise ValueError("its caption is no text")
             return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
             ) from error
-        except (ValueError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadSampleError(f"{name}: {extension} cannot be read ({error}).") from error
 
 
@@ -319,7 +325,8 @@ def _list_members(tar: StoredFile) -> Iterator[tuple[str, str, Span]]:
                     raise tarfile.ReadError("a member has a negative size")
                 end = members.offset
                 parts = _MEMBER.fullmatch(member.name)
-                if member.isfile() and parts and not _META.match(member.name):
+                is_left = _META.match(member.name) or not _is_visible(member.name)
+                if member.isfile() and parts and not is_left:
                     pieces = _check_pieces(member, end=end) if member.issparse() else None
                     yield parts[1], parts[2].lower(), (member.offset_data, member.size, pieces)
         with open(tar, "rb") as file:
@@ -334,6 +341,11 @@ def _list_members(tar: StoredFile) -> Iterator[tuple[str, str, Span]]:
     # last member come zeros, and nothing else.
     if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
+
+
+def _is_visible(path: str) -> bool:
+    """Whether the user put a member there, not a program; ``.`` and ``..`` hide nothing."""
+    return all(is_visible(part) for part in path.split("/") if part.strip("."))
 
 
 def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]:

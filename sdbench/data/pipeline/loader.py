@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
@@ -129,6 +130,16 @@ def _start_worker(number: int) -> None:
     obey_parent_alone()
 
 
+class _Workers(_MultiProcessingDataLoaderIter):
+    """torch's worker processes, which a stop signal may end while they are being started."""
+
+    def __del__(self) -> None:
+        # The last attribute that torch's needs, set when all workers have been started; those that
+        # run end with this process.
+        if hasattr(self, "_workers_status"):
+            super().__del__()
+
+
 class CheckedLoader(DataLoader):
     """A DataLoader that counts its images and fails loudly when an epoch is short or stuck.
 
@@ -238,6 +249,9 @@ class CheckedLoader(DataLoader):
             raise
         self._order.epoch_ended()
         self._num_in_epoch = 0
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        return _Workers(self) if self.num_workers else super()._get_iterator()
 
     def _begin(self) -> Iterator[Batch | RunError]:
         """The batches of an epoch, from the one behind `_num_in_epoch` images on."""

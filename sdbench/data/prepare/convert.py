@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, blamed_on
+from sdbench.base.stop import Terminated
 from sdbench.data import read_columns
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
@@ -41,7 +42,8 @@ then train on it:     composer benchmark.py --remote data/pairs
 Stopped at any moment, the same command goes on where it was: finished shards are kept
 beside the folder, in FOLDER.partial, until all are there.
 
-exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 bad input, 130 Ctrl-C
+exit codes: 0 ok, 1 a sample or file is bad or the folder cannot be written, 2 bad input,
+130 stopped
 """
 
 # Formats that store images as files.
@@ -109,9 +111,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         _run(flags)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         print("Stopped: the same command goes on from the finished shards.", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     return 0
 
 

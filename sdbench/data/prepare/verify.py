@@ -33,7 +33,7 @@ examples:
   and every sample:                 python -m sdbench verify-data data/pairs --deep
   in an object store:               python -m sdbench verify-data s3://bucket/pairs --local /cache
 
-exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 Ctrl-C
+exit codes: 0 all is well, 1 something is broken, 2 bad input, 130 stopped
 """
 
 # Samples of a format without an index that a process opens in a row.
@@ -54,22 +54,19 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
     ).config
     own = {declared.flag for declared in declarations(VerifyFlags).values()}
-    try:
-        with blamed_on("PLACE", own=own):
-            config = describe_source(
-                flags.place,
-                data_format=flags.data_format,
-                local=flags.local,
-                text_embedding_dim=flags.text_embedding_dim,
-                read_avif=flags.read_avif,
-                empty_captions=flags.empty_captions,
-                # The shards' hashes are compared here, all of them.
-                validate_hash="none",
-            )
-            verify = verify_mds if config.data_format == "mds" else verify_samples
-            num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
-    except KeyboardInterrupt:
-        return 130
+    with blamed_on("PLACE", own=own):
+        config = describe_source(
+            flags.place,
+            data_format=flags.data_format,
+            local=flags.local,
+            text_embedding_dim=flags.text_embedding_dim,
+            read_avif=flags.read_avif,
+            empty_captions=flags.empty_captions,
+            # The shards' hashes are compared here, all of them.
+            validate_hash="none",
+        )
+        verify = verify_mds if config.data_format == "mds" else verify_samples
+        num_broken = verify(config, deep=flags.deep, num_workers=flags.num_workers)
     return 1 if num_broken else 0
 
 

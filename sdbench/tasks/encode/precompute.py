@@ -60,7 +60,8 @@ examples:
   python -m sdbench precompute --engine ray --ray_address auto --num_decoders 48 \\
       --num_encoders 16 --remote 's3://bucket/{00000..00127}.parquet' --folder latents
       on all machines of a Ray cluster
-then train on it:  composer benchmark.py --remote latents --latents precomputed
+then train on it:
+  composer benchmark.py --remote latents --latents precomputed
 
 Stopped at any moment, the same command goes on where it was, with any number of ranks: finished
 shards are kept in FOLDER.partial until all are there.

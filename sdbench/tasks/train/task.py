@@ -57,6 +57,7 @@ class Train(TrainingTask):
 
     kind = TRAIN
     program = "train.py"
+    _wandb_log: WandbLog | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -134,6 +135,7 @@ class Train(TrainingTask):
             return {"summary": summary}
         wandb_log = WandbLog(name=config.wandb_name, project=config.wandb_project, rank=ranks.rank)
         wandb_log.start(config=self._settings(), folder=run.folder, has_parts=True)
+        self._wandb_log = wandb_log
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
         tensorboard_log.start(folder=run.folder, num_steps=first_step)
         self.resources.callback(tensorboard_log.close)
@@ -202,7 +204,6 @@ class Train(TrainingTask):
         self._end_loading(job.loader, run.folder)
         fields = self._summary(job, measurements, hooks, first_step=first_step)
         fields["summary"] |= self._totals(run.folder)
-        wandb_log.finish(fields["summary"])
         return fields
 
     def _open_storage(self, checkpoints: Checkpoints) -> RayStorage | None:
@@ -341,8 +342,10 @@ class Train(TrainingTask):
         return TrainLog(folder).totals(images_per_step=self.plan.config.batch_size)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
-        """The result in words."""
+        """End the log, and give the result in words."""
         summary = content["summary"]
+        if self._wandb_log is not None:
+            self._wandb_log.finish(summary)
         rate, num_steps = summary["images_per_second"], content["workload"]["num_steps"]
         TrainLog(folder).add_event("end", step=max(num_steps, summary["first_step"]))
         if rate is None:
