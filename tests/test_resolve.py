@@ -43,7 +43,7 @@ def test_without_a_gpu_the_defaults_shrink_but_the_model_does_not():
         2,
         2,
     )
-    assert (config.warmup_batches, config.measure_batches, result.num_steps) == (2, 10, 14)
+    assert (config.warmup_batches, config.measure_batches, result.num_steps) == (4, 10, 16)
     assert result.chosen["image_size"] == "no GPU"
     assert config.precision == "amp_bf16"
 
