@@ -142,6 +142,13 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
     )
 
 
+def num_page_faults() -> int:
+    """Pages that the kernel has given to this process so far, without reading a disk."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def peak_resident_memory_gib() -> float:
     """Largest resident size of this process so far, as the kernel counted it, in GiB."""
     import resource

@@ -1,12 +1,17 @@
 """Measures the rate of a large matrix product on this device.
 
 No program reaches the vendor's peak. The rate of one large product of square matrices, in the type
-that training computes in, is the practical peak of this device with its clocks and libraries.
+that training computes in, says what this device does with its clocks and libraries at that moment.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sdbench.measure.timing import median_time_s
+
+if TYPE_CHECKING:
+    import torch
 
 # 2 x 8192^3 is 1.1 TFLOP, 1.4 ms on an H100; 2 x 2048^3 is 17 GFLOP, 20 ms on two cores with AMX.
 GPU_SIZE, CPU_SIZE = 8192, 2048
@@ -25,18 +30,34 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
     """
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-        precision.removeprefix("amp_"), torch.float32
-    )
+    left, right = make_matrices(precision, device_type=device_type)
+    product = torch.empty_like(left)
+    time_s = median_time_s(lambda: torch.matmul(left, right, out=product), device_type=device_type)
+    num_operations = 2 * len(left) ** 3
+    if device_type == "cuda":
+        del left, right, product
+        torch.cuda.empty_cache()  # what torch keeps would count as memory of the run
+    return num_operations / time_s / 1e12
+
+
+def make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two large square matrices of random numbers in the type of a --precision."""
+    import torch
+
     size = GPU_SIZE if device_type == "cuda" else CPU_SIZE
     # A separate generator, so that the run's random numbers do not change.
     generator = torch.Generator(device_type).manual_seed(0)
     left, right = (
-        torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2)
+        torch.randn(size, size, device=device_type, generator=generator).to(dtype_of(precision))
+        for _ in range(2)
     )
-    product = torch.empty_like(left)
-    time_s = median_time_s(lambda: torch.matmul(left, right, out=product), device_type=device_type)
-    if device_type == "cuda":
-        del left, right, product
-        torch.cuda.empty_cache()  # what torch keeps would count as memory of the run
-    return 2 * size**3 / time_s / 1e12
+    return left, right
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The type in which a --precision multiplies."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        precision.removeprefix("amp_"), torch.float32
+    )

@@ -34,6 +34,7 @@ class Measurements:
         gpu: Readings in the measured window; None without a GPU or NVML.
         breakdown: Times of the phases of a step; None without profiled steps.
         own_step_times_s: Of each rank in profiled steps, see `stragglers.own_step_time_s`.
+        num_page_faults: In the measured window, of the rank with most.
     """
 
     timings: Timings
@@ -42,6 +43,7 @@ class Measurements:
     gpu: GpuReadings | None = None
     breakdown: dict[str, Any] | None = None
     own_step_times_s: tuple[float, ...] | None = None
+    num_page_faults: int = 0
 
 
 def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
@@ -55,7 +57,14 @@ def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
     breakdown = merge_phases([watch.phases.seconds], num_steps=num_profiled)
-    return Measurements(timings, num_images, peak_memory_gib, watch.gpu, breakdown)
+    return Measurements(
+        timings,
+        num_images,
+        peak_memory_gib,
+        watch.gpu,
+        breakdown,
+        num_page_faults=watch.num_page_faults,
+    )
 
 
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
@@ -73,6 +82,7 @@ def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
         own_step_times_s=None
         if None in breakdowns
         else tuple(own_step_time_s(breakdown) for breakdown in breakdowns),
+        num_page_faults=max(rank.num_page_faults for rank in ranks),
     )
 
 
@@ -152,6 +162,7 @@ def summarize(
         "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
+        "page_faults_per_step": measurements.num_page_faults / len(measured),
         "gpu": None if gpu is None else dataclasses.asdict(gpu),
         "gpu_utilization_percent": None if gpu is None else gpu.utilization_percent,
         "achieved_tflops_per_device": achieved_tflops,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sdbench.base.errors import RunError
 from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
+from sdbench.measure.hardware import num_page_faults
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
@@ -52,6 +53,8 @@ class StepWatch:
 
     Attributes:
         is_stopped: Whether a signal has ended the run before its last step.
+        gpu: Readings in the measured window; None without a GPU or NVML.
+        num_page_faults: Of this process in the measured window.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class StepWatch:
         self.timer = timer
         self.phases = phases
         self.gpu: GpuReadings | None = None
-        if gpu_monitor is not None:
-            timer.on_window(opens=gpu_monitor.start, is_full=self._read_gpu)
+        self.num_page_faults = self._num_page_faults_before = 0
+        timer.on_window(opens=self._window_opens, is_full=self._window_is_full)
         self._observers = observers
         self._gpu_monitor = gpu_monitor
         self._num_steps = num_steps
@@ -200,9 +203,15 @@ class StepWatch:
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()
 
-    def _read_gpu(self) -> None:
-        assert self._gpu_monitor is not None
-        self.gpu = self._gpu_monitor.read()
+    def _window_opens(self) -> None:
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.start()
+        self._num_page_faults_before = num_page_faults()
+
+    def _window_is_full(self) -> None:
+        self.num_page_faults = num_page_faults() - self._num_page_faults_before
+        if self._gpu_monitor is not None:
+            self.gpu = self._gpu_monitor.read()
 
     def _begin_trace(self) -> None:
         import torch

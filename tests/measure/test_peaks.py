@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sdbench.measure import bandwidth, matmul
+from sdbench.measure import ceilings, matmul
 from sdbench.measure.timing import median_time_s
 
 SIZE = 16
@@ -54,21 +54,52 @@ def test_the_random_numbers_of_the_run_stay_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("copy_s", "add_s", "num_bytes_per_s"),
-    [(2.0, 4.0, 2 * NUM_BYTES / 2), (3.0, 4.0, 3 * NUM_BYTES / 4)],
+    ("copy_s", "add_s", "scale_s", "kernel", "num_bytes_per_s"),
+    [
+        (2.0, 4.0, 3.0, "copy", 2 * NUM_BYTES / 2),
+        (3.0, 4.0, 4.0, "addition", 3 * NUM_BYTES / 4),
+        (3.0, 4.0, 2.0, "scaling in place", 2 * NUM_BYTES / 2),
+    ],
 )
-def test_the_rate_is_that_of_the_faster_one(copy_s, add_s, num_bytes_per_s, monkeypatch, work):
-    copy, add = torch.Tensor.copy_, torch.add
+def test_the_bandwidth_is_that_of_the_fastest_kernel(
+    copy_s, add_s, scale_s, kernel, num_bytes_per_s, monkeypatch, work
+):
+    slow_down(monkeypatch, torch.Tensor, "copy_", work, lambda *_: copy_s)
+    slow_down(monkeypatch, torch, "add", work, lambda *_: add_s)
+    slow_down(monkeypatch, torch.Tensor, "mul_", work, lambda *_: scale_s)
+    monkeypatch.setitem(ceilings.ARRAY_BYTES, "cpu", NUM_BYTES)
+    assert ceilings.measure_bandwidth(device_type="cpu") == (kernel, num_bytes_per_s / 1e9)
 
-    def slow_copy(target, source):
-        work(copy_s)
-        return copy(target, source)
 
-    def slow_add(left, right, out):
-        work(add_s)
-        return add(left, right, out=out)
+@pytest.mark.parametrize(
+    ("product_s", "transposed_s", "convolution_s", "kernel", "flop"),
+    [
+        (2.0, 3.0, 1000.0, "product 16 x 16", 2 * SIZE**3),
+        (3.0, 2.0, 1000.0, "product 16 x 16, the left one transposed", 2 * SIZE**3),
+        # 2 images of 1 x 1 numbers in 4 channels.
+        (1e6, 1e6, 2.0, "3 x 3 convolution of 2 x 4 x 1 x 1", 2 * 2 * 9 * 4**2),
+    ],
+)
+def test_the_arithmetic_is_that_of_the_fastest_kernel(
+    product_s, transposed_s, convolution_s, kernel, flop, monkeypatch, work
+):
+    def multiply_s(left, right):
+        return product_s if left.is_contiguous() and right.is_contiguous() else transposed_s
 
-    monkeypatch.setattr(torch.Tensor, "copy_", slow_copy)
-    monkeypatch.setattr(torch, "add", slow_add)
-    monkeypatch.setitem(bandwidth.ARRAY_BYTES, "cpu", NUM_BYTES)
-    assert bandwidth.measure_bandwidth_gb_per_s(device_type="cpu") == num_bytes_per_s / 1e9
+    slow_down(monkeypatch, torch, "matmul", work, multiply_s)
+    slow_down(monkeypatch, torch.nn.functional, "conv2d", work, lambda *_: convolution_s)
+    monkeypatch.setattr(matmul, "CPU_SIZE", SIZE)
+    monkeypatch.setattr(ceilings, "CONVOLUTION_CHANNELS", 4)
+    monkeypatch.setattr(ceilings, "CONVOLUTION_SIZE", 1)
+    assert ceilings.measure_arithmetic("bf16", device_type="cpu") == (kernel, flop / 2.0 / 1e12)
+
+
+def slow_down(monkeypatch, owner, name, work, seconds_of):
+    """Let a function of torch take a time that depends on its arguments."""
+    original = getattr(owner, name)
+
+    def slow(*tensors, **options):
+        work(seconds_of(*tensors))
+        return original(*tensors, **options)
+
+    monkeypatch.setattr(owner, name, slow)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
+
 import pytest
 import torch
 
 from sdbench.base.errors import RunError
-from sdbench.measure.summary import Measurements, merge_measurements, summarize
+from sdbench.measure.summary import (
+    Measurements,
+    measurements_of,
+    merge_measurements,
+    summarize,
+)
 from sdbench.measure.timer import CLOSE, WARM_UP, StepTimer, merge_ranks
+from sdbench.measure.watch import make_watch
 from sdbench.measure.window import WindowPolicy
 
 
@@ -228,3 +237,25 @@ def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
     rough = [0.8, 1.2, 1.2, 0.8, 0.8] * 8
     assert policy(rough, 1) == 70
     assert policy(rough + rough[:30], 1) == CLOSE
+
+
+def test_page_faults_are_those_of_the_measured_window():
+    watch = make_watch(num_warmup_steps=1, num_measured_steps=2, cuda_device=None, observers=[])
+    watch.loop_begins()
+    # KiB of memory that each step writes for the first time: warm-up, window, window.
+    for num_kib in (1 << 16, 1 << 12, 1 << 13):
+        watch.data_wait_begins()
+        watch.data_wait_ends()
+        with mmap.mmap(-1, num_kib << 10, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            for page in range(0, len(memory), mmap.PAGESIZE):
+                memory[page] = 1
+        watch.step_ends(loss=torch.tensor(1.0))
+    written = (12 << 20) // mmap.PAGESIZE
+    assert written <= watch.num_page_faults < written + 500  # and those of the loop
+    measurements = measurements_of(watch, num_images=3, peak_memory_gib=1.0)
+    other = dataclasses.replace(measurements, num_page_faults=10**6)
+    merged = merge_measurements([measurements, other])
+    config = {"batch_size": 1, "latents": "online"}
+    summary = summarize(merged, config=config, num_devices=2, flops_per_image=1.0, peak_tflops=None)
+    assert summary["page_faults_per_step"] == 10**6 / 2

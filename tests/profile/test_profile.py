@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sdbench.cli import main
-from sdbench.measure import bandwidth, matmul
+from sdbench.measure import ceilings, matmul
+from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
@@ -22,13 +23,18 @@ from sdbench.tasks.profile.steps import PhaseMarks
 from tests.refusals import printed_refusal
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")
+CEILINGS = Ceilings(
+    arithmetic={"float32": Ceiling("product", 1.0), "bfloat16": Ceiling("convolution", 4.0)},
+    memory=Ceiling("copy", 10.0),
+)
 SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches", "1")
 
 
 @pytest.fixture(autouse=True)
 def small_arrays(monkeypatch):
     """The ceilings themselves are measured in tests/measure."""
-    monkeypatch.setitem(bandwidth.ARRAY_BYTES, "cpu", 1 << 24)
+    monkeypatch.setitem(ceilings.ARRAY_BYTES, "cpu", 1 << 24)
+    monkeypatch.setattr(ceilings, "CONVOLUTION_CHANNELS", 16)
     monkeypatch.setattr(matmul, "CPU_SIZE", 256)
 
 
@@ -89,7 +95,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     floors_ms = sum(float(row["floor_ms"] or 0) for row in operators)
     assert step["floor_ms"] == pytest.approx(floors_ms)
     assert step["images_per_second_at_floor"] == pytest.approx(4e3 / floors_ms)
-    peak_tflops = content["ceilings"]["matmul_tflops"]["float32"]
+    peak_tflops = content["ceilings"]["tflops"]["float32"]
     assert step["ideal_floor_ms"] == pytest.approx(model_gflop / peak_tflops)
 
     assert content["command"][:4] == ["python", "-m", "sdbench", "profile"]
@@ -179,7 +185,6 @@ def test_operators_that_were_not_counted_are_told_with_their_time_and_phase():
 
 
 def test_floors_and_shares_of_planted_work_are_exact():
-    ceilings = Ceilings(tflops={"float32": 1.0, "bfloat16": 4.0}, gb_per_s=10.0)
     product = Operator("backward", "aten::mm", ((2, 3), (3, 4)))
     addition = Operator("optimizer", "aten::add", ((5,),))
     view, strange = Operator("backward", "aten::t", ()), Operator("backward", "my::op", ())
@@ -196,14 +201,19 @@ def test_floors_and_shares_of_planted_work_are_exact():
         view: Timing(calls=6, time_s=0.25),
         strange: Timing(calls=1, time_s=0.5),
     }
-    rows = {row.name: row for row in join(counted, timed, ceilings=ceilings)}
+    rows = {row.name: row for row in join(counted, timed, ceilings=CEILINGS)}
     assert list(rows) == ["aten::mm", "aten::add", "my::op", "aten::t"]  # longest first
     mm, add, op, t = rows.values()
-    assert (mm.matmul_s, mm.memory_s, mm.floor_s, mm.bound) == (2.5, 2.0, 2.0 + 1.5, "matmul")
+    assert (mm.arithmetic_s, mm.memory_s, mm.floor_s, mm.bound) == (
+        2.5,
+        2.0,
+        2.0 + 1.5,
+        "arithmetic",
+    )
     assert (mm.tflop_per_s, mm.gb_per_s) == (0.8, 4.0)
-    assert (mm.matmul_percent, mm.memory_percent) == (50.0, 40.0)
+    assert (mm.arithmetic_percent, mm.memory_percent) == (50.0, 40.0)
     assert mm.dtypes == {"float32", "bfloat16"} and not mm.calls_differ
-    assert (add.floor_s, add.bound, add.memory_percent, add.matmul_percent) == (
+    assert (add.floor_s, add.bound, add.memory_percent, add.arithmetic_percent) == (
         2.0,
         "memory",
         50.0,
@@ -216,7 +226,7 @@ def test_floors_and_shares_of_planted_work_are_exact():
     profile = Profile(
         rows=list(rows.values()),
         kernels={},
-        ceilings=ceilings,
+        ceilings=CEILINGS,
         step_s=8.0,
         profiled_step_s=10.0,
         num_images=11,
@@ -232,13 +242,12 @@ def test_floors_and_shares_of_planted_work_are_exact():
 
 
 def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
-    ceilings = Ceilings(tflops={"float32": 1.0, "bfloat16": 4.0}, gb_per_s=10.0)
     counted = {
         (Operator("backward", "aten::mm", ((2, 3),)), "float32"): Work(1, 10**12, 1),
         (Operator("backward", "aten::mm", ((2, 4),)), "bfloat16"): Work(1, 3 * 10**12, 1),
     }
-    rows = join(counted, {}, ceilings=ceilings)
-    profile = Profile(rows, {}, ceilings, 8.0, 10.0, num_images=1, model_flop=6e12)
+    rows = join(counted, {}, ceilings=CEILINGS)
+    profile = Profile(rows, {}, CEILINGS, 8.0, 10.0, num_images=1, model_flop=6e12)
     assert (profile.main_dtype, profile.ideal_floor_s) == ("bfloat16", 1.5)
 
 

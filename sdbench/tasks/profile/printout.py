@@ -20,7 +20,7 @@ FIGURES = {
     "step_percent": "% of step",
     "gflop": "GFLOP",
     "tflop_per_s": "TFLOP/s",
-    "matmul_percent": "% of matmul",
+    "arithmetic_percent": "% of arithmetic",
     "gb": "GB",
     "gb_per_s": "GB/s",
     "memory_percent": "% of memory",
@@ -33,7 +33,7 @@ MIN_PERCENT_TO_WARN = 1.0
 MAX_NAMED = 3
 
 LEGEND = """\
-% of matmul, % of memory: of the ceilings above; floor: the time at the ceiling that binds.
+% of arithmetic, % of memory: of the ceilings above; floor: the time at the ceiling that binds.
 GFLOP: matrix products and convolutions. GB: each input read once, each output written once."""
 
 
@@ -45,7 +45,7 @@ def figures_of(row: Row, profile: Profile) -> dict[str, Any]:
         "step_percent": None if row.time_s is None else profile.share(row.time_s),
         "gflop": _scaled(row.flop, 1e-9),
         "tflop_per_s": row.tflop_per_s,
-        "matmul_percent": row.matmul_percent,
+        "arithmetic_percent": row.arithmetic_percent,
         "gb": _scaled(row.num_bytes, 1e-9),
         "gb_per_s": row.gb_per_s,
         "memory_percent": row.memory_percent,
@@ -84,12 +84,13 @@ def format_profile(profile: Profile, *, top: int) -> str:
 
 
 def describe_ceilings(profile: Profile) -> str:
-    """Both ceilings in words."""
+    """Both ceilings in words, with the kernels that reach them."""
     tflops = ", ".join(
-        f"{format_number(value)} TFLOP/s in {dtype}"
-        for dtype, value in sorted(profile.ceilings.tflops.items())
+        f"{format_number(ceiling.rate)} TFLOP/s in {dtype} ({ceiling.kernel})"
+        for dtype, ceiling in sorted(profile.ceilings.arithmetic.items())
     )
-    return f"matmul {tflops}; memory {format_number(profile.ceilings.gb_per_s)} GB/s"
+    memory = profile.ceilings.memory
+    return f"arithmetic {tflops}; memory {format_number(memory.rate)} GB/s ({memory.kernel})"
 
 
 def describe_floors(profile: Profile) -> str:
@@ -189,8 +190,10 @@ def to_json(profile: Profile) -> dict[str, Any]:
     """The figures but for the single operators, which to_csv has."""
     return {
         "ceilings": {
-            "matmul_tflops": dict(profile.ceilings.tflops),
-            "memory_gb_per_s": profile.ceilings.gb_per_s,
+            "tflops": {dtype: one.rate for dtype, one in profile.ceilings.arithmetic.items()},
+            "gb_per_s": profile.ceilings.memory.rate,
+            "kernels": {dtype: one.kernel for dtype, one in profile.ceilings.arithmetic.items()}
+            | {"memory": profile.ceilings.memory.kernel},
         },
         "step": {
             "num_images": profile.num_images,

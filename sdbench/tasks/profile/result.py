@@ -67,8 +67,8 @@ class Profile:
 
     @property
     def ideal_floor_s(self) -> float:
-        """Seconds that the model's operations take at the matmul ceiling of that type."""
-        return self.model_flop / (self.ceilings.tflops[self.main_dtype] * 1e12)
+        """Seconds that the model's operations take at the arithmetic ceiling of that type."""
+        return self.model_flop / (self.ceilings.arithmetic[self.main_dtype].rate * 1e12)
 
     @property
     def explained_percent(self) -> float:

@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MATMUL = "matmul"
+from sdbench.measure.ceilings import Ceiling
+
+ARITHMETIC = "arithmetic"
 MEMORY = "memory"
 
 
@@ -50,20 +52,20 @@ class Ceilings:
     """What this machine reaches at its best.
 
     Attributes:
-        tflops: Type of the numbers, e.g. ``bfloat16``, to TFLOP/s of a large matrix product.
-        gb_per_s: Memory bandwidth in GB/s, a GB being 1e9 bytes.
+        arithmetic: Type of the numbers, e.g. ``bfloat16``, to the fastest kernel, in TFLOP/s.
+        memory: The fastest kernel, in GB/s, a GB being 1e9 bytes.
     """
 
-    tflops: Mapping[str, float]
-    gb_per_s: float
+    arithmetic: Mapping[str, Ceiling]
+    memory: Ceiling
 
-    def matmul_s(self, work: Work, *, dtype: str) -> float:
+    def arithmetic_s(self, work: Work, *, dtype: str) -> float:
         """Seconds that the arithmetic takes at least."""
-        return work.flop / (self.tflops[dtype] * 1e12) if work.flop else 0.0
+        return work.flop / (self.arithmetic[dtype].rate * 1e12) if work.flop else 0.0
 
     def memory_s(self, work: Work) -> float:
         """Seconds that the bytes take at least."""
-        return work.num_bytes / (self.gb_per_s * 1e9)
+        return work.num_bytes / (self.memory.rate * 1e9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Row:
         time_s: Measured; None where the profiler saw no such operator.
         flop: Operations; None where the counted step had no such operator.
         num_bytes: Bytes read and written; None likewise.
-        matmul_s: Floor that the arithmetic sets, summed over calls.
+        arithmetic_s: Floor that the arithmetic sets, summed over calls.
         memory_s: Floor that the bytes set, summed over calls.
         floor_s: Sum over calls of the larger of both; None where nothing was counted.
         calls_differ: Whether the profiler saw another number of calls than were counted, where
@@ -107,7 +109,7 @@ class Row:
     time_s: float | None
     flop: int | None
     num_bytes: int | None
-    matmul_s: float
+    arithmetic_s: float
     memory_s: float
     floor_s: float | None
     calls_differ: bool = False
@@ -122,7 +124,7 @@ class Row:
             time_s=timing.time_s,
             flop=None,
             num_bytes=None,
-            matmul_s=0.0,
+            arithmetic_s=0.0,
             memory_s=0.0,
             floor_s=None,
         )
@@ -132,7 +134,7 @@ class Row:
         """The ceiling that sets most of the floor; None where there is no floor."""
         if not self.floor_s:
             return None
-        return MATMUL if self.matmul_s > self.memory_s else MEMORY
+        return ARITHMETIC if self.arithmetic_s > self.memory_s else MEMORY
 
     @property
     def tflop_per_s(self) -> float | None:
@@ -145,9 +147,9 @@ class Row:
         return _ratio(self.num_bytes, self.time_s, 1e9)
 
     @property
-    def matmul_percent(self) -> float | None:
-        """Share of the matmul ceiling, in percent."""
-        return None if not self.flop else _ratio(self.matmul_s, self.time_s, 0.01)
+    def arithmetic_percent(self) -> float | None:
+        """Share of the arithmetic ceiling, in percent."""
+        return None if not self.flop else _ratio(self.arithmetic_s, self.time_s, 0.01)
 
     @property
     def memory_percent(self) -> float | None:
@@ -200,7 +202,7 @@ def _operator(row: Row) -> Operator:
 
 def _counted_row(key: tuple[Operator, str], work: Work, *, ceilings: Ceilings) -> Row:
     operator, dtype = key
-    matmul_s, memory_s = ceilings.matmul_s(work, dtype=dtype), ceilings.memory_s(work)
+    arithmetic_s, memory_s = ceilings.arithmetic_s(work, dtype=dtype), ceilings.memory_s(work)
     return Row(
         *operator,
         dtypes=frozenset([dtype]),
@@ -208,9 +210,9 @@ def _counted_row(key: tuple[Operator, str], work: Work, *, ceilings: Ceilings) -
         time_s=None,
         flop=work.flop,
         num_bytes=work.num_bytes,
-        matmul_s=matmul_s,
+        arithmetic_s=arithmetic_s,
         memory_s=memory_s,
-        floor_s=max(matmul_s, memory_s),
+        floor_s=max(arithmetic_s, memory_s),
     )
 
 
@@ -238,7 +240,7 @@ def _add(rows: list[Row]) -> Row:
         time_s=_sum_known([row.time_s for row in rows]),
         flop=_sum_known([row.flop for row in rows]),
         num_bytes=_sum_known([row.num_bytes for row in rows]),
-        matmul_s=math.fsum(row.matmul_s for row in rows),
+        arithmetic_s=math.fsum(row.arithmetic_s for row in rows),
         memory_s=math.fsum(row.memory_s for row in rows),
         floor_s=_sum_known([row.floor_s for row in rows]),
         calls_differ=any(row.calls_differ for row in rows),

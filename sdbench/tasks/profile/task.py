@@ -194,16 +194,15 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
 
 
 def _measure_ceilings(steps: ProfiledSteps, *, device_type: str) -> Ceilings:
-    """Matrix products in every type that the step multiplies in, and the memory."""
-    from sdbench.measure.bandwidth import measure_bandwidth_gb_per_s
-    from sdbench.measure.matmul import measure_matmul_tflops
+    """Of arithmetic in every type that the step multiplies in, and of the memory."""
+    from sdbench.measure.ceilings import measure_arithmetic, measure_bandwidth
 
     precisions = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     dtypes = sorted({dtype for (_, dtype), work in steps.counter.work.items() if work.flop})
     return Ceilings(
-        tflops={
-            dtype: measure_matmul_tflops(precisions[dtype], device_type=device_type)
+        arithmetic={
+            dtype: measure_arithmetic(precisions[dtype], device_type=device_type)
             for dtype in dtypes
         },
-        gb_per_s=measure_bandwidth_gb_per_s(device_type=device_type),
+        memory=measure_bandwidth(device_type=device_type),
     )
