@@ -64,8 +64,11 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
             continue
         # Of the VAE only the encoder is used, through a method of the whole.
         target = module.encoder if module is model.vae else module
-        # In place, so that the names of the weights stay as they are.
-        target.compile(mode=config.compile_mode, dynamic=False)
+        if config.compile_unit == "block":
+            blocks.compile_blocks(target, mode=config.compile_mode)
+        else:
+            # In place, so that the names of the weights stay as they are.
+            target.compile(mode=config.compile_mode, dynamic=False)
 
 
 def tune_blocks(module: torch.nn.Module, config: Any) -> None:
