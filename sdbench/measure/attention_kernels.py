@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 from typing import Any
 
+# Of libkineto's levels, 3 is that of errors.
+ABOVE_ERRORS = "5"
 # Operators of aten that run one kernel; those of a CPU end in _for_cpu.
 _OPERATOR = re.compile(
     r"aten::_scaled_dot_product_(?:(\w+)_attention(?:_for_cpu)?|attention_(math))"
@@ -31,9 +34,14 @@ class AttentionLog:
         """The step is about to begin."""
         import torch
 
-        # Operators only: reading a GPU's kernels would take seconds.
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        # Or its first use prints an error where torch is built for GPUs and there is none.
+        os.environ.setdefault("KINETO_LOG_LEVEL", ABOVE_ERRORS)
+        self._profiler = torch.profiler.profile(
+            # Operators only: reading a GPU's kernels would take seconds.
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            record_shapes=True,
+            acc_events=True,  # or torch 2.11 warns of a second cycle, which there is none of
+        )
         self._profiler.start()
 
     def stop(self) -> None:
