@@ -24,8 +24,8 @@ from sdbench.models.compat import change_class
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 # Of all sub-models, the kinds of which each has several; they hold none of each other.
 COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
-# Codes of all kinds of blocks: 29 in a step of SD2 (blocks of one kind differ in shapes). torch
-# keeps 8 unless told otherwise, and runs what is beyond without compiling.
+# A step of SD2 has 25 of different kinds and shapes, and twice as many with a smaller last
+# micro-batch. torch keeps 8 codes unless told otherwise, and runs what is beyond without compiling.
 MAX_COMPILED_BLOCKS = 64
 
 
