@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 
 import composer.devices
@@ -117,7 +118,7 @@ def test_without_profiled_steps_there_is_no_breakdown(tmp_path):
     assert [summary[name] for name in names] == [None, None, None]
 
 
-def test_the_record_tells_which_attention_kernels_ran(tmp_path):
+def test_the_record_tells_which_attention_kernels_ran(tmp_path, capsys):
     """Calls of a step by their sizes; the miniature has ten blocks with two attentions each."""
 
     def calls(*argv):
@@ -141,6 +142,7 @@ def test_the_record_tells_which_attention_kernels_ran(tmp_path):
     }
     vae = {("flash", 1, 16, 64, 64): 4}
     assert calls("--latents", "precomputed") == unet
+    assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
     seen = calls()
     text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
     assert len(text) == 1 and seen == {**unet, **text, **vae}
