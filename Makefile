@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 RUN ?=
 OUT ?= runs/benchmark_gpu
+PART ?= 1
 WHEELS ?=
 KUBERNETES ?= build/kubernetes
 
@@ -23,8 +24,13 @@ define install
 	@rm $(INSTALLING)
 endef
 
+define install_wheels
+	@if [ -n "$(WHEELS)" ]; then $(PYTHON) -m pip install -q --no-index --no-deps --no-compile \
+	  --upgrade --target $(SITE) $(WHEELS)/*.whl; fi
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu test test-ray test-cluster test-kubernetes lint publish results settings clean
+.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster test-kubernetes lint publish results settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -35,13 +41,21 @@ benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="...
 
 # Not in the virtual environment: a GPU host may have torch and composer and reach no registry. There
 # WHEELS names a folder of the packages that it lacks.
-benchmark-gpu: ## Measure one GPU in 10 minutes with PYTHON's own packages; [WHEELS=dir] [OUT=dir]
-	@if [ -n "$(WHEELS)" ]; then $(PYTHON) -m pip install -q --no-index --no-deps --no-compile \
-	  --upgrade --target $(SITE) $(WHEELS)/*.whl; fi
+benchmark-gpu: ## Measure one GPU, PART=1, 2 or 3 of 10 minutes each; [WHEELS=dir] [OUT=dir]
+	$(install_wheels)
 	@$(WITH_WHEELS) $(PYTHON) -c 'import sys, composer, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "A GPU, torch and composer are needed, and '$(PYTHON)' finds not all of them: set" \
 	    "PYTHON=python3.12 or WHEELS=dir." >&2; exit 2; }
-	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu.yaml --folder $(OUT) $(ARGS)
+	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep sweeps/benchmark_gpu_$(PART).yaml \
+	  --folder $(OUT)/part_$(PART) $(ARGS)
+
+rehearse-gpu: ## Make the runs of benchmark-gpu in miniature on a CPU, by the same PYTHON and WHEELS
+	$(install_wheels)
+	@mkdir -p $(OUT)
+	$(WITH_WHEELS) $(PYTHON) tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_$(PART).yaml \
+	  > $(OUT)/rehearsal_$(PART).yaml
+	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep $(OUT)/rehearsal_$(PART).yaml \
+	  --folder $(OUT)/rehearsal_$(PART) $(ARGS)
 
 # Three processes as root, one otherwise (tests/conftest.py); a file's tests stay together and in order.
 test: $(DEV_STAMP) ## Run the tests that need no GPU; other pytest options in ARGS="..."

@@ -20,6 +20,7 @@ def make_machine(**changes) -> Machine:
         "cpu_flags": (),
         "compute_capability": "9.0",
         "driver": None,
+        "cudnn_version": 91900,
         "platform": "Linux-x86_64",
     }
     return Machine(**{**values, **changes})
@@ -38,5 +39,6 @@ def make_cpu_machine(**changes) -> Machine:
         "memory_gib": 23.5,
         "cpu_flags": ("avx512f", "avx512_bf16"),
         "compute_capability": None,
+        "cudnn_version": None,
     }
     return make_machine(**{**values, **changes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 
 import composer.devices
@@ -113,7 +114,41 @@ def test_the_profile_leaves_the_measured_steps_alone(tmp_path, monkeypatch, slee
 
 def test_without_profiled_steps_there_is_no_breakdown(tmp_path):
     summary = run(tmp_path, "--profile_batches", "0")
-    assert (summary["breakdown"], summary["bottleneck"]) == (None, None)
+    names = ("breakdown", "bottleneck", "attention_kernels")
+    assert [summary[name] for name in names] == [None, None, None]
+
+
+def test_the_record_tells_which_attention_kernels_ran(tmp_path, capsys):
+    """Calls of a step by their sizes; the miniature has ten blocks with two attentions each."""
+
+    def calls(*argv):
+        folder = tmp_path / "_".join(argv)
+        return {
+            tuple(row.values())[:-1]: row["num_calls"]
+            for row in run(folder, *argv)["attention_kernels"]
+        }
+
+    # (kernel, heads, width, queries, keys): of the U-Net on 8x8 latents among themselves and with
+    # the 77 tokens of a caption; the VAE has one attention of the same size as the first.
+    unet = {
+        ("flash", 1, 16, 64, 64): 3,
+        ("flash", 2, 16, 16, 16): 3,
+        ("flash", 3, 16, 4, 4): 3,
+        ("flash", 3, 16, 1, 1): 1,
+        ("flash", 1, 16, 64, 77): 3,
+        ("flash", 2, 16, 16, 77): 3,
+        ("flash", 3, 16, 4, 77): 3,
+        ("flash", 3, 16, 1, 77): 1,
+    }
+    vae = {("flash", 1, 16, 64, 64): 4}
+    assert calls("--latents", "precomputed") == unet
+    assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
+    seen = calls()
+    text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
+    assert len(text) == 1 and seen == {**unet, **text, **vae}
+    assert calls("--vae_attention", "eager") == {**unet, **text}
+    assert calls("--attention", "eager", "--vae_attention", "sdpa") == {("flash", 1, 16, 64, 64): 1}
+    assert calls("--attention", "eager") == {}
 
 
 def test_a_trace_is_written_on_request(tmp_path):

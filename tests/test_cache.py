@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 import benchmark
 import data
@@ -147,6 +148,29 @@ def test_training_goes_on_without_a_cache_unless_it_compiles(tars, monkeypatch, 
     (note,) = load_record(path)["notes"]
     assert "'/dev/null/sdbench'" in note and "XDG_CACHE_HOME" in note
     assert benchmark.main([*argv, "--compile", "unet"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [(None, "cache"), ("torch's own", "cache"), ("the user's", "the user's")],
+    ids=["by nobody", "by torch", "by the user"],
+)
+def test_compiled_code_is_kept_in_the_users_cache(named, kept, monkeypatch, tmp_path):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(name, "")  # for what the run leaves behind
+    monkeypatch.delenv(name)
+    if named is not None:  # torch 2.11 names its own as it is imported
+        monkeypatch.setenv(name, default_cache_dir() if named == "torch's own" else named)
+    torch.compiler.set_stance("force_eager")
+    argv = ["--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"]
+    argv += ["--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"]
+    assert benchmark.main([*argv, "--compile", "unet", "--results_dir", "runs"]) == 0
+    torch.compiler.set_stance("default")
+    folder = os.environ[name]
+    assert folder == kept or Path(folder).parent == tmp_path / kept / "sdbench"
 
 
 @pytest.fixture

@@ -218,6 +218,19 @@ def test_24_gib_refuse_the_seed_recipe_with_ema_at_micro_batch_8():
     assert plan(*argv, "--no_check_memory").memory.total_gib > 21
 
 
+def test_a_gpu_whose_memory_may_not_suffice_is_tried_with_a_warning():
+    argv = ("--batch_size", "128", "--device_train_microbatch_size", "128")
+    result = plan(*argv, machine=make_machine())
+    (note,) = [note for note in result.notes if note.startswith("The memory may not suffice")]
+    assert f"estimated are {result.memory.total_gib:.1f} GiB" in note
+    assert "at most 72.8 GiB" in note and "--device_train_microbatch_size (below 128)" in note
+    assert note in for_person(result)
+    for changes in (("--no_check_memory",), ("--batch_size", "8", *argv[2:3], "8")):
+        assert not any(
+            "memory" in one for one in plan(*argv, *changes, machine=make_machine()).notes
+        )
+
+
 def test_workers_on_a_cpu_keep_the_old_weights():
     # 16.5 GiB and the 3.2 of the U-Net before the first step: 19.7, above 92 % of 20.
     argv = ("--use_synth_data", "--num_workers", "1")

@@ -15,6 +15,7 @@ from sdbench.settings.setting import ANY_NUMBER, NO_OLDER_RECORD, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
 CPU, H100, V100 = make_cpu_machine(), make_machine(), make_machine(compute_capability="7.0")
+OLD_CUDNN = make_machine(cudnn_version=90501)  # 9.5.1, as torch 2.7.0 brings it
 ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 EIGHT = Ranks(rank=0, world_size=8, local_rank=0, local_world_size=8)
 TWO_NODES = Ranks(rank=0, world_size=16, local_rank=0, local_world_size=8)
@@ -58,9 +59,11 @@ REFUSED = [
     (("--master_weights", "fp32"), CPU, ONE, "--precision bf16"),
     (("--attention", "cudnn"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "efficient"), CPU, ONE, "sdpa | flash | eager"),
+    (("--attention", "cudnn"), OLD_CUDNN, ONE, "cuDNN 9.15.1 or later"),
     (("--attention", "xformers"), H100, ONE, "pip install xformers"),
     (("--attention", "flash", "--precision", "fp32"), H100, ONE, "amp_bf16"),
     (("--compile", "encoders", "--latents", "precomputed"), CPU, ONE, "none | unet"),
+    (("--compile_unit", "block", "--compile", "none"), H100, ONE, "--compile unet"),
     (("--compile_mode", "max-autotune", "--compile", "none"), H100, ONE, "--compile unet"),
     (("--compile_mode", "reduce-overhead", "--compile", "all"), CPU, ONE, "default"),
     (("--cudnn_benchmark",), CPU, ONE, "--no_cudnn_benchmark"),

@@ -91,7 +91,15 @@ def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # compiling the miniature alone takes minutes on two cores
-@pytest.mark.parametrize("switch", ["group_norm=fused", "compile=unet", "compile=encoders"])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "--group_norm fused",
+        "--compile unet",
+        "--compile encoders",
+        "--compile all --compile_unit block",
+    ],
+)
 def test_what_is_compiled_gives_the_same_losses(switch, plain, tmp_path):
-    losses = losses_of(tmp_path, "--preset", "seed", f"--{switch}")
+    losses = losses_of(tmp_path, "--preset", "seed", *switch.split())
     assert losses == pytest.approx(plain, rel=1e-5)

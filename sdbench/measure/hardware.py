@@ -33,6 +33,7 @@ class Machine:
         cpu_flags: Vector instruction sets that matter to training.
         compute_capability: Of the GPU, e.g. ``9.0``.
         driver: Version of the GPU's driver.
+        cudnn_version: As `torch.backends.cudnn.version` has it: 91501 is 9.15.1. None on a CPU.
         platform: Operating system and architecture.
     """
 
@@ -48,6 +49,7 @@ class Machine:
     cpu_flags: tuple[str, ...]
     compute_capability: str | None
     driver: str | None
+    cudnn_version: int | None
     platform: str
 
     @property
@@ -126,6 +128,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
             held_memory_gib=psutil.Process().memory_info().rss / BYTES_PER_GIB,
             compute_capability=None,
             driver=None,
+            cudnn_version=None,
             **common,
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
@@ -138,6 +141,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         held_memory_gib=CUDA_CONTEXT_GIB,
         compute_capability=".".join(map(str, torch.cuda.get_device_capability(local_rank))),
         driver=_read_driver_version(),
+        cudnn_version=torch.backends.cudnn.version(),
         **common,
     )
 

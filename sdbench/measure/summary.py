@@ -33,6 +33,7 @@ class Measurements:
         peak_memory_gib: Peak memory: reserved on a GPU, or resident on a CPU.
         gpu: Readings in the measured window; None without a GPU or NVML.
         breakdown: Times of the phases of a step; None without profiled steps.
+        attention_kernels: As `AttentionLog.kernels`, on the first rank.
         own_step_times_s: Of each rank in profiled steps, see `stragglers.own_step_time_s`.
         num_page_faults: In the measured window, of the rank with most.
     """
@@ -42,6 +43,7 @@ class Measurements:
     peak_memory_gib: float
     gpu: GpuReadings | None = None
     breakdown: dict[str, Any] | None = None
+    attention_kernels: list[dict[str, Any]] | None = None
     own_step_times_s: tuple[float, ...] | None = None
     num_page_faults: int = 0
 
@@ -63,6 +65,7 @@ def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float
         peak_memory_gib,
         watch.gpu,
         breakdown,
+        watch.attention.kernels,
         num_page_faults=watch.num_page_faults,
     )
 
@@ -79,6 +82,7 @@ def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
         if None in breakdowns
         else merge_phases([breakdown["seconds"] for breakdown in breakdowns], num_steps=1)
         | {"num_steps": breakdowns[0]["num_steps"]},
+        attention_kernels=ranks[0].attention_kernels,
         own_step_times_s=None
         if None in breakdowns
         else tuple(own_step_time_s(breakdown) for breakdown in breakdowns),
@@ -159,6 +163,7 @@ def summarize(
         "data_wait_percent": 100 * sum(step.data_wait_s for step in measured) / timings.window_s,
         "breakdown": breakdown,
         "stragglers": stragglers,
+        "attention_kernels": measurements.attention_kernels,
         "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sdbench.base.errors import RunError
 from sdbench.base.stop import StopRequest, stop_signals_ask
+from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.hardware import num_page_faults
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
@@ -52,6 +53,7 @@ class StepWatch:
     """Watches the steps of one rank.
 
     Attributes:
+        attention: Looks at the last profiled step.
         is_stopped: Whether a signal has ended the run before its last step.
         gpu: Readings in the measured window; None without a GPU or NVML.
         num_page_faults: Of this process in the measured window.
@@ -85,6 +87,7 @@ class StepWatch:
         self.timer = timer
         self.phases = phases
         self.gpu: GpuReadings | None = None
+        self.attention = AttentionLog()
         self.num_page_faults = self._num_page_faults_before = 0
         timer.on_window(opens=self._window_opens, is_full=self._window_is_full)
         self._observers = observers
@@ -131,7 +134,7 @@ class StepWatch:
         for observer in self._observers:
             observer.loop_begins()
         self.timer.start()
-        self._next_step_begins(previous_phase=None)
+        self._next_step_begins()
 
     def data_wait_begins(self) -> None:
         """The host asks the loader for the next batch."""
@@ -158,6 +161,8 @@ class StepWatch:
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
         self.timer.step_ends(loss=loss)
+        if self.attention.is_running:
+            self.attention.stop()
         read_loss = functools.partial(self.timer.losses.at, index)
         num_steps = self._num_steps_now
         for observer in self._observers:
@@ -167,7 +172,7 @@ class StepWatch:
         self._agree_on_end()
         if self.is_over and self._gpu_monitor is not None:
             self._gpu_monitor.stop()
-        self._next_step_begins(previous_phase=phase)
+        self._next_step_begins()
 
     def _agree_on_end(self) -> None:
         """End the loop on all ranks if one has a stop signal or has read a loss that is not finite.
@@ -194,10 +199,13 @@ class StepWatch:
             self._request.forget()  # what is saved behind the last step takes its time
             self.is_stopped = True
 
-    def _next_step_begins(self, *, previous_phase: str | None) -> None:
+    def _next_step_begins(self) -> None:
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
-        if phase == PROFILED and previous_phase != PROFILED:
+        if phase == PROFILED and self.timer.phase_of(index + 1) != PROFILED:
+            self.phases.stop()  # starting torch's profiler takes time that belongs to no phase
+            self.attention.start()
+        if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:

@@ -16,11 +16,17 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from sdbench.models.compat import change_class
 
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
+# Of all sub-models, the kinds of which each has several; they hold none of each other.
+COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
+# A step of SD2 has 25 of different kinds and shapes, and twice as many with a smaller last
+# micro-batch. torch keeps 8 codes unless told otherwise, and runs what is beyond without compiling.
+MAX_COMPILED_BLOCKS = 64
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
@@ -151,3 +157,18 @@ def checkpoint_activations(
         for module in unet.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = isinstance(module, Transformer2DModel)
+
+
+def compile_blocks(model: nn.Module, *, mode: str) -> None:
+    """Compile each block of a sub-model; those of one kind and the same shapes share their code.
+
+    Args:
+        model: A U-Net, text encoder or the encoder of a VAE; changed in place, the names of its
+            weights stay. What lies between its blocks is not compiled.
+        mode: Of torch.compile.
+    """
+    torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for module in model.modules():
+        if isinstance(module, COMPILED_BLOCKS):
+            module.compile(mode=mode, dynamic=False)

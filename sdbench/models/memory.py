@@ -79,6 +79,7 @@ def estimate_peak_memory(
     precision: str,
     encoder_dtype: str,
     attention: str,
+    vae_attention: str,
     optimizer: str,
     use_ema: bool,
     num_ranks: int,
@@ -104,6 +105,7 @@ def estimate_peak_memory(
         precision: One of `PRECISIONS`.
         encoder_dtype: One of `ENCODER_DTYPES`.
         attention: `eager`, which keeps the attention matrices, or another, which does not.
+        vae_attention: The same in the VAE.
         optimizer: `adamw` or `adamw_fused`.
         use_ema: Whether a moving average of the trained weights is kept, in fp32.
         num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
@@ -137,6 +139,7 @@ def estimate_peak_memory(
         precision=precision,
         encoder_dtype=encoder_dtype,
         attention=attention,
+        vae_attention=vae_attention,
         on_cuda=on_cuda,
         online=encoders,
         activation_checkpointing=activation_checkpointing,

@@ -143,7 +143,8 @@ def profile_step(architecture: Architecture, **options: Any) -> StepProfile:
     Args:
         architecture: The model.
         **options: As of `estimate_peak_memory`: `trained`, `lora`, `learns_token`, `image_size`,
-            `precision`, `encoder_dtype`, `attention` and `activation_checkpointing`; `on_cuda`,
+            `precision`, `encoder_dtype`, `attention`, `vae_attention` and
+            `activation_checkpointing`; `on_cuda`,
             whether to allocate as on CUDA; `online`, whether images are encoded in the step.
     """
     try:
@@ -181,17 +182,16 @@ def _replay_step(
     precision: str,
     encoder_dtype: str,
     attention: str,
+    vae_attention: str,
     on_cuda: bool,
     online: bool,
     activation_checkpointing: str,
 ) -> StepProfile:
+    alike: dict[str, Any] = {"seed": None, "precision": precision, "memory_format": "contiguous"}
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
-    alike: dict[str, Any] = {
-        "seed": None,
-        "precision": precision,
-        "memory_format": "contiguous",
-        "attention": "eager" if attention == "eager" else "sdpa",
-    }
+    attention, vae_attention = (
+        kind if kind == "eager" else "sdpa" for kind in (attention, vae_attention)
+    )
     # Without the weights of a folder, which are not needed.
     bare = dataclasses.replace(architecture, weights_folder=None, part_folders={})
     with FakeTensorMode():
@@ -201,6 +201,8 @@ def _replay_step(
             model = build_stable_diffusion(
                 bare,
                 encoder_dtype=encoder_dtype,
+                attention=attention,
+                vae_attention=vae_attention,
                 encoders=online or trains_text,
                 trained=trained,
                 lora=lora,
@@ -213,7 +215,7 @@ def _replay_step(
             rules = _CudaAutocastRules if on_cuda else None
             checkpoint_activations(model.unet, which=activation_checkpointing, recompute=rules)
         else:
-            model = build_autoencoder(bare, kl_weight=1.0, **alike)
+            model = build_autoencoder(bare, kl_weight=1.0, attention=vae_attention, **alike)
         num_images = _choose_num_images(model)
         make_batch = functools.partial(
             _make_batch,

@@ -331,6 +331,7 @@ def build_stable_diffusion(
     encoder_dtype: str,
     memory_format: str,
     attention: str,
+    vae_attention: str | None = None,
     encoders: bool = True,
     trained: Collection[str] = ("unet",),
     lora: Lora | None = None,
@@ -352,6 +353,7 @@ def build_stable_diffusion(
         encoder_dtype: One of `ENCODER_DTYPES`, for frozen encoders.
         memory_format: One of `MEMORY_FORMATS`, for U-Net and VAE.
         attention: One of `components.ATTENTION`.
+        vae_attention: The same for the VAE; None: that of the others.
         encoders: Whether to build VAE and text encoder; precomputed latents need none.
         trained: Names of the sub-models to train; the others are frozen.
         lora: Trained in their place, beside their frozen weights; None: the weights are trained.
@@ -385,6 +387,7 @@ def build_stable_diffusion(
             encoder_dtype=encoder_dtype,
             memory_format=memory_format,
             attention=attention,
+            vae_attention=vae_attention,
             device=device,
             text_dtype=numbers.weights if "text_encoder" in trained else None,
         )
@@ -420,6 +423,7 @@ def build_encoders(
     encoder_dtype: str,
     memory_format: str,
     attention: str,
+    vae_attention: str | None = None,
     device: str | torch.device = "cpu",
     text_dtype: torch.dtype | None = None,
 ) -> tuple[AutoencoderKL, CLIPTextModel]:
@@ -434,6 +438,7 @@ def build_encoders(
         encoder_dtype: One of `ENCODER_DTYPES`.
         memory_format: One of `MEMORY_FORMATS`, for the VAE.
         attention: One of `components.ATTENTION`.
+        vae_attention: The same for the VAE; None: that of the text encoder.
         device: Device of both.
         text_dtype: Type of the text encoder's weights; None: that of `encoder_dtype`.
 
@@ -446,7 +451,7 @@ def build_encoders(
     vae_weights = Weights(
         seed=vae_seed, device=device, dtype=dtype, memory_format=layout, drawn_on="cpu"
     )
-    vae = make_vae(architecture, attention=attention, weights=vae_weights)
+    vae = make_vae(architecture, attention=vae_attention or attention, weights=vae_weights)
     text_weights = Weights(seed=text_seed, device=device, dtype=text_dtype or dtype, drawn_on="cpu")
     text_encoder = make_text_encoder(architecture, attention=attention, weights=text_weights)
     for encoder in (vae, text_encoder):

@@ -26,6 +26,8 @@ PACKAGES = (
     "numpy",
     "nvidia-nccl-cu12",
     "nvidia-cudnn-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu13",
 )
 NO_COMMIT = (
     "which commit the suite is at is not known: there is no checkout that git can read, and "

@@ -78,6 +78,8 @@ def _optional_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("largest part", summary["bottleneck"]),
         ]
+    if summary.get("attention_kernels"):
+        rows.append(("attention kernels", _attention_kernels(summary["attention_kernels"])))
     rows += [("straggler", _straggler(rank)) for rank in summary.get("stragglers") or []]
     if summary.get("startup") is not None:
         rows.append(("start-up", _startup(summary["startup"])))
@@ -98,6 +100,17 @@ def format_breakdown(breakdown: dict[str, Any]) -> str:
         f"{phase.replace('_', ' ')} {percent:.0f} %"
         for phase, percent in largest_first
         if percent >= 0.5
+    )
+
+
+def _attention_kernels(kernels: Sequence[dict[str, Any]]) -> str:
+    """Each kernel with the widths of the heads that it ran for."""
+    widths: dict[str, set[int]] = {}
+    for kernel in kernels:
+        widths.setdefault(kernel["kernel"], set()).add(kernel["head_width"])
+    return "; ".join(
+        f"{name} for heads of {', '.join(map(str, sorted(of_kernel)))}"
+        for name, of_kernel in widths.items()
     )
 
 

@@ -30,6 +30,8 @@ MILABENCH = "mila-iqia/milabench"
 NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
 HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
 CHANNELS_LAST = {"memory_format": "channels_last"}
+# As torch.backends.cudnn.version() has 9.15.1.
+SAFE_CUDNN_VERSION = 91501
 
 
 def has_cpp_compiler(situation: Situation) -> bool:
@@ -204,6 +206,13 @@ class ArithmeticSpeedups:
         "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers",
         seed="sdpa",
         rules=(
+            # https://github.com/pytorch/pytorch/issues/169849; the captions have 77 tokens.
+            Rule(
+                ("cudnn",),
+                lambda s: not s.on_gpu or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
+                "cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128",
+                "sdpa | flash | efficient | eager, or a torch with cuDNN 9.15.1 or later",
+            ),
             Rule(
                 ("cudnn", "efficient", "xformers"),
                 lambda s: s.on_gpu,
@@ -231,6 +240,17 @@ class ArithmeticSpeedups:
             Rung("xformers", "xFormers; mosaicml/diffusion-benchmark", (GPU,)),
         ),
     )
+    vae_attention: str | None = setting(
+        one_of("same", "sdpa", "eager"),
+        None,
+        "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
+        "attention and cuDNN: as --attention says, torch's choice among the others (sdpa), or "
+        "eager matrices",
+        seed="same",
+        before="same",
+        acts_with=ENCODERS,
+        rungs=(Rung("eager", "this suite", loss_tolerance=SAME_FP32),),
+    )
     unit_divisions: str | None = setting(
         one_of("keep", "drop"),
         None,
@@ -243,3 +263,8 @@ class ArithmeticSpeedups:
             ),
         ),
     )
+
+    @property
+    def attention_of_vae(self) -> str | None:
+        """The implementation of attention in the VAE."""
+        return self.attention if self.vae_attention == "same" else self.vae_attention

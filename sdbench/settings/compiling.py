@@ -58,6 +58,31 @@ class CompilingSpeedups:
             Rung("all", "torch.compile", loss_tolerance=SAME_FP32),
         ),
     )
+    compile_unit: str | None = setting(
+        one_of("model", "block"),
+        None,
+        "what torch.compile takes at once: a whole sub-model, or a block, whose code all blocks "
+        "with the same shapes share",
+        seed="model",
+        before="model",
+        acts_with=COMPILED,
+        rules=(
+            Rule(
+                ("block",),
+                lambda s: s.config.compile != "none",
+                "nothing is compiled",
+                "model, or --compile unet | encoders | all",
+            ),
+        ),
+        rungs=(
+            Rung(
+                "block",
+                "diffusers, compile_repeated_blocks",
+                together={"compile": "all"},
+                loss_tolerance=SAME_FP32,
+            ),
+        ),
+    )
     compile_mode: str | None = setting(
         one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         None,

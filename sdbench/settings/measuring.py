@@ -50,7 +50,8 @@ class RunSettings:
     check_memory: bool = setting(
         SWITCH,
         True,
-        "refuse a run whose estimated peak memory the machine lacks",
+        "refuse a run whose estimated peak memory the machine lacks; on a GPU, where the estimate "
+        "was never measured, warn",
         only_measures=True,
     )
 

@@ -30,7 +30,7 @@ def build(plan: Plan) -> TrainJob:
         seed=config.seed if config.weights_seed is None else config.weights_seed,
         precision=config.precision,
         memory_format=config.memory_format,
-        attention=config.attention,
+        attention=config.attention_of_vae,
         kl_weight=config.kl_weight,
         device=plan.machine.device_type,
     )

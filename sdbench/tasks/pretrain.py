@@ -57,6 +57,7 @@ def build(
         encoder_dtype=config.encoder_dtype,
         memory_format=config.memory_format,
         attention=config.attention,
+        vae_attention=config.attention_of_vae,
         encoders=config.step_has_encoders,
         trained=config.trained_parts,
         lora=lora,

@@ -13,6 +13,8 @@ from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
 from sdbench.models.stable_diffusion import StableDiffusion
 
+KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
 
 def set_up_process(config: Any) -> None:
     """Set what holds for the whole process, to be called before any work on the device.
@@ -24,10 +26,7 @@ def set_up_process(config: Any) -> None:
         ConfigError: Kernels are compiled, and there is no folder to keep them in.
     """
     if config.compile != "none" or config.group_norm == "fused":
-        # torch loads what it has compiled before, by default from a folder in /tmp that anybody can
-        # make. Each machine has its own: their processors may differ.
-        kernels = private_folder(f"kernels-{os.uname().nodename}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        _keep_compiled_code_private()
     torch.set_num_threads(config.num_threads)
     # Threads inherit it, so it comes before torch starts any for a first computation.
     torch.set_flush_denormal(config.flush_denormals)
@@ -38,6 +37,20 @@ def set_up_process(config: Any) -> None:
     if config.precision in ("fp32", "tf32"):
         torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
         torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+
+
+def _keep_compiled_code_private() -> None:
+    """Have torch load what it has compiled before from a folder of the user's own.
+
+    By default that is a folder in /tmp, which anybody can make, and torch 2.11 writes its name into
+    the environment as it is imported.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Each machine has its own: their processors may differ.
+    kernels = private_folder(f"kernels-{os.uname().nodename}")
+    if os.environ.get(KERNELS_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[KERNELS_VARIABLE] = str(kernels)
 
 
 def tune_model(model: StableDiffusion, config: Any) -> None:
@@ -64,8 +77,11 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
             continue
         # Of the VAE only the encoder is used, through a method of the whole.
         target = module.encoder if module is model.vae else module
-        # In place, so that the names of the weights stay as they are.
-        target.compile(mode=config.compile_mode, dynamic=False)
+        if config.compile_unit == "block":
+            blocks.compile_blocks(target, mode=config.compile_mode)
+        else:
+            # In place, so that the names of the weights stay as they are.
+            target.compile(mode=config.compile_mode, dynamic=False)
 
 
 def tune_blocks(module: torch.nn.Module, config: Any) -> None:

@@ -23,6 +23,7 @@ def estimate(name: str = "tiny", **changes):
         precision="fp32",
         encoder_dtype="fp32",
         attention="sdpa",
+        vae_attention="sdpa",
         optimizer="adamw",
         use_ema=False,
         num_ranks=1,

@@ -1,0 +1,69 @@
+"""`AttentionLog`: which kernels of attention torch ran in a step.
+
+`sdpa` leaves the choice to torch, which differs by GPU, by its version and by cuDNN's.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from typing import Any
+
+# Of libkineto's levels, 3 is that of errors.
+ABOVE_ERRORS = "5"
+# Operators of aten that run one kernel; those of a CPU end in _for_cpu.
+_OPERATOR = re.compile(
+    r"aten::_scaled_dot_product_(?:(\w+)_attention(?:_for_cpu)?|attention_(math))"
+)
+
+
+class AttentionLog:
+    """Runs torch's profiler over a step and keeps what it says of attention."""
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+        self.kernels: list[dict[str, Any]] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is being looked at."""
+        return self._profiler is not None
+
+    def start(self) -> None:
+        """The step is about to begin."""
+        import torch
+
+        # Or its first use prints an error where torch is built for GPUs and there is none.
+        os.environ.setdefault("KINETO_LOG_LEVEL", ABOVE_ERRORS)
+        self._profiler = torch.profiler.profile(
+            # Operators only: reading a GPU's kernels would take seconds.
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            record_shapes=True,
+            acc_events=True,  # or torch 2.11 warns of a second cycle, which there is none of
+        )
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """The step has ended: sets `kernels`, the record's `attention_kernels`.
+
+        Eager matrices, kernels of other libraries and what a CUDA graph replays are not among them.
+        """
+        self._profiler.stop()
+        num_calls = collections.Counter(
+            (match[1] or match[2], *_sizes(event.input_shapes))
+            for event in self._profiler.events()
+            if (match := _OPERATOR.fullmatch(event.name))
+        )
+        self._profiler = None
+        names = ("kernel", "num_heads", "head_width", "num_queries", "num_keys")
+        self.kernels = [
+            dict(zip(names, found, strict=True)) | {"num_calls": calls}
+            for found, calls in sorted(num_calls.items())
+        ]
+
+
+def _sizes(shapes: list[list[int]]) -> tuple[int, int, int, int]:
+    """Sizes of one call, from the shapes (B, heads, length, width) of queries and keys."""
+    (_, num_heads, num_queries, width), (_, _, num_keys, _), *_ = shapes
+    return num_heads, width, num_queries, num_keys

@@ -1,0 +1,128 @@
+"""`make benchmark-gpu` without a GPU: its cells are valid there, and run in miniature here."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import benchmark
+from sdbench.launch.sweep_file import read_sweep_file, to_flags
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import load_record
+from sdbench.settings.config import parse_request
+from tests.machines import make_machine
+from tests.reference.gpu_stand_in import stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = [ROOT / "sweeps" / f"benchmark_gpu_{part}.yaml" for part in (1, 2, 3)]
+ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+H200 = make_machine(
+    device_name="NVIDIA H200", num_devices=1, device_memory_gib=140.0, free_memory_gib=139.5
+)
+OLD_H100 = make_machine(num_devices=1, cudnn_version=90501)
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+def flags_of(content: dict) -> list[list[str]]:
+    return [to_flags({**content["base"], **cell}) for cell in content["list"]]
+
+
+def test_the_parts_have_the_cells_of_the_plan_in_its_order():
+    lean = {"latents": "precomputed", "use_ema": False, "engine": "torch"}
+    lean |= {"precision": "bf16", "master_weights": "fp32"}
+    four = {"batch_size": 4, "device_train_microbatch_size": 4}
+    four |= {"warmup_batches": 20, "max_warmup_batches": 20, "measure_batches": 100}
+    latents = {"latents": "precomputed"}
+    assert [read(path)["list"] for path in PARTS] == [
+        [
+            latents,
+            {},
+            lean,
+            latents | {"image_size": 256},
+            latents | {"attention": "flash"},
+            {"preset": "seed"},
+        ],
+        [
+            lean | four,
+            lean | four | {"cuda_graph": True},
+            {"engine": "torch"},
+            {"vae_attention": "eager"},
+            latents | {"device_train_microbatch_size": 64},
+            {"encoder_batch_size": 128},
+            latents | {"image_size": 256, "engine": "torch"},
+        ],
+        [
+            lean,
+            lean | {"compile_mode": "max-autotune-no-cudagraphs"},
+            lean | {"group_norm": "fused"},
+            latents | {"compile_unit": "block"},
+            {"device_train_microbatch_size": 64},
+        ],
+    ]
+
+
+def test_the_parts_are_measured_alike_and_end_within_ten_minutes():
+    sweeps = [{**read(path), "list": None} for path in PARTS]
+    assert sweeps[0] == sweeps[1] == sweeps[2]
+    assert sweeps[0]["timeout_s"] == 400 and sweeps[0]["budget_s"] == 520
+    assert not {"check_memory", "repeats"} & {*sweeps[0], *sweeps[0]["base"]}
+
+
+@pytest.mark.parametrize("machine", [H200, OLD_H100], ids=["H200", "H100 with torch 2.7"])
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
+def test_every_cell_can_run_on_a_gpu_and_keeps_what_the_file_gives_it(path, machine, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for cell in read_sweep_file(path).cells:
+        # Of the miniature the memory is estimated in a second; on a GPU it refuses nothing.
+        argv = [*to_flags(cell.settings), "--model_name", "tiny"]
+        request = parse_request(argv, description="", epilog="")
+        config = resolve(request, machine=machine, ranks=ONE).config
+        assert {name: getattr(config, name) for name in cell.settings} == dict(cell.settings)
+        fast = config.preset == "fast"
+        assert (config.compile == "all", config.cudnn_benchmark) == (fast, fast)
+
+
+@pytest.fixture
+def without_compiling():
+    """Let torch.compile run the code that it was given: compiling takes minutes on two cores."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+STAND_INS = list(itertools.chain(*(flags_of(stand_in(read(path))[0]) for path in PARTS)))
+
+
+@pytest.mark.parametrize("argv", STAND_INS, ids=" ".join)
+def test_a_cell_runs_in_miniature(argv, tmp_path, without_compiling):
+    assert benchmark.main([*argv, "--results_dir", str(tmp_path)]) == 0
+    record = load_record(next(tmp_path.glob("*/record.json")))
+    assert record["status"] == "ok" and record["summary"]["attention_kernels"]
+
+
+def test_only_what_takes_a_gpu_is_left_out():
+    left_out = [cell for path in PARTS for cell in stand_in(read(path))[1]]
+    (cell,) = left_out
+    assert cell["cuda_graph"] is True
+    assert len(STAND_INS) == sum(len(read(path)["list"]) for path in PARTS) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # torch.compile takes minutes for the miniature on two cores
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_a_part_runs_to_its_end_in_miniature_with_all_that_a_gpu_host_does(part, tmp_path):
+    make = ["make", "rehearse-gpu", f"PART={part}", f"PYTHON={sys.executable}", f"OUT={tmp_path}"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    num_cells = len(stand_in(read(PARTS[part - 1]))[0]["list"])
+    assert done.stdout.count("  ok") == num_cells

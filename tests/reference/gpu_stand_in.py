@@ -1,0 +1,65 @@
+"""Prints a sweep for a GPU as one for a CPU: the same cells with the miniature and few steps.
+
+What a CPU has no part of is left out and named in a comment; so that the other paths are those of
+a GPU, the preset's `compile` is that of a GPU. `make rehearse-gpu` makes the runs:
+
+    python tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_1.yaml > stand-in.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# Values that a cell may have, and what stands for each of them.
+STAND_INS: dict[str, dict[Any, Any]] = {
+    "image_size": {512: 128, 256: 64},
+    "batch_size": {128: 8, 4: 4},
+    "device_train_microbatch_size": {32: 2, 64: 4, 4: 4},
+    "encoder_batch_size": {128: 8},
+    "warmup_batches": {3: 1, 20: 2},
+    "max_warmup_batches": {3: 1, 20: 2},
+    "measure_batches": {10: 2, 100: 3},
+}
+FOR_GPUS_ONLY = ("cuda_graph",)
+# Compiling the miniature takes minutes on two cores.
+TIMEOUT_S = 1800
+
+
+def stand_in(sweep: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A sweep for a CPU in the place of one for a GPU.
+
+    Args:
+        sweep: Content of the file.
+
+    Returns:
+        The content of the other one, and the cells that it leaves out.
+
+    Raises:
+        KeyError: A value has no stand-in.
+    """
+    left_out = [cell for cell in sweep["list"] if any(name in cell for name in FOR_GPUS_ONLY)]
+    cells = [_smaller(cell) for cell in sweep["list"] if cell not in left_out]
+    for cell in cells:
+        if cell.get("preset") != "seed":
+            cell["compile"] = "unet" if cell.get("latents") == "precomputed" else "all"
+    base = {"model_name": "tiny", "num_workers": 0, **_smaller(sweep["base"])}
+    return {"launcher": sweep["launcher"], "timeout_s": TIMEOUT_S, "base": base, "list": cells}, (
+        left_out
+    )
+
+
+def _smaller(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: STAND_INS[name][value] if name in STAND_INS else value
+        for name, value in settings.items()
+    }
+
+
+if __name__ == "__main__":
+    content, without = stand_in(yaml.safe_load(Path(sys.argv[1]).read_text()))
+    print(f"# Stands for {sys.argv[1]}. Left out, since they take a GPU: {without}")
+    print(yaml.safe_dump(content, sort_keys=False), end="")
