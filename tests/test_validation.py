@@ -25,6 +25,7 @@ from sdbench.tasks.validation import (
     open_held_out,
     validation_loss,
 )
+from tests.engines.linear import make_config
 from tests.forked import run_in_group
 
 TINY, _ = resolve_architecture("tiny")
@@ -189,7 +190,7 @@ def measure_as_rank(rank: int, folder: Path) -> None:
         model = build()
         job = as_job(model)
         if sharding in ("full", "grad_op"):
-            shard_weights(job, sharding=sharding)
+            shard_weights(job, config=make_config(sharding=sharding))
             job = as_job(model)
         averages = averages_of(job)
         if sharding == "zero1":

@@ -43,7 +43,7 @@ def fit(
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)

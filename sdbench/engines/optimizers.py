@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sdbench.engines.torch_compat import AdamW
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
 
 if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
@@ -64,18 +66,26 @@ def make_optimizer(
         "fused": True if config.optimizer == "adamw_fused" else None,
         "capturable": config.cuda_graph,
     }
-    if config.sharding == "zero1":
+    # With FSDP the weights that a rank holds are shards of the copies, see `shard_weights`.
+    has_copies = config.master_weights == "fp32" and config.sharding not in FSDP
+    optimizer_class = AdamWOfMasterWeights if has_copies else AdamW
+    if config.sharding in ZERO1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
             groups,
-            optimizer_class=AdamW,
+            optimizer_class=optimizer_class,
+            process_group=_group_of_node() if config.sharding in WITHIN_NODE else None,
             parameters_as_bucket_view=False,
             **settings,
         )
-    if config.master_weights == "fp32":
-        return AdamWOfMasterWeights(groups, **settings)
-    return AdamW(groups, **settings)
+    return optimizer_class(groups, **settings)
+
+
+def _group_of_node() -> torch.distributed.ProcessGroup:
+    """The process group of this node's ranks; all ranks call it."""
+    own, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
+    return own
 
 
 def make_schedule(

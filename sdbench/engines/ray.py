@@ -40,7 +40,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)

@@ -109,7 +109,7 @@ def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
     if ranks.world_size == 1:
         return job.model
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
         return job.model
     # Buffers are constants and equal on all ranks.
     return make_ddp(job.model, config=config, broadcast_buffers=False)

@@ -6,6 +6,7 @@ import dataclasses
 
 from sdbench.base.host_memory import can_keep_freed_memory
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
+from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     CPU,
@@ -76,7 +77,7 @@ class UpdateSpeedups:
             ),
             Rule(
                 ("composer",),
-                lambda s: s.config.sharding in ("none", "zero1"),
+                is_ddp,
                 "Composer's moving average keeps whole weights on each rank",
                 "foreach, or --sharding none | zero1",
                 "foreach",

@@ -107,6 +107,7 @@ def make_config(**changes) -> SimpleNamespace:
         "static_graph": False,
         "ddp_bucket_mib": 25,
         "grad_compression": "none",
+        "master_weights": "none",
     }
     return SimpleNamespace(**plain | changes)
 
