@@ -55,9 +55,7 @@ def fit(
     elif job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
     # Composer makes the scaler, later.
-    state = TrainState(
-        job, optimizer, ema=ema, batches=loader, scaler=None, sharding=config.sharding
-    )
+    state = TrainState(job, optimizer, ema=ema, batches=loader, scaler=None, config=config)
     if ema is not None:
         callbacks.append(EmaCallback(ema, state, watch.phases))
     if hooks is not None:

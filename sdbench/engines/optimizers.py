@@ -126,7 +126,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             self._weights += weights
             self._masters += masters
         self._adamw = AdamW(copied, **settings)
-        super().__init__(self._masters, self._adamw.defaults)
+        # By groups: of those a rank may have no weight, where others have the state of all.
+        super().__init__(copied, self._adamw.defaults)
         self._share()
 
     def _share(self) -> None:
@@ -147,8 +148,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         """Restore the state and the copies, and set the weights from the copies."""
         self._adamw.load_state_dict(state_dict)
         self._share()
-        torch._foreach_copy_(self._masters, state_dict["masters"])
-        torch._foreach_copy_(self._weights, self._masters)
+        _copy_all(state_dict["masters"], self._masters)
+        _copy_all(self._masters, self._weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -161,7 +162,7 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
-        torch._foreach_copy_(self._weights, self._masters)
+        _copy_all(self._masters, self._weights)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -171,3 +172,9 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
                 weight.grad = None
             elif weight.grad is not None:
                 weight.grad.zero_()
+
+
+def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy values from tensor to tensor; torch's function takes no empty list."""
+    if targets:
+        torch._foreach_copy_(targets, sources)

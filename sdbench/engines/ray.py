@@ -51,9 +51,7 @@ def fit(
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
     batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
-    state = TrainState(
-        job, optimizer, ema=ema, batches=batches, scaler=scaler, sharding=config.sharding
-    )
+    state = TrainState(job, optimizer, ema=ema, batches=batches, scaler=scaler, config=config)
     if hooks is not None:
         hooks.begins(state)
     num_steps = job.num_steps - state.num_steps

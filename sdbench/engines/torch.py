@@ -62,7 +62,7 @@ def fit(
         ema=ema,
         batches=batches,
         scaler=training_step.scaler,
-        sharding=config.sharding,
+        config=config,
     )
     if hooks is not None:
         hooks.begins(state)
