@@ -104,6 +104,14 @@ REFUSED = [
         "max-autotune-no-cudagraphs",
     ),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
+    (("--encode_ahead", "--encoder_batch_size", "8"), CPU, ONE, "--copy_stream side"),
+    (("--encode_ahead",), H100, ONE, "--encoder_batch_size"),
+    (
+        ("--encode_ahead", "--encoder_batch_size", "8", "--latents", "precomputed"),
+        H100,
+        ONE,
+        "--no_encode_ahead",
+    ),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
     (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
 ]

@@ -108,10 +108,10 @@ def _loader_and_callbacks(
     callbacks: list[Callback] = [DataWaitCallback(watch)]
     if config.copy_stream == "side":
         loader = make_batches(
-            job.loader, device=find_device(), watch=watch, copy_stream=config.copy_stream
+            job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
         )
         callbacks = [FetchAheadCallback(loader)]
-    if job.prepare is not None:
+    elif job.prepare is not None:
         callbacks.append(PrepareCallback(job, device))
     if config.sharding in WEIGHT_SHARDING:
         callbacks.append(GradientSyncCallback(job, config))

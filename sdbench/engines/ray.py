@@ -50,12 +50,16 @@ def fit(
     ema = None
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-    batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
+    batches = make_batches(
+        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
+    )
     state = TrainState(job, optimizer, ema=ema, batches=batches, scaler=scaler, config=config)
     if hooks is not None:
         hooks.begins(state)
     num_steps = job.num_steps - state.num_steps
-    microbatches = MicroBatches(batches, job, config=config, num_steps=num_steps)
+    microbatches = MicroBatches(
+        batches, config=config, num_steps=num_steps, images_per_step=job.images_per_step
+    )
     handlers = contextlib.ExitStack()
     model = Diffusion(
         job,
@@ -153,20 +157,21 @@ class MicroBatches:
     would not be that of the batch trained on last.
     """
 
-    def __init__(self, batches: Batches, job: TrainJob, *, config: Any, num_steps: int) -> None:
+    def __init__(
+        self, batches: Batches, *, config: Any, num_steps: int, images_per_step: int
+    ) -> None:
         """Prepare; nothing is loaded yet.
 
         Args:
             batches: Of this rank, on its device.
-            job: Prepares whole batches.
             config: The resolved config.
             num_steps: Most steps of the run.
+            images_per_step: Global batch.
         """
         self._batches = batches
-        self._job = job
         self._size = config.device_train_microbatch_size
         self._num_steps = num_steps
-        self._num_images = job.images_per_step // Ranks.from_environment().world_size
+        self._num_images = images_per_step // Ranks.from_environment().world_size
         self.num_per_step = -(-self._num_images // self._size)
 
     def __len__(self) -> int:
@@ -177,9 +182,6 @@ class MicroBatches:
             yield from self._split(next(self._batches))
 
     def _split(self, batch: Batch) -> Iterator[MicroBatch]:
-        if self._job.prepare is not None:
-            with torch.no_grad():
-                batch = self._job.prepare(batch)
         pieces = zip(*(data.split(self._size) for data in batch.values()), strict=True)
         for number, piece in enumerate(pieces, start=1):
             tensors = dict(zip(batch, piece, strict=True))

@@ -55,7 +55,9 @@ def fit(
     ema = None
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-    batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
+    batches = make_batches(
+        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
+    )
     state = TrainState(
         job,
         optimizer,
@@ -75,7 +77,7 @@ def fit(
         for _ in range(state.num_steps, job.num_steps):
             state.is_skipped = False
             # The batch has no name here, so that its memory is free for the next one.
-            loss = run_step(_prepare(next(batches), job))
+            loss = run_step(next(batches))
             schedule.step()
             if ema is not None and not state.is_skipped:
                 with watch.phases.phase(phases.EMA):
@@ -95,13 +97,6 @@ def fit(
         num_images=job.loader.num_images_delivered,
         peak_memory_gib=peak_memory_gib(),
     )
-
-
-def _prepare(batch: Batch, job: TrainJob) -> Batch:
-    if job.prepare is None:
-        return batch
-    with torch.no_grad():
-        return job.prepare(batch)
 
 
 def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:

@@ -118,6 +118,43 @@ class UpdateSpeedups:
         ),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", (GPU,)),),
     )
+    encode_ahead: bool = setting(
+        SWITCH,
+        False,
+        "encode the next step's batch on the stream of its copy, while gradients and weights "
+        "travel between ranks; with --encoder_batch_size N",
+        seed=False,
+        acts_with=ENCODERS,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.copy_stream == "side",
+                "only a stream of its own can encode beside a step",
+                "--no_encode_ahead, or on a GPU --copy_stream side",
+            ),
+            Rule(
+                (True,),
+                lambda s: s.config.encoder_batch_size != "microbatch",
+                "what is encoded within a micro-batch is no part of the next step",
+                "--no_encode_ahead, or --encoder_batch_size with the images of a call",
+            ),
+            Rule(
+                (True,),
+                lambda s: s.config.step_has_encoders and not s.config.has_subject,
+                "the step encodes no images",
+                "--no_encode_ahead",
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                "this suite",
+                (GPU,),
+                needs={"copy_stream": "side", "encoder_batch_size": 128},
+            ),
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

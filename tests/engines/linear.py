@@ -100,6 +100,7 @@ def make_config(**changes) -> SimpleNamespace:
         "seed": 17,
         "optimizer_params": "trainable",
         "copy_stream": "compute",
+        "encode_ahead": False,
         "cuda_graph": False,
         "sharding": "none",
         "grad_sync": "last",
