@@ -69,6 +69,8 @@ REFUSED = [
     (("--sharding", "hybrid"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "full", "--precision", "amp_fp16"), H100, EIGHT, "another --precision"),
     (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
+    (("--gather_ahead", "--sharding", "full"), H100, EIGHT, "grad_op | hybrid_grad_op"),
+    (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
     (("--sharding", "hybrid_grad_op"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "hybrid_zero1"), CPU, EIGHT, "none | zero1 | grad_op | full"),
     (

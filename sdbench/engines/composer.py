@@ -21,9 +21,9 @@ from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
+    begin_microbatch,
     held_weights,
     make_ddp,
-    set_gradient_sync,
     shard_weights,
 )
 from sdbench.engines.state import TrainingHooks, TrainState
@@ -243,7 +243,7 @@ class GradientSyncCallback(Callback):
         """A micro-batch begins."""
         self._num_seen += 1
         is_last = self._num_seen == self._num_microbatches
-        set_gradient_sync(self._job, config=self._config, is_last=is_last)
+        begin_microbatch(self._job, config=self._config, is_last=is_last)
 
 
 class EmaCallback(Callback):

@@ -24,7 +24,7 @@ from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
-from sdbench.engines.sharding import WEIGHT_SHARDING, held_weights, set_gradient_sync, shard_weights
+from sdbench.engines.sharding import WEIGHT_SHARDING, begin_microbatch, held_weights, shard_weights
 from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
@@ -244,7 +244,7 @@ class Diffusion(lightning.LightningModule):
         if not self._losses:
             self._state.is_skipped = False
         if self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._job, config=self._config, is_last=batch.is_last)
+            begin_microbatch(self._job, config=self._config, is_last=batch.is_last)
 
     def training_step(self, batch: MicroBatch) -> Tensor:
         """The micro-batch's part of the loss; Lightning divides it by the number of them."""

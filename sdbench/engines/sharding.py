@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -110,8 +111,8 @@ def shard_weights(job: TrainJob, *, config: Any) -> None:
         shard(trained.module)
 
 
-def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
-    """Say whether FSDP2 reduces gradients in the next micro-batch.
+def begin_microbatch(job: TrainJob, *, config: Any, is_last: bool) -> None:
+    """Tell FSDP2 of the next micro-batch: whether it reduces gradients, and to gather weights.
 
     Args:
         job: `shard_weights` has sharded it.
@@ -123,14 +124,21 @@ def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")
         if config.sharding in GATHERED_ONCE:
             module.set_reshard_after_backward(is_last)
+    if config.gather_ahead:
+        for module in _sharded_modules(job):
+            module.unshard(async_op=True)  # a module that has its weights leaves it at that
 
 
 def forget_gathered(job: TrainJob) -> None:
     """Leave to each rank its shards alone: after a forward pass FSDP2 may keep whole weights."""
+    for module in _sharded_modules(job):
+        module.reshard()
+
+
+def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
+    """The modules that gather their weights on their own, in the order of the forward pass."""
     for trained in job.trained.values():
-        for module in trained.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 
 
 def held_weights(

@@ -21,9 +21,9 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
+    begin_microbatch,
     held_weights,
     make_ddp,
-    set_gradient_sync,
     shard_weights,
 )
 from sdbench.engines.state import TrainingHooks, TrainState
@@ -186,7 +186,7 @@ class TrainingStep:
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
         elif self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._job, config=self._config, is_last=is_last)
+            begin_microbatch(self._job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()
 
 

@@ -61,8 +61,8 @@ class AdamW(torch.optim.AdamW):
 def let_cpus_average_between_nodes() -> None:
     """Let FSDP2 share weights within each node on CPUs as well.
 
-    It asserts that the stream of an average between nodes has recorded an event. The streams of a
-    CPU, where each operation has ended when it returns, record none (torch 2.7 to 2.11).
+    torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
+    of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
     """
     torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
 

@@ -96,6 +96,30 @@ class RankSpeedups:
             Rung("hybrid_zero1", f"{MLPERF}: ZeRO-1 within a node", together=TRAINABLE),
         ),
     )
+    gather_ahead: bool = setting(
+        SWITCH,
+        False,
+        "begin to gather all weights as a step begins, while its encoders run, with --sharding "
+        "grad_op | hybrid_grad_op",
+        seed=False,
+        acts_with=RANKS,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.sharding in GATHERED_ONCE,
+                "only weights that stay gathered for a step are gathered ahead of it",
+                "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                "torch FSDP2, explicit prefetching",
+                needs={**TRAINABLE, "sharding": "grad_op"},
+            ),
+        ),
+    )
     # Composer averages in the last micro-batch of a step, in torch's buckets of 25 MiB.
     grad_sync: str | None = setting(
         one_of("every", "last"),

@@ -103,6 +103,7 @@ def make_config(**changes) -> SimpleNamespace:
         "encode_ahead": False,
         "cuda_graph": False,
         "sharding": "none",
+        "gather_ahead": False,
         "grad_sync": "last",
         "gradient_as_bucket_view": False,
         "static_graph": False,

@@ -174,6 +174,26 @@ def test_a_node_holds_all_weights_and_its_ranks_a_part(name, of_nodes):
     assert shapes == [(4, 8), (3, 8)] * 2
 
 
+@each_engine
+def test_weights_that_are_gathered_ahead_are_the_same(engine, results):
+    # Two micro-batches a step: for the second one they are there already.
+    assert_gathered_ahead(
+        results[0][engine, "grad_op"], results[0][engine, "grad_op-ahead"], num_microbatches=2
+    )
+
+
+def test_nodes_gather_ahead_too(of_nodes):
+    plain, ahead = (of_nodes[name][0] for name in ("hybrid_grad_op", "hybrid_grad_op-ahead"))
+    assert_gathered_ahead(plain, ahead, num_microbatches=2)
+
+
+def assert_gathered_ahead(plain, ahead, *, num_microbatches):
+    assert ahead["was_gathering"] == ([True] + [False] * (num_microbatches - 1)) * NUM_STEPS
+    assert not any(plain["was_gathering"])
+    for name in ("losses", "weights", "gradients", "average"):
+        torch.testing.assert_close(ahead[name], plain[name], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("case", "type_held"), [("masters", "bf16"), ("grad_op-masters", "fp32")])
 @each_engine
 def test_what_is_updated_is_the_copy_in_fp32(engine, case, type_held, results):

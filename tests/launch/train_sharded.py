@@ -9,6 +9,7 @@ import importlib
 
 import torch
 import torch.distributed.checkpoint
+from torch.distributed.fsdp import FSDPModule
 
 from sdbench.engines import ENGINES
 from sdbench.engines.job import EmaSpec, TrainedModule
@@ -23,6 +24,7 @@ CASES: dict[str, dict[str, object]] = {
     "zero1": {"sharding": "zero1"},
     "grad_op": {"sharding": "grad_op"},
     "grad_op-every": {"sharding": "grad_op", "grad_sync": "every"},
+    "grad_op-ahead": {"sharding": "grad_op", "gather_ahead": True},
     "full": {"sharding": "full"},
     "full-every": {"sharding": "full", "grad_sync": "every"},
     "full-unfused": {"sharding": "full", "optimizer": "adamw"},
@@ -48,6 +50,10 @@ CASES_OF_NODES: dict[str, dict[str, object]] = {
     for name in ("hybrid", "hybrid_grad_op", "hybrid_zero1")
     for suffix, precision in (("", {}), ("-masters", MASTERS))
 }
+CASES_OF_NODES["hybrid_grad_op-ahead"] = {
+    **CASES_OF_NODES["hybrid_grad_op"],
+    "gather_ahead": True,
+}
 
 
 def make_model():
@@ -59,6 +65,7 @@ def make_model():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
+            self.was_gathering = []
             self.encoder = torch.nn.Linear(NUM_FEATURES, NUM_FEATURES).requires_grad_(False)
             self.unet = torch.nn.Sequential(
                 torch.nn.Conv2d(2, 8, (1, 3)).to(memory_format=torch.channels_last),
@@ -69,6 +76,7 @@ def make_model():
             )
 
         def forward(self, batch):
+            self.was_gathering.append(is_gathering(self.unet))
             images = self.encoder(batch["input"]).view(-1, 2, 1, NUM_FEATURES // 2)
             dtype = next(self.unet.parameters()).dtype
             return self.unet(images.to(dtype)), batch["target"]
@@ -112,6 +120,15 @@ def make_case(case, *, num_ranks, rank):
         sharded_blocks=blocks,
     )
     return parts, config, gradients
+
+
+def is_gathering(module):
+    """Whether weights are on their way to this rank, by FSDP's own account."""
+    return any(
+        isinstance(one, FSDPModule)
+        and one._get_fsdp_state()._fsdp_param_group._all_gather_result is not None
+        for one in module.modules()
+    )
 
 
 def whole(tensor):
@@ -186,6 +203,7 @@ def train(engine, case, *, folder):
         "weights": recorder.weights,
         "average": {n.removeprefix("unet."): average for n, average in ema.gather().items()},
         "held": recorder.held,
+        "was_gathering": parts.model.was_gathering,
         "shapes": recorder.shapes,
     }
 
