@@ -70,9 +70,9 @@ def make_optimizer(
     has_copies = config.master_weights == "fp32" and config.sharding not in FSDP
     optimizer_class = AdamWOfMasterWeights if has_copies else AdamW
     if config.sharding in ZERO1:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from sdbench.engines.zero1 import Zero1
 
-        return ZeroRedundancyOptimizer(
+        return Zero1(
             groups,
             optimizer_class=optimizer_class,
             process_group=_group_of_node() if config.sharding in WITHIN_NODE else None,

@@ -218,6 +218,17 @@ def test_under_zero1_a_weight_is_averaged_by_one_rank_alone(engine, results):
     assert first | second == set(results[0][engine, "none"]["held"][0])
 
 
+@each_engine
+def test_under_zero1_weights_are_those_of_ddp(engine, results):
+    # Each is updated by one rank and sent to the other.
+    for suffix, plain in (("", "none"), ("-masters", "masters")):
+        one, other = results[0][engine, f"zero1{suffix}"], results[0][engine, plain]
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            one["weights"], results[1][engine, f"zero1{suffix}"]["weights"], rtol=0, atol=0
+        )
+
+
 def test_under_hybrid_zero1_each_node_has_all_averages(of_nodes):
     first, second, *other_node = held_by(of_nodes["hybrid_zero1"])
     assert first and second and not first & second
