@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.report.compare import CompareFlags
+from sdbench.scaling.changes import CHANGES
 from sdbench.settings import request
 from sdbench.settings.kinds import (
     DATE,
@@ -18,6 +19,7 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     TEXT,
     number,
+    one_of,
     whole_number,
 )
 from sdbench.settings.setting import REQUIRED, setting, shared
@@ -82,6 +84,10 @@ record with --profile_batches, or of phases that you give: a micro-batch on one 
 moving average, gradients and what is in no phase count once in a step, the encoders, the forward
 and the backward pass in each micro-batch. What gradients take between GPUs that the record did not
 have comes from the links. All of it is modelled: measure what matters.
+
+Changes: the GPUs of a node share out optimizer and moving average (shared); gradients travel in 16
+bits (16_bit), behind the backward pass (behind_backward), behind the encoders of the next step
+(behind_encoders); what is in no phase is hidden, as CUDA graphs do (no_rest).
 """
 
 OVERHEAD_EPILOG = """\
@@ -224,6 +230,12 @@ class OverheadFlags:
         POSITIVE,
         None,
         "size of the pieces in which gradients travel (default: that of the record, or 200)",
+    )
+    changes: tuple[str, ...] = setting(
+        one_of(*CHANGES),
+        tuple(CHANGES),
+        "what is done about the overhead, in this order",
+        takes_several=True,
     )
     gpus_per_node: int = setting(POSITIVE, 8, "that share a fast link")
     # AWS's page of p5 instances: NVSwitch of 900 GB/s a GPU in both directions together, and

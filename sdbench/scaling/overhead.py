@@ -18,15 +18,16 @@ from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
 from sdbench.record.store import OK
 from sdbench.report.runs import read_record
+from sdbench.scaling.changes import CHANGES, ENCODERS, Change
 from sdbench.scaling.command_line import OverheadFlags
 from sdbench.scaling.points import split_batch
 from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
 from sdbench.settings.parallel import SEVERAL_NODES_MIB
 from sdbench.statistics.law import Setup, communication_share
 
+AS_IT_IS = "as it is"
 BYTES_PER_MIB = 2**20
 # Phases that every micro-batch goes through; the others count once in a step.
-ENCODERS = (phases.VAE_ENCODE, phases.TEXT_ENCODE)
 WORK = (*ENCODERS, phases.UNET_FORWARD, phases.BACKWARD)
 SHARED = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
@@ -88,48 +89,11 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """What is done about the overhead.
-
-    Attributes:
-        shares: The GPUs of a node share out optimizer and moving average.
-        halves: Gradients travel in 16 bits instead of 32.
-        hides_behind: Phases of a micro-batch during which gradients travel.
-        hides_rest: What is no phase of the device is hidden, as CUDA graphs do.
-    """
-
-    shares: bool = False
-    halves: bool = False
-    hides_behind: tuple[str, ...] = ()
-    hides_rest: bool = False
-
-    def __or__(self, other: Change) -> Change:
-        return Change(
-            self.shares or other.shares,
-            self.halves or other.halves,
-            tuple(dict.fromkeys(self.hides_behind + other.hides_behind)),
-            self.hides_rest or other.hides_rest,
-        )
-
-
-AS_IT_IS = "as it is"
-# Each is also predicted together with those above it.
-CHANGES = {
-    AS_IT_IS: Change(),
-    "optimizer and EMA shared out within the node": Change(shares=True),
-    "gradients in 16 bits": Change(halves=True),
-    "gradients behind the backward pass": Change(hides_behind=(phases.BACKWARD,)),
-    "gradients behind the next encoders": Change(hides_behind=ENCODERS),
-    "the rest hidden (CUDA graphs)": Change(hides_rest=True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Forecast:
     """A predicted step.
 
     Attributes:
-        name: Of the change, a key of `CHANGES`.
+        name: Of the change, a key of `CHANGES`, or `AS_IT_IS`.
         is_together: Whether those above it are made as well.
         setup: How the step is divided.
         work_s: Seconds of its micro-batches.
@@ -153,10 +117,19 @@ class Forecast:
         return self.setup.images_per_step / self.step_time_s
 
 
-def forecast(step: Step, cluster: Cluster, setups: Sequence[Setup]) -> list[Forecast]:
-    """Predict each change alone and together with those above it, for each setup."""
+def forecast(
+    step: Step, cluster: Cluster, setups: Sequence[Setup], *, names: Sequence[str]
+) -> list[Forecast]:
+    """Predict the step as it is, and each change alone and together with those before it.
+
+    Args:
+        step: The step.
+        cluster: The cluster.
+        setups: How the step is divided.
+        names: Keys of `CHANGES`.
+    """
     found, together = [], Change()
-    for name, change in CHANGES.items():
+    for name, change in ((AS_IT_IS, Change()), *((name, CHANGES[name]) for name in names)):
         together = together | change
         for is_together, made in ((False, change), (True, together)):
             for setup in setups:

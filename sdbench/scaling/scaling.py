@@ -118,7 +118,7 @@ def run_overhead(arguments: OverheadFlags) -> int:
     step, cluster = overhead.read_step(arguments), overhead.make_cluster(arguments)
     counts = parse_counts(arguments.num_gpus, flag="--num_gpus")
     setups = overhead.make_setups(step, counts, arguments)
-    forecasts = overhead.forecast(step, cluster, setups)
+    forecasts = overhead.forecast(step, cluster, setups, names=arguments.changes)
     print(answers.format_lines(overhead.describe(step, cluster, setups)))
     print(f"\n{answers.format_forecasts(forecasts)}")
     if arguments.out is not None:
