@@ -128,7 +128,7 @@ def sharded():
         yield pytest.param(*each, (), marks=() if is_quick else pytest.mark.slow)
     yield pytest.param("torch", "full", LORA, id="lora")
     yield pytest.param("torch", "grad_op", MASTERS, id="grad_op of copies")
-    yield pytest.param("torch", "zero1", MASTERS, id="zero1 of copies")
+    yield pytest.param("torch", "zero1", MASTERS, id="zero1 of copies", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("engine", "sharding", "what"), sharded())
