@@ -22,7 +22,8 @@ from sdbench.scaling.changes import CHANGES, ENCODERS, Change
 from sdbench.scaling.command_line import OverheadFlags
 from sdbench.scaling.points import split_batch
 from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
-from sdbench.settings.parallel import SEVERAL_NODES_MIB
+from sdbench.settings.parallel import SEVERAL_NODES_MIB, WITHIN_NODE
+from sdbench.settings.parallel import SHARED as SHARING
 from sdbench.statistics.law import Setup, communication_share
 
 AS_IT_IS = "as it is"
@@ -43,7 +44,9 @@ class Step:
         num_micro_batches: Of the step, on one GPU.
         num_gpus: It was measured on.
         seconds: Of each phase.
+        num_sharers: GPUs that shared out optimizer and moving average; 1: none did.
         gradient_bytes: That one GPU has to average with the others.
+        is_16_bit: Whether these are of 16 bits each, and not of 32.
         bucket_bytes: Of them, what travels in one piece.
     """
 
@@ -52,7 +55,9 @@ class Step:
     num_micro_batches: int
     num_gpus: int
     seconds: Mapping[str, float]
+    num_sharers: int
     gradient_bytes: float
+    is_16_bit: bool
     bucket_bytes: float
 
     def of_micro_batch(self, *names: str) -> float:
@@ -141,10 +146,10 @@ def forecast(
 
 def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> dict[str, float]:
     """Seconds of each part of the overhead."""
-    sharers = min(num_gpus, cluster.gpus_per_node) if change.shares else 1
+    share = step.num_sharers / min(num_gpus, cluster.gpus_per_node) if change.shares else 1.0
     rest_s = 0.0 if change.hides_rest else sum(step.seconds[name] for name in REST)
     return {
-        **{name: step.seconds[name] / sharers for name in SHARED},
+        **{name: step.seconds[name] * share for name in SHARED},
         phases.GRADIENT_COMMUNICATION: _exposed(step, cluster, change, num_gpus=num_gpus),
         "rest": rest_s,
     }
@@ -152,12 +157,14 @@ def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) ->
 
 def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> float:
     """Seconds of the communication that nothing hides."""
-    num_bytes = step.gradient_bytes / 2 if change.halves else step.gradient_bytes
+    part = 0.5 if change.halves and not step.is_16_bit else 1.0
+    num_bytes = part * step.gradient_bytes
     whole_s = cluster.transfer_s(num_bytes, num_gpus)
+    # What was measured, and what the model says of the GPUs that were not there.
+    added_s = max(0.0, whole_s - cluster.transfer_s(num_bytes, step.num_gpus))
+    unhidden_s = part * step.seconds[phases.GRADIENT_COMMUNICATION] + added_s
     if not change.hides_behind:
-        # What was measured, and what the model says of the GPUs that were not there.
-        measured_s = step.seconds[phases.GRADIENT_COMMUNICATION] * num_bytes / step.gradient_bytes
-        return measured_s + max(0.0, whole_s - cluster.transfer_s(num_bytes, step.num_gpus))
+        return unhidden_s
     # The first piece is there when its gradients are, and the last one leaves when all are done.
     piece = min(1.0, step.bucket_bytes / num_bytes)
     cover_s = sum(
@@ -165,7 +172,7 @@ def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> 
         for name in change.hides_behind
     )
     last_s = piece * whole_s if set(change.hides_behind) == {phases.BACKWARD} else 0.0
-    return max(whole_s - cover_s, last_s)
+    return min(unhidden_s, max(whole_s - cover_s, last_s))
 
 
 def read_step(arguments: OverheadFlags) -> Step:
@@ -207,9 +214,19 @@ def read_step(arguments: OverheadFlags) -> Step:
         num_micro_batches=math.ceil(device_batch / micro_batch),
         num_gpus=num_gpus,
         seconds={name: factor * breakdown["seconds"][name] for name in phases.PHASES},
+        num_sharers=_count_sharers(record),
         gradient_bytes=num_bytes,
+        is_16_bit=is_16_bit,
         bucket_bytes=(arguments.bucket_mib or config["ddp_bucket_mib"]) * BYTES_PER_MIB,
     )
+
+
+def _count_sharers(record: Mapping[str, Any]) -> int:
+    """GPUs among which a run has shared out its optimizer."""
+    sharding, ranks = record["config"].get("sharding"), record["ranks"]
+    if sharding not in SHARING:
+        return 1
+    return ranks["ranks_per_node" if sharding in WITHIN_NODE else "world_size"]
 
 
 def _given_step(arguments: OverheadFlags) -> Step:
@@ -238,7 +255,9 @@ def _given_step(arguments: OverheadFlags) -> Step:
         num_micro_batches=1,
         num_gpus=1,
         seconds={name: seconds.get(name, 0.0) for name in phases.PHASES},
+        num_sharers=1,
         gradient_bytes=4 * arguments.num_parameters,
+        is_16_bit=False,
         bucket_bytes=(arguments.bucket_mib or SEVERAL_NODES_MIB) * BYTES_PER_MIB,
     )
 

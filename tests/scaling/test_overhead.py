@@ -115,6 +115,26 @@ def test_on_its_own_gpus_a_record_takes_the_time_that_was_measured(overhead, rep
     assert gain_s == pytest.approx(7 / 8 * shared * size / rate)
 
 
+def test_what_a_record_does_already_is_not_done_twice(overhead, repository, tmp_path):
+    record = json.loads((repository / "results" / "runs" / RECORD / "record.json").read_text())
+    # As if four ranks of two nodes had made it, whose optimizers were shared out within the nodes.
+    record["config"] |= {"sharding": "hybrid_zero1", "precision": "bf16", "batch_size": 8}
+    record["ranks"] |= {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    nodes = ("--gpus_per_node", 2, "--device_batch", 2)
+    rows = overhead("--record", tmp_path / "record.json", "--num_gpus", "4", *nodes)
+    measured_s = 8 / record["summary"]["images_per_second"]
+    for change in ("as it is", "shared", "16_bit", "behind_backward"):
+        assert step_s(rows, change, num_gpus=4) == pytest.approx(measured_s)
+    # Of one more GPU in each node, each would do two thirds of it.
+    nodes = ("--gpus_per_node", 3, "--device_batch", 2)
+    rows = overhead("--record", tmp_path / "record.json", "--num_gpus", "6", *nodes)
+    gain_s = step_s(rows, "as it is", num_gpus=6) - step_s(rows, "shared", num_gpus=6)
+    breakdown = record["summary"]["breakdown"]
+    shared = breakdown["seconds"]["optimizer"] + breakdown["seconds"]["ema"]
+    assert gain_s == pytest.approx(shared / 3 * measured_s / breakdown["step_time_s"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
