@@ -79,8 +79,10 @@ def exit_codes(ranks: list[BaseProcess], *, timeout_s: float = 60) -> list[int |
     return [rank.exitcode for rank in ranks]
 
 
-def run_in_group(run: Callable[[int], None], folder: Path) -> None:
-    """Call `run(rank)` on each of two ranks that have joined a gloo group."""
+def run_in_group(
+    run: Callable[[int], None], folder: Path, *, num_ranks: int = NUM_RANKS, num_nodes: int = 1
+) -> None:
+    """Call `run(rank)` on each of the ranks, which have joined a gloo group."""
     from sdbench.engines import ENGINES, load_engine
 
     for engine in ENGINES:
@@ -96,10 +98,10 @@ def run_in_group(run: Callable[[int], None], folder: Path) -> None:
         torch.distributed.barrier()
         return 0
 
-    with forked_ranks(program, folder) as ranks:
+    with forked_ranks(program, folder, num_ranks=num_ranks, num_nodes=num_nodes) as ranks:
         codes = exit_codes(ranks, timeout_s=240)
-        logs = [log_of(folder, rank).read_text() for rank in range(NUM_RANKS)]
-        assert codes == [0] * NUM_RANKS, logs
+        logs = [log_of(folder, rank).read_text() for rank in range(num_ranks)]
+        assert codes == [0] * num_ranks, logs
 
 
 def _be_rank(program: Callable[[], int], place: dict[str, object], log: Path) -> None:

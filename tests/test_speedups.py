@@ -72,12 +72,10 @@ REFUSED = [
     (("--sharding", "hybrid"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "full", "--precision", "amp_fp16"), H100, EIGHT, "another --precision"),
     (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
-    (
-        ("--sharding", "zero1", "--precision", "bf16", "--master_weights", "fp32"),
-        H100,
-        EIGHT,
-        "--master_weights none",
-    ),
+    (("--gather_ahead", "--sharding", "full"), H100, EIGHT, "grad_op | hybrid_grad_op"),
+    (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
+    (("--sharding", "hybrid_grad_op"), H100, EIGHT, "none | zero1 | grad_op | full"),
+    (("--sharding", "hybrid_zero1"), CPU, EIGHT, "none | zero1 | grad_op | full"),
     (
         ("--master_weights", "fp32", "--precision", "bf16", "--lora_rank", "4"),
         CPU,
@@ -101,7 +99,6 @@ REFUSED = [
     (("--cuda_graph", "--engine", "torch", "--optimizer", "adamw"), H100, ONE, "adamw_fused"),
     (("--cuda_graph", "--engine", "torch"), H100, EIGHT, "one rank"),
     (("--cuda_graph", "--engine", "torch", "--warmup_batches", "0"), H100, ONE, "batches 3 and"),
-    (("--sharding", "hybrid"), CPU, TWO_NODES, "none | zero1 | grad_op | full"),
     (
         (
             *("--cuda_graph", "--engine", "torch"),
@@ -112,6 +109,14 @@ REFUSED = [
         "max-autotune-no-cudagraphs",
     ),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
+    (("--encode_ahead", "--encoder_batch_size", "8"), CPU, ONE, "--copy_stream side"),
+    (("--encode_ahead",), H100, ONE, "--encoder_batch_size"),
+    (
+        ("--encode_ahead", "--encoder_batch_size", "8", "--latents", "precomputed"),
+        H100,
+        ONE,
+        "--no_encode_ahead",
+    ),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
     (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
 ]
@@ -125,6 +130,30 @@ def test_what_cannot_be_used_is_refused_by_name_with_what_can(argv, machine, ran
     assert allowed in error.allowed
     assert error.flag == argv[0]
     assert error.value == (argv[1] if argv[1:] and not argv[1].startswith("--") else argv[0])
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "size_mib"),
+    [(H100, TWO_NODES, 200), (H100, EIGHT, 25), (CPU, TWO_NODES, 25), (CPU, ONE, 25)],
+)
+def test_pieces_of_gradients_are_large_between_nodes_of_gpus(machine, ranks, size_mib):
+    config, reasons = settled(machine=machine, ranks=ranks)
+    assert config.ddp_bucket_mib == size_mib
+    assert ("ddp_bucket_mib" in reasons) == (machine is H100 and size_mib == 25)
+    given, _ = settled("--ddp_bucket_mib", "200", machine=machine, ranks=ranks)
+    assert given.ddp_bucket_mib == 200
+
+
+SHARED_COPIES = ("--precision", "bf16", "--master_weights", "fp32", "--sharding")
+
+
+@pytest.mark.parametrize("ranks", [EIGHT, TWO_NODES])
+@pytest.mark.parametrize("machine", [CPU, H100])
+def test_copies_in_fp32_are_shared_in_every_way(machine, ranks):
+    values = SETTINGS["sharding"].kind.choices
+    for sharding in values if ranks is TWO_NODES else values[:4]:
+        config, _ = settled(*SHARED_COPIES, sharding, machine=machine, ranks=ranks)
+        assert (config.sharding, config.master_weights) == (sharding, "fp32")
 
 
 @pytest.mark.parametrize(("tool", "value"), [("compile", "unet"), ("group_norm", "fused")])

@@ -21,9 +21,9 @@ from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
+    begin_microbatch,
     held_weights,
     make_ddp,
-    set_gradient_sync,
     shard_weights,
 )
 from sdbench.engines.state import TrainingHooks, TrainState
@@ -43,7 +43,7 @@ def fit(
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
@@ -55,9 +55,7 @@ def fit(
     elif job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
     # Composer makes the scaler, later.
-    state = TrainState(
-        job, optimizer, ema=ema, batches=loader, scaler=None, sharding=config.sharding
-    )
+    state = TrainState(job, optimizer, ema=ema, batches=loader, scaler=None, config=config)
     if ema is not None:
         callbacks.append(EmaCallback(ema, state, watch.phases))
     if hooks is not None:
@@ -110,10 +108,10 @@ def _loader_and_callbacks(
     callbacks: list[Callback] = [DataWaitCallback(watch)]
     if config.copy_stream == "side":
         loader = make_batches(
-            job.loader, device=find_device(), watch=watch, copy_stream=config.copy_stream
+            job.loader, device=find_device(), watch=watch, config=config, prepare=job.prepare
         )
         callbacks = [FetchAheadCallback(loader)]
-    if job.prepare is not None:
+    elif job.prepare is not None:
         callbacks.append(PrepareCallback(job, device))
     if config.sharding in WEIGHT_SHARDING:
         callbacks.append(GradientSyncCallback(job, config))
@@ -245,7 +243,7 @@ class GradientSyncCallback(Callback):
         """A micro-batch begins."""
         self._num_seen += 1
         is_last = self._num_seen == self._num_microbatches
-        set_gradient_sync(self._job, config=self._config, is_last=is_last)
+        begin_microbatch(self._job, config=self._config, is_last=is_last)
 
 
 class EmaCallback(Callback):

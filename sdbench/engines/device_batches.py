@@ -1,9 +1,9 @@
-"""Copies the batches of a loader to the device."""
+"""Copies the batches of a loader to the device, and prepares them there."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from sdbench.measure import phases
 from sdbench.measure.watch import StepWatch
 
 Batch = dict[str, Tensor]
+Prepare = Callable[[Batch], Batch]
 
 
 class Loader(Protocol):
@@ -28,19 +29,28 @@ class Loader(Protocol):
 class Batches:
     """The batches of this rank on its device, epoch after epoch, without end."""
 
-    def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        device: torch.device,
+        watch: StepWatch,
+        prepare: Prepare | None = None,
+    ) -> None:
         """Prepare; nothing is loaded yet.
 
         Args:
             loader: Batches in main memory.
             device: Where the batches go.
             watch: Is told of the waits for the loader and of the copies.
+            prepare: Applied to each batch on the device, without gradients; None leaves it.
         """
         self._loader = loader
         # Goes on also after an epoch without batches: one that was resumed at its end.
         self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self._device = device
         self._watch = watch
+        self._prepare = prepare
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -49,7 +59,8 @@ class Batches:
         """The next batch."""
         batch = self._load()
         with self._watch.phases.phase(phases.HOST_TO_DEVICE):
-            return self._copy(batch)
+            batch = self._copy(batch)
+        return self._prepared(batch)
 
     def fetch_ahead(self) -> None:
         """Load the next batch; called when a step has been handed to the device."""
@@ -67,20 +78,40 @@ class Batches:
     def _copy(self, batch: Batch) -> Batch:
         return {name: data.to(self._device, non_blocking=True) for name, data in batch.items()}
 
+    def _prepared(self, batch: Batch) -> Batch:
+        if self._prepare is None:
+            return batch
+        with torch.no_grad():
+            return self._prepare(batch)
+
 
 class BatchesAhead(Batches):
     """Batches that are copied to the GPU on a side stream, during the step before."""
 
-    def __init__(self, loader: Loader, *, device: torch.device, watch: StepWatch) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        device: torch.device,
+        watch: StepWatch,
+        prepare: Prepare | None = None,
+        prepares_ahead: bool = False,
+    ) -> None:
         """Prepare as `Batches` does.
 
         Args:
             loader: Batches in pinned memory; the host would wait for copies from other memory.
             device: A GPU.
             watch: Also tells which step is the last.
+            prepare: As for `Batches`.
+            prepares_ahead: Do it on the side stream as well: what the step waits for, such as
+                gradients on their way, does not hold it up.
         """
-        super().__init__(loader, device=device, watch=watch)
+        super().__init__(loader, device=device, watch=watch, prepare=prepare)
+        self._prepares_ahead = prepares_ahead
         self._stream = torch.cuda.Stream(device)
+        # The first batch is prepared by what the current stream has yet to build.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._ahead: Batch | None = None
         self._state: dict[str, Any] = {}
 
@@ -96,7 +127,7 @@ class BatchesAhead(Batches):
             for data in batch.values():
                 # Else the next copy could get this memory before the current stream has read it.
                 data.record_stream(current)
-        return batch
+        return batch if self._prepares_ahead else self._prepared(batch)
 
     def fetch_ahead(self) -> None:
         """Begin to copy the next batch, except in the last step.
@@ -114,12 +145,20 @@ class BatchesAhead(Batches):
         self._state = self._loader.state_dict()
         batch = self._load()
         with torch.cuda.stream(self._stream):
-            self._ahead = self._copy(batch)
+            copied = self._copy(batch)
+            self._ahead = self._prepared(copied) if self._prepares_ahead else copied
 
 
 def make_batches(
-    loader: Loader, *, device: torch.device, watch: StepWatch, copy_stream: str
+    loader: Loader,
+    *,
+    device: torch.device,
+    watch: StepWatch,
+    config: Any,
+    prepare: Prepare | None = None,
 ) -> Batches:
-    """Make `Batches`, or with ``copy_stream="side"`` `BatchesAhead`; arguments as theirs."""
-    kind = BatchesAhead if copy_stream == "side" else Batches
-    return kind(loader, device=device, watch=watch)
+    """Make `Batches`, or `BatchesAhead` as the config says; other arguments as theirs."""
+    shared: dict[str, Any] = {"device": device, "watch": watch, "prepare": prepare}
+    if config.copy_stream == "side":
+        return BatchesAhead(loader, prepares_ahead=config.encode_ahead, **shared)
+    return Batches(loader, **shared)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sdbench.engines.job import EmaSpec
-from sdbench.ranks.distributed import Ranks, broadcast
+from sdbench.ranks.distributed import Ranks, gather
 
 # Weights in other types are converted to fp32 in groups of this many: for SD2's U-Net (686 weights)
 # that takes about 160 MB at a time, where all at once take 3.46 GB.
@@ -101,8 +101,9 @@ class ForeachEma:
             own[name] = average.cpu()
         if ranks.world_size == 1:
             return own
-        known = broadcast(set(own), ranks)
-        missing = {name: average for name, average in own.items() if name not in known}
+        # Of ranks that have the same average, the first one sends it.
+        sent = set().union(*gather(set(own), ranks)[: ranks.rank])
+        missing = {name: average for name, average in own.items() if name not in sent}
         of_ranks: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
         torch.distributed.gather_object(missing, of_ranks)
         if of_ranks is None:

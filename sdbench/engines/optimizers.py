@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sdbench.engines.torch_compat import AdamW
+from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
 
 if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
@@ -64,18 +66,26 @@ def make_optimizer(
         "fused": True if config.optimizer == "adamw_fused" else None,
         "capturable": config.cuda_graph,
     }
-    if config.sharding == "zero1":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    # With FSDP the weights that a rank holds are shards of the copies, see `shard_weights`.
+    has_copies = config.master_weights == "fp32" and config.sharding not in FSDP
+    optimizer_class = AdamWOfMasterWeights if has_copies else AdamW
+    if config.sharding in ZERO1:
+        from sdbench.engines.zero1 import Zero1
 
-        return ZeroRedundancyOptimizer(
+        return Zero1(
             groups,
-            optimizer_class=AdamW,
+            optimizer_class=optimizer_class,
+            process_group=_group_of_node() if config.sharding in WITHIN_NODE else None,
             parameters_as_bucket_view=False,
             **settings,
         )
-    if config.master_weights == "fp32":
-        return AdamWOfMasterWeights(groups, **settings)
-    return AdamW(groups, **settings)
+    return optimizer_class(groups, **settings)
+
+
+def _group_of_node() -> torch.distributed.ProcessGroup:
+    """The process group of this node's ranks; all ranks call it."""
+    own, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
+    return own
 
 
 def make_schedule(
@@ -116,7 +126,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             self._weights += weights
             self._masters += masters
         self._adamw = AdamW(copied, **settings)
-        super().__init__(self._masters, self._adamw.defaults)
+        # By groups: of those a rank may have no weight, where others have the state of all.
+        super().__init__(copied, self._adamw.defaults)
         self._share()
 
     def _share(self) -> None:
@@ -137,8 +148,8 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
         """Restore the state and the copies, and set the weights from the copies."""
         self._adamw.load_state_dict(state_dict)
         self._share()
-        torch._foreach_copy_(self._masters, state_dict["masters"])
-        torch._foreach_copy_(self._weights, self._masters)
+        _copy_all(state_dict["masters"], self._masters)
+        _copy_all(self._masters, self._weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -151,7 +162,7 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
             master.grad = None if weight.grad is None else weight.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
-        torch._foreach_copy_(self._weights, self._masters)
+        _copy_all(self._masters, self._weights)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,3 +172,9 @@ class AdamWOfMasterWeights(torch.optim.Optimizer):
                 weight.grad = None
             elif weight.grad is not None:
                 weight.grad.zero_()
+
+
+def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy values from tensor to tensor; torch's function takes no empty list."""
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -24,7 +24,7 @@ from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
-from sdbench.engines.sharding import WEIGHT_SHARDING, held_weights, set_gradient_sync, shard_weights
+from sdbench.engines.sharding import WEIGHT_SHARDING, begin_microbatch, held_weights, shard_weights
 from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
@@ -40,7 +40,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
@@ -50,14 +50,16 @@ def fit(
     ema = None
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-    batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
-    state = TrainState(
-        job, optimizer, ema=ema, batches=batches, scaler=scaler, sharding=config.sharding
+    batches = make_batches(
+        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
     )
+    state = TrainState(job, optimizer, ema=ema, batches=batches, scaler=scaler, config=config)
     if hooks is not None:
         hooks.begins(state)
     num_steps = job.num_steps - state.num_steps
-    microbatches = MicroBatches(batches, job, config=config, num_steps=num_steps)
+    microbatches = MicroBatches(
+        batches, config=config, num_steps=num_steps, images_per_step=job.images_per_step
+    )
     handlers = contextlib.ExitStack()
     model = Diffusion(
         job,
@@ -155,20 +157,21 @@ class MicroBatches:
     would not be that of the batch trained on last.
     """
 
-    def __init__(self, batches: Batches, job: TrainJob, *, config: Any, num_steps: int) -> None:
+    def __init__(
+        self, batches: Batches, *, config: Any, num_steps: int, images_per_step: int
+    ) -> None:
         """Prepare; nothing is loaded yet.
 
         Args:
             batches: Of this rank, on its device.
-            job: Prepares whole batches.
             config: The resolved config.
             num_steps: Most steps of the run.
+            images_per_step: Global batch.
         """
         self._batches = batches
-        self._job = job
         self._size = config.device_train_microbatch_size
         self._num_steps = num_steps
-        self._num_images = job.images_per_step // Ranks.from_environment().world_size
+        self._num_images = images_per_step // Ranks.from_environment().world_size
         self.num_per_step = -(-self._num_images // self._size)
 
     def __len__(self) -> int:
@@ -179,9 +182,6 @@ class MicroBatches:
             yield from self._split(next(self._batches))
 
     def _split(self, batch: Batch) -> Iterator[MicroBatch]:
-        if self._job.prepare is not None:
-            with torch.no_grad():
-                batch = self._job.prepare(batch)
         pieces = zip(*(data.split(self._size) for data in batch.values()), strict=True)
         for number, piece in enumerate(pieces, start=1):
             tensors = dict(zip(batch, piece, strict=True))
@@ -244,7 +244,7 @@ class Diffusion(lightning.LightningModule):
         if not self._losses:
             self._state.is_skipped = False
         if self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._job, config=self._config, is_last=batch.is_last)
+            begin_microbatch(self._job, config=self._config, is_last=batch.is_last)
 
     def training_step(self, batch: MicroBatch) -> Tensor:
         """The micro-batch's part of the loss; Lightning divides it by the number of them."""

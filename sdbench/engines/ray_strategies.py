@@ -90,5 +90,5 @@ class ShardedStrategy(ConnectedStrategy):
         """Nothing to wrap."""
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to block: `set_gradient_sync` has said what a micro-batch does."""
+        """Nothing to block: `begin_microbatch` has said what a micro-batch does."""
         return contextlib.nullcontext()

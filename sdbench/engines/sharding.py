@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sdbench.engines.job import TrainJob
+from sdbench.engines.torch_compat import let_cpus_average_between_nodes
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
 
 # Values of --sharding with which each rank holds a part of the weights between steps.
-WEIGHT_SHARDING = ("grad_op", "full", "hybrid")
+WEIGHT_SHARDING = FSDP
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -61,27 +64,35 @@ def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> Distrib
     return ddp
 
 
-def shard_weights(job: TrainJob, *, sharding: str) -> None:
+def shard_weights(job: TrainJob, *, config: Any) -> None:
     """Shard the weights of trained sub-models by FSDP2; each rank keeps those of frozen ones.
+
+    With fp32 copies of bf16 weights a rank holds its shards of the copies alone: the optimizer and
+    the average work on them, and FSDP2 gathers weights for a step in bf16. Gradients travel in
+    bf16, and are fp32 shards afterwards.
 
     Args:
         job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;
             activations keep the layout of the images.
-        sharding: One of `WEIGHT_SHARDING`.
+        config: The resolved config; `sharding` is one of `WEIGHT_SHARDING`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     ranks = Ranks.from_environment()
     axes = {"shard": ranks.world_size}
-    if sharding == "hybrid":
+    if config.sharding in WITHIN_NODE:
         axes = {"replicate": ranks.num_nodes, "shard": ranks.local_world_size}
     weights = [w for trained in job.trained.values() for w in trained.module.parameters()]
+    has_masters = config.master_weights == "fp32"
+    param_dtype = weights[0].dtype if has_masters else None
     for weight in weights:
-        weight.data = weight.data.contiguous()
+        data = weight.data.contiguous()
+        weight.data = data.float() if has_masters else data
     device_type = weights[0].device.type
     reduce_dtype = None
     if device_type == "cpu":
+        let_cpus_average_between_nodes()
         # For fp32 and bf16 FSDP2 asks for a reduction by mean, for which gloo returns the sum or an
         # error (pytorch issue 162338). For fp64 it asks for a sum and divides.
         reduce_dtype = torch.float64
@@ -89,8 +100,8 @@ def shard_weights(job: TrainJob, *, sharding: str) -> None:
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
-        reshard_after_forward=sharding != "grad_op",
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        reshard_after_forward=config.sharding not in GATHERED_ONCE,
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
     )
     # The innermost first: a block does not shard again what a block inside it has sharded.
     for trained in job.trained.values():
@@ -100,8 +111,8 @@ def shard_weights(job: TrainJob, *, sharding: str) -> None:
         shard(trained.module)
 
 
-def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
-    """Say whether FSDP2 reduces gradients in the next micro-batch.
+def begin_microbatch(job: TrainJob, *, config: Any, is_last: bool) -> None:
+    """Tell FSDP2 of the next micro-batch: whether it reduces gradients, and to gather weights.
 
     Args:
         job: `shard_weights` has sharded it.
@@ -111,16 +122,23 @@ def set_gradient_sync(job: TrainJob, *, config: Any, is_last: bool) -> None:
     for trained in job.trained.values():
         module: Any = trained.module  # fully_shard has added these methods
         module.set_requires_gradient_sync(is_last or config.grad_sync == "every")
-        if config.sharding == "grad_op":  # the whole weights are kept until the step ends
+        if config.sharding in GATHERED_ONCE:
             module.set_reshard_after_backward(is_last)
+    if config.gather_ahead:
+        for module in _sharded_modules(job):
+            module.unshard(async_op=True)  # a module that has its weights leaves it at that
 
 
 def forget_gathered(job: TrainJob) -> None:
     """Leave to each rank its shards alone: after a forward pass FSDP2 may keep whole weights."""
+    for module in _sharded_modules(job):
+        module.reshard()
+
+
+def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
+    """The modules that gather their weights on their own, in the order of the forward pass."""
     for trained in job.trained.values():
-        for module in trained.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 
 
 def held_weights(
@@ -132,14 +150,14 @@ def held_weights(
         job: Its model has been placed or sharded.
         optimizer: Made by `job.make_optimizer`. With fp32 copies (`masters`), the copies are
             returned.
-        sharding: A value of --sharding; with ``zero1`` a rank holds the state of some weights.
+        sharding: A value of --sharding; with one of `ZERO1` a rank holds the state of some weights.
     """
     weights = job.trained_weights()
-    if sharding != "zero1":
-        masters = getattr(optimizer, "masters", None)
-        if masters is None:
-            return weights
-        return {name: masters[id(weight)] for name, weight in weights.items()}
     # `optim` is the inner optimizer of torch's ZeroRedundancyOptimizer, for this rank's weights.
-    held = {id(weight) for group in optimizer.optim.param_groups for weight in group["params"]}
-    return {name: weight for name, weight in weights.items() if id(weight) in held}
+    own = optimizer.optim if sharding in ZERO1 else optimizer
+    held = getattr(own, "masters", None)
+    if held is None:
+        if sharding not in ZERO1:
+            return weights
+        held = {id(weight): weight for group in own.param_groups for weight in group["params"]}
+    return {name: held[id(weight)] for name, weight in weights.items() if id(weight) in held}

@@ -11,6 +11,7 @@ from torch import Tensor
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
 from sdbench.engines.sharding import forget_gathered, held_weights
+from sdbench.models.precision import PRECISIONS
 from sdbench.ranks.distributed import Ranks
 
 # Ranks take seeds beside one another: more than there are ranks.
@@ -60,7 +61,7 @@ class TrainState:
         ema: ForeachEma | None,
         batches: Positioned,
         scaler: torch.amp.GradScaler | None,
-        sharding: str,
+        config: Any,
     ) -> None:
         """Join the parts.
 
@@ -70,7 +71,7 @@ class TrainState:
             ema: Their moving average, if there is one.
             batches: Know the position in the data.
             scaler: Of the gradients of fp16; None where the engine keeps it to itself.
-            sharding: The config's.
+            config: The resolved config.
         """
         self.num_steps = 0
         self._job = job
@@ -78,7 +79,7 @@ class TrainState:
         self._ema = ema
         self._batches = batches
         self._scaler = scaler
-        self._sharding = sharding
+        self._config = config
         self._random_states: dict[str, Tensor] = {}
         self._loaded_scale: dict[str, Any] = {}
         self.is_skipped = False
@@ -107,21 +108,26 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of this rank by name, which share memory with the run's own.
 
-        ``model.*``, ``ema.*`` and ``optimizer.*`` end in the name of a trained weight,
-        ``frozen.*`` in that of one the job keeps; ``random.<rank>.*`` are copies. Under ZeRO-1 a
-        rank has a part of the optimizer and the average; what several ranks have is the same on
-        each.
+        ``model.*``, ``fp32.*``, ``ema.*`` and ``optimizer.*`` end in the name of a trained weight,
+        ``frozen.*`` in that of one the job keeps; ``random.<rank>.*`` are copies, and ``model.*``
+        where FSDP shares out fp32 copies. Under ZeRO-1 a rank has a part of the optimizer and the
+        average; what several ranks have is the same on each.
         """
         forget_gathered(self._job)
         weights = self._job.trained_weights()
         named = {f"model.{name}": weight.detach() for name, weight in weights.items()}
         named |= {f"frozen.{name}": weight for name, weight in self._job.kept.items()}
-        held = held_weights(self._job, self._optimizer, sharding=self._sharding)
+        held = held_weights(self._job, self._optimizer, sharding=self._config.sharding)
         # `optim`: the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer.
         states = getattr(self._optimizer, "optim", self._optimizer).state
+        has_copies = self._config.master_weights == "fp32"
+        dtype = PRECISIONS[self._config.precision].weights
         for name, weight in held.items():
-            if weight is not weights[name]:
+            if has_copies:
                 named[f"fp32.{name}"] = weight.detach()
+            if weight is weights[name] and has_copies:
+                # FSDP makes the weight of the copy for each step. It is saved as the others are.
+                named[f"model.{name}"] = weight.detach().to(dtype)
             # Some optimizers have no state. One that has some has it of each weight.
             assert weight in states or not states, f"the optimizer has no state of {name}"
             for key, value in states.get(weight, {}).items():

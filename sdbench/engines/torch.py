@@ -21,9 +21,9 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
+    begin_microbatch,
     held_weights,
     make_ddp,
-    set_gradient_sync,
     shard_weights,
 )
 from sdbench.engines.state import TrainingHooks, TrainState
@@ -55,14 +55,16 @@ def fit(
     ema = None
     if job.ema is not None:
         ema = ForeachEma(held_weights(job, optimizer, sharding=config.sharding), job.ema)
-    batches = make_batches(job.loader, device=device, watch=watch, copy_stream=config.copy_stream)
+    batches = make_batches(
+        job.loader, device=device, watch=watch, config=config, prepare=job.prepare
+    )
     state = TrainState(
         job,
         optimizer,
         ema=ema,
         batches=batches,
         scaler=training_step.scaler,
-        sharding=config.sharding,
+        config=config,
     )
     if hooks is not None:
         hooks.begins(state)
@@ -75,7 +77,7 @@ def fit(
         for _ in range(state.num_steps, job.num_steps):
             state.is_skipped = False
             # The batch has no name here, so that its memory is free for the next one.
-            loss = run_step(_prepare(next(batches), job))
+            loss = run_step(next(batches))
             schedule.step()
             if ema is not None and not state.is_skipped:
                 with watch.phases.phase(phases.EMA):
@@ -97,19 +99,12 @@ def fit(
     )
 
 
-def _prepare(batch: Batch, job: TrainJob) -> Batch:
-    if job.prepare is None:
-        return batch
-    with torch.no_grad():
-        return job.prepare(batch)
-
-
 def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
     """Shard the model or wrap it in DDP; returns what the training step calls."""
     if ranks.world_size == 1:
         return job.model
     if config.sharding in WEIGHT_SHARDING:
-        shard_weights(job, sharding=config.sharding)
+        shard_weights(job, config=config)
         return job.model
     # Buffers are constants and equal on all ranks.
     return make_ddp(job.model, config=config, broadcast_buffers=False)
@@ -191,7 +186,7 @@ class TrainingStep:
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
         elif self._config.sharding in WEIGHT_SHARDING:
-            set_gradient_sync(self._job, config=self._config, is_last=is_last)
+            begin_microbatch(self._job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()
 
 

@@ -58,6 +58,15 @@ class AdamW(torch.optim.AdamW):
         return is_complex
 
 
+def let_cpus_average_between_nodes() -> None:
+    """Let FSDP2 share weights within each node on CPUs as well.
+
+    torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
+    of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
+    """
+    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
+
+
 def _is_channels_last(tensor: Tensor) -> bool:
     """Whether it is an unsharded CPU tensor with the channels last in memory."""
     if tensor.ndim != 4 or tensor.device.type != "cpu" or isinstance(tensor, DTensor):

@@ -15,6 +15,7 @@ from sdbench.base.units import BYTES_PER_GIB
 from sdbench.models.architecture import Architecture
 from sdbench.models.lora import Lora
 from sdbench.models.replay import profile_step
+from sdbench.settings.parallel import FSDP, GATHERED_ONCE
 
 # Resident size of Python with torch, composer, streaming, diffusers and transformers imported,
 # measured with torch 2.7.0: 0.74 GiB, and 0.81 with oneDNN's and OpenMP's after a step of `tiny`.
@@ -123,7 +124,7 @@ def estimate_peak_memory(
         activation_checkpointing: One of those of `blocks.checkpoint_activations`.
         master_weights: Whether the optimizer holds fp32 copies of the weights.
         gradient_as_bucket_view: Whether gradients are views of DDP's buckets.
-        sharding: `none`, `zero1`, `grad_op`, `full` or `hybrid`; measured with `tiny` only.
+        sharding: A value of --sharding; measured with `tiny` only.
         num_sharing_ranks: Ranks that hold one copy of the sharded state together.
 
     Returns:
@@ -168,9 +169,12 @@ def estimate_peak_memory(
     if num_microbatches > 1 or not on_cuda:
         moments.append(moment(int((constant + activations - complete).argmax()), weights))
     update = weights if on_cuda and optimizer == "adamw" else 0.0
+    shared = num_sharing_ranks if sharding != "none" else 1
+    is_fsdp = sharding in FSDP
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
-    # once while it steps.
+    # once while it steps; FSDP's gradients are fp32 already.
     state_weights = 2 * weights if master_weights else weights
+    copied_gradients = state_weights / shared if master_weights and not is_fsdp else 0.0
     moments.append(
         _Moment(
             phase="optimizer",
@@ -178,14 +182,12 @@ def estimate_peak_memory(
             activations=0.0,
             # On CUDA torch's default AdamW (foreach) holds the square root of the whole second
             # moment; on a CPU it takes one tensor at a time, and the fused kernel needs nothing.
-            temporaries=update + (state_weights if master_weights else 0.0),
+            temporaries=update + copied_gradients,
         )
     )
     peak = max(moments, key=lambda moment: moment.num_bytes)
     fragmentation = CUDA_FRAGMENTATION if on_cuda else 0.0
     lost = fragmentation * (peak.activations + peak.temporaries)
-    shared = num_sharing_ranks if sharding != "none" else 1
-    is_fsdp = sharding not in ("none", "zero1")
     bucket_gradients = weights if num_ranks > 1 and not (gradient_as_bucket_view or is_fsdp) else 0
     held_weights, gradients = float(weights), peak.gradients + bucket_gradients
     frozen_weights = float(profile.frozen_weights)
@@ -193,13 +195,16 @@ def estimate_peak_memory(
         # The frozen weights beside LoRA are shared out as well. grad_op gathers all weights for the
         # whole step, the others a block at a time.
         beside = profile.frozen_beside
-        gathers_all = sharding == "grad_op"
-        held_weights = weights / shared + (weights if gathers_all else profile.gathered_weights)
+        gathers_all = sharding in GATHERED_ONCE
+        # The shards of master weights count as state of the optimizer.
+        shards = 0.0 if master_weights else weights / shared
+        held_weights = shards + (weights if gathers_all else profile.gathered_weights)
         frozen_weights += beside / shared - beside
         frozen_weights += beside if gathers_all else profile.gathered_beside
         # Over several micro-batches FSDP adds up unsharded gradients.
         if num_microbatches == 1:
-            gradients = peak.gradients / shared + profile.gathered_weights
+            of_shards = peak.gradients * (state_weights / weights)
+            gradients = of_shards / shared + profile.gathered_weights
     # Adam's means of the gradient and of its square, and master weights.
     state = (2 + master_weights) * state_weights
     # The average is in fp32, as the weights of LoRA and of a token are.

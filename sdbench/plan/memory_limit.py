@@ -13,6 +13,7 @@ from sdbench.models.lora import Lora
 from sdbench.models.memory import MemoryEstimate, estimate_peak_memory
 from sdbench.models.replay import REPLAYS_FOLDER
 from sdbench.plan.draft import Draft
+from sdbench.settings.parallel import WITHIN_NODE
 
 # A run may take this share of free memory: measured peaks were up to 4 % above their estimates, and
 # other processes may need more memory during the run.
@@ -54,7 +55,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         sharding=config.sharding,
         num_sharing_ranks=draft.ranks.local_world_size
-        if config.sharding == "hybrid"
+        if config.sharding in WITHIN_NODE
         else draft.ranks.world_size,
     )
 

@@ -12,6 +12,7 @@ from sdbench.report.tables import Cell, make_cell, make_table, to_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
 from sdbench.scaling.candidates import LIKELY, Candidate, Limits
 from sdbench.scaling.cost import PRICES_FILE, Amount, Estimate, Recipe, Tariff
+from sdbench.scaling.overhead import Forecast, efficiency
 from sdbench.scaling.points import IMAGE_SIZE, Row, known_values
 from sdbench.statistics.law import Prediction, Setup, StepLaw
 
@@ -131,6 +132,23 @@ def prediction_rows(
             }
         )
     return rows
+
+
+def format_forecasts(forecasts: Sequence[Forecast]) -> str:
+    """Make the table of changes of the overhead, each alone and with those above it."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for one in forecasts:
+        share = efficiency(one, forecasts)
+        cells = {
+            "step, ms": 1000 * one.step_time_s,
+            "efficiency": Cell(f"{share:.0%}", share),
+        }
+        row = rows.setdefault(
+            (one.name, one.setup.num_gpus), {"change": one.name, **_setup(one.setup)}
+        )
+        prefix = "with those above: " if one.is_together else "alone: "
+        row |= {f"{prefix}{heading}": value for heading, value in cells.items()}
+    return to_terminal(make_table(rows.values()))
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:

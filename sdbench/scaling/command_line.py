@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.report.compare import CompareFlags
+from sdbench.scaling.changes import CHANGES
 from sdbench.settings import request
 from sdbench.settings.kinds import (
     DATE,
@@ -18,6 +19,7 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     TEXT,
     number,
+    one_of,
     whole_number,
 )
 from sdbench.settings.setting import REQUIRED, setting, shared
@@ -34,6 +36,7 @@ examples:
   python -m sdbench scaling cost results/quoted/mosaicml_diffusion_a100.csv --recipe mosaicml
   python -m sdbench scaling plan results/quoted/aws_p5_scaling.csv --recipe mosaicml-all-512 \\
       --max_days 10
+  python -m sdbench scaling overhead --help
   python -m sdbench scaling plan --help
   python -m sdbench scaling machines --help
 """
@@ -74,6 +77,29 @@ examples:
       --global_batch 2048
   python -m sdbench scaling predict results/quoted/aws_p5_scaling.csv --num_gpus 8,64,512 \\
       --device_batch 32 --out weak.csv
+"""
+
+OVERHEAD_DESCRIPTION = """\
+What would sharing out, or hiding, the overhead of a step give on more GPUs? The step is that of a
+record with --profile_batches, or of phases that you give: a micro-batch on one GPU. Optimizer,
+moving average, gradients and what is in no phase count once in a step, the encoders, the forward
+and the backward pass in each micro-batch. What gradients take between GPUs that the record did not
+have comes from the links. All of it is modelled: measure what matters.
+
+Changes: the GPUs of a node share out optimizer and moving average (shared); gradients travel in 16
+bits (16_bit), behind the backward pass (behind_backward), behind the encoders of the next step
+(behind_encoders); what is in no phase is hidden, as CUDA graphs do (no_rest).
+"""
+
+OVERHEAD_EPILOG = """\
+examples:
+  python -m sdbench scaling overhead --num_gpus 8,512,1024 --global_batch 2048 --micro_batch 4 \\
+      --phases vae_encode=11 text_encode=1 unet_forward=8 backward=16 optimizer=9 ema=4 other=12
+      The phases are estimates: take those of a record.
+  python -m sdbench scaling overhead --num_gpus 8,64,512 --device_batch 32 --micro_batch 32 \\
+      --phases vae_encode=90 text_encode=6 unet_forward=65 backward=130 optimizer=9 ema=4 other=12
+  python -m sdbench scaling overhead --help
+      With a record: --record runs/<run> --num_gpus 8,512 --global_batch 2048
 """
 
 COST_DESCRIPTION = """\
@@ -178,6 +204,49 @@ class PredictFlags(FitFlags):
     num_gpus: str = setting(TEXT, REQUIRED, "e.g. 8,16,64 or 8,16,...,512")
     global_batch: int | None = setting(POSITIVE, None, "(default: that of the figures)")
     device_batch: int | None = setting(POSITIVE, None, "images of each GPU, weak scaling")
+    out: Path | None = setting(PATH, None, OUT_HELP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverheadFlags:
+    """Flags of overhead."""
+
+    record: Path | None = setting(PATH, None, "run of benchmark.py whose phases are taken")
+    phases: tuple[str, ...] = setting(
+        TEXT,
+        (),
+        "PHASE=MILLISECONDS of a step of one micro-batch on one GPU, instead of a record",
+        takes_several=True,
+    )
+    micro_batch: int | None = setting(POSITIVE, None, "with --phases: images of the micro-batch")
+    num_parameters: int = setting(
+        whole_number(1, 10**12),
+        865_910_724,
+        "with --phases: trained weights, whose gradients travel in 32 bits",
+    )
+    num_gpus: str = shared(PredictFlags, "num_gpus")
+    global_batch: int | None = setting(POSITIVE, None, "images of a step, strong scaling")
+    device_batch: int | None = shared(PredictFlags, "device_batch")
+    bucket_mib: int | None = setting(
+        POSITIVE,
+        None,
+        "size of the pieces in which gradients travel (default: that of the record, or 200)",
+    )
+    changes: tuple[str, ...] = setting(
+        one_of(*CHANGES),
+        tuple(CHANGES),
+        "what is done about the overhead, in this order",
+        takes_several=True,
+    )
+    gpus_per_node: int = setting(POSITIVE, 8, "that share a fast link")
+    # AWS's page of p5 instances: NVSwitch of 900 GB/s a GPU in both directions together, and
+    # 3200 Gbit/s of EFA for 8 GPUs.
+    node_gb_per_s: float = setting(
+        POSITIVE_NUMBER, 450.0, "what a GPU sends within its node, in GB/s"
+    )
+    network_gb_per_s: float = setting(
+        POSITIVE_NUMBER, 50.0, "what a GPU sends to other nodes, in GB/s"
+    )
     out: Path | None = setting(PATH, None, OUT_HELP)
 
 
@@ -299,6 +368,12 @@ COMMANDS = {
         "throughput on other numbers of GPUs",
         PREDICT_DESCRIPTION,
         PREDICT_EPILOG,
+    ),
+    "overhead": Command(
+        OverheadFlags,
+        "what sharing out or hiding optimizer, EMA and communication gives on more GPUs",
+        OVERHEAD_DESCRIPTION,
+        OVERHEAD_EPILOG,
     ),
     "cost": Command(
         CostFlags, "days, GPU-hours, cost and energy of a training", COST_DESCRIPTION, COST_EPILOG

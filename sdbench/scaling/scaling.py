@@ -1,4 +1,4 @@
-"""The commands `python -m sdbench scaling fit | predict | cost | plan | machines`."""
+"""The commands `python -m sdbench scaling fit | predict | overhead | cost | plan | machines`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.record.row import format_csv
 from sdbench.report.figures import as_text, write_out
-from sdbench.scaling import answers, machine_answers
+from sdbench.scaling import answers, machine_answers, overhead
 from sdbench.scaling.candidates import Limits, choose_best, make_candidates
 from sdbench.scaling.command_line import (
     DEFAULT_GPU_COUNTS,
     CostFlags,
     FitFlags,
     MachinesFlags,
+    OverheadFlags,
     PlanFlags,
     PredictFlags,
     RecipeFlags,
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "fit": run_fit,
         "predict": run_predict,
+        "overhead": run_overhead,
         "cost": run_cost,
         "plan": run_plan,
         "machines": run_machines,
@@ -108,6 +110,19 @@ def run_predict(arguments: PredictFlags) -> int:
         common["source"] = f"step law fitted to {names} ({_source_of(rows)})"
         found = answers.prediction_rows(predictions, common=common, asked_images=global_batch)
         _write(arguments.out, found)
+    return 0
+
+
+def run_overhead(arguments: OverheadFlags) -> int:
+    """Print what changes of the overhead give, and write it to the file of --out."""
+    step, cluster = overhead.read_step(arguments), overhead.make_cluster(arguments)
+    counts = parse_counts(arguments.num_gpus, flag="--num_gpus")
+    setups = overhead.make_setups(step, counts, arguments)
+    forecasts = overhead.forecast(step, cluster, setups, names=arguments.changes)
+    print(answers.format_lines(overhead.describe(step, cluster, setups)))
+    print(f"\n{answers.format_forecasts(forecasts)}")
+    if arguments.out is not None:
+        _write(arguments.out, overhead.forecast_rows(forecasts, source=step.source))
     return 0
 
 

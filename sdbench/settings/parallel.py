@@ -10,16 +10,24 @@ from sdbench.settings.setting import (
     MLPERF,
     RANKS,
     SPEED,
+    PerDevice,
     Rule,
     Rung,
     Situation,
     setting,
 )
 
-FSDP = ("grad_op", "full", "hybrid")
-SHARED = ("zero1", *FSDP)
+FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
+ZERO1 = ("zero1", "hybrid_zero1")
+SHARED = (*ZERO1, *FSDP)
+# Of these, shared within each machine; the machines hold the same.
+WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
+SEVERAL_NODES_MIB = 200
+# FSDP that keeps the gathered weights until the step ends.
+GATHERED_ONCE = ("grad_op", "hybrid_grad_op")
 TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
 TRAINABLE = {"optimizer_params": "trainable"}
+MASTERS = {**TRAINABLE, "precision": "bf16", "master_weights": "fp32"}
 
 
 def is_ddp(situation: Situation) -> bool:
@@ -34,11 +42,11 @@ class RankSpeedups:
     GROUP = SPEED
 
     sharding: str | None = setting(
-        one_of("none", "zero1", "grad_op", "full", "hybrid"),
+        one_of("none", "zero1", "grad_op", "full", "hybrid", "hybrid_grad_op", "hybrid_zero1"),
         None,
         "what the ranks share instead of each holding all: optimizer state (zero1), also gradients "
-        "and, between steps, weights (grad_op), also weights within a step (full), or full within "
-        "each machine (hybrid)",
+        "and, between steps, weights (grad_op), also weights within a step (full); or full, "
+        "grad_op or zero1 within each machine (hybrid, hybrid_grad_op, hybrid_zero1)",
         seed="none",
         acts_with=RANKS,
         rules=(
@@ -49,16 +57,9 @@ class RankSpeedups:
                 "none, or more ranks: composer -n 2, torchrun --nproc_per_node 2",
             ),
             Rule(
-                ("hybrid",),
+                WITHIN_NODE,
                 lambda s: s.ranks.num_nodes > 1,
-                "hybrid shares within each machine, and there is only one",
-                "none | zero1 | grad_op | full",
-            ),
-            Rule(
-                ("hybrid",),
-                lambda s: s.on_gpu,
-                "torch cannot average between machines on CPUs when each of them shares its "
-                "weights",
+                "it shares within each machine, and there is only one",
                 "none | zero1 | grad_op | full",
             ),
             Rule(
@@ -79,18 +80,44 @@ class RankSpeedups:
                 "an optimizer that is shared out takes trained parameters only",
                 "none, or --optimizer_params trainable",
             ),
-            Rule(
-                SHARED,
-                lambda s: s.config.master_weights == "none",
-                "the copies of the weights in fp32 cannot be shared out",
-                "none, or --master_weights none",
-            ),
         ),
         rungs=(
             Rung("zero1", f"{MLPERF} from v4.0 on; arXiv 1910.02054", together=TRAINABLE),
             Rung("grad_op", "mosaicml/diffusion; torch FSDP", together=TRAINABLE),
             Rung("full", TORCH_FSDP, together=TRAINABLE),
+            Rung(
+                "zero1",
+                f"{MLPERF}: half-precision weights, Adam with fp32 copies, shared",
+                together=MASTERS,
+            ),
+            Rung("grad_op", "torch FSDP2, MixedPrecisionPolicy(param_dtype)", together=MASTERS),
             Rung("hybrid", TORCH_FSDP, together=TRAINABLE),
+            Rung("hybrid_grad_op", "torch FSDP, _HYBRID_SHARD_ZERO2", together=TRAINABLE),
+            Rung("hybrid_zero1", f"{MLPERF}: ZeRO-1 within a node", together=TRAINABLE),
+        ),
+    )
+    gather_ahead: bool = setting(
+        SWITCH,
+        False,
+        "begin to gather all weights as a step begins, while its encoders run, with --sharding "
+        "grad_op | hybrid_grad_op",
+        seed=False,
+        acts_with=RANKS,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.sharding in GATHERED_ONCE,
+                "only weights that stay gathered for a step are gathered ahead of it",
+                "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                "torch FSDP2, explicit prefetching",
+                needs={**TRAINABLE, "sharding": "grad_op"},
+            ),
         ),
     )
     # Composer averages in the last micro-batch of a step, in torch's buckets of 25 MiB.
@@ -139,9 +166,21 @@ class RankSpeedups:
     ddp_bucket_mib: int | None = setting(
         POSITIVE,
         None,
-        "size of the pieces in which DDP averages gradients, in MiB",
+        "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
         seed=25,
+        # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
+        # nodes; apex's DistributedFusedAdam, of NVIDIA's submissions, takes 100 MB. Not measured on
+        # several nodes of GPUs; over slow links between CPUs large pieces hide less.
+        fast=PerDevice(gpu=SEVERAL_NODES_MIB, cpu=25),
         acts_with=RANKS,
+        rules=(
+            Rule(
+                (SEVERAL_NODES_MIB,),
+                lambda s: s.ranks.num_nodes > 1,
+                "within one machine small pieces are averaged during more of the backward pass",
+                allowed=None,
+            ),
+        ),
         rungs=(Rung(ANY_NUMBER, "torch DDP"),),
     )
     grad_compression: str | None = setting(

@@ -6,6 +6,7 @@ import dataclasses
 
 from sdbench.base.host_memory import can_keep_freed_memory
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
+from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     CPU,
@@ -76,7 +77,7 @@ class UpdateSpeedups:
             ),
             Rule(
                 ("composer",),
-                lambda s: s.config.sharding in ("none", "zero1"),
+                is_ddp,
                 "Composer's moving average keeps whole weights on each rank",
                 "foreach, or --sharding none | zero1",
                 "foreach",
@@ -116,6 +117,43 @@ class UpdateSpeedups:
             ),
         ),
         rungs=(Rung("side", f"{MLPERF} from v4.0 on", (GPU,)),),
+    )
+    encode_ahead: bool = setting(
+        SWITCH,
+        False,
+        "encode the next step's batch on the stream of its copy, while gradients and weights "
+        "travel between ranks; with --encoder_batch_size N",
+        seed=False,
+        acts_with=ENCODERS,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.copy_stream == "side",
+                "only a stream of its own can encode beside a step",
+                "--no_encode_ahead, or on a GPU --copy_stream side",
+            ),
+            Rule(
+                (True,),
+                lambda s: s.config.encoder_batch_size != "microbatch",
+                "what is encoded within a micro-batch is no part of the next step",
+                "--no_encode_ahead, or --encoder_batch_size with the images of a call",
+            ),
+            Rule(
+                (True,),
+                lambda s: s.config.step_has_encoders and not s.config.has_subject,
+                "the step encodes no images",
+                "--no_encode_ahead",
+            ),
+        ),
+        rungs=(
+            Rung(
+                True,
+                "this suite",
+                (GPU,),
+                needs={"copy_stream": "side", "encoder_batch_size": 128},
+            ),
+        ),
     )
 
 

@@ -212,7 +212,7 @@ def averaged_weights(
         job: Placed, or sharded; every rank has to call.
         averages: Of the trained weights that this rank averages, by name and placed as they are,
             as ``ForeachEma.state_dict()["averages"]``. The others come from the ranks that have
-            them (zero1).
+            them (ZeRO-1).
         ranks: The place of this process.
     """
     forget_gathered(job)

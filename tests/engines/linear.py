@@ -100,13 +100,16 @@ def make_config(**changes) -> SimpleNamespace:
         "seed": 17,
         "optimizer_params": "trainable",
         "copy_stream": "compute",
+        "encode_ahead": False,
         "cuda_graph": False,
         "sharding": "none",
+        "gather_ahead": False,
         "grad_sync": "last",
         "gradient_as_bucket_view": False,
         "static_graph": False,
         "ddp_bucket_mib": 25,
         "grad_compression": "none",
+        "master_weights": "none",
     }
     return SimpleNamespace(**plain | changes)
 

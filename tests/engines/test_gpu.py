@@ -24,11 +24,13 @@ def losses_of(measurements) -> list[float]:
     return [step.loss for step in measurements.timings.steps]
 
 
+@pytest.mark.parametrize("encode_ahead", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_batches_that_travel_on_a_side_stream_are_the_same_and_none_too_many(engine):
+def test_batches_that_travel_on_a_side_stream_are_the_same_and_none_too_many(engine, encode_ahead):
     loader = CountingLoader(Pairs(), batch_size=BATCH_SIZE, pin_memory=True)
-    config = make_config(copy_stream="side")
-    measurements = load_engine(engine)(make_parts(loader=loader), config, watch_with())
+    config = make_config(copy_stream="side", encode_ahead=encode_ahead)
+    job = make_parts(loader=loader, prepare=lambda batch: {n: 1 * t for n, t in batch.items()})
+    measurements = load_engine(engine)(job, config, watch_with())
     assert losses_of(measurements) == pytest.approx(train_by_hand()[0], rel=1e-4)
     assert measurements.num_images == BATCH_SIZE * NUM_STEPS
 

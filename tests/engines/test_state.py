@@ -9,12 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from sdbench.engines.device_batches import make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
 from sdbench.engines.optimizers import AdamWOfMasterWeights
-from tests.engines.linear import BATCH_SIZE, NUM_STEPS, CountingLoader, Pairs, watch_with
+from tests.engines.linear import (
+    BATCH_SIZE,
+    NUM_STEPS,
+    CountingLoader,
+    Pairs,
+    make_config,
+    watch_with,
+)
 
 NUM_BEFORE, NUM_AFTER = 3, 3
 
@@ -76,14 +84,27 @@ def fake_stream(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
 
 
-@pytest.mark.parametrize("copy_stream", ["compute", "side"])
-def test_the_position_is_that_of_the_batch_in_training(copy_stream, fake_stream):
+@pytest.mark.parametrize(
+    ("copy_stream", "encode_ahead"), [("compute", False), ("side", False), ("side", True)]
+)
+def test_the_position_is_that_of_the_batch_in_training(copy_stream, encode_ahead, fake_stream):
     loader, cpu = CountingLoader(Pairs(), batch_size=BATCH_SIZE), torch.device("cpu")
-    batches = make_batches(loader, device=cpu, watch=watch_with(), copy_stream=copy_stream)
+    config, prepared = make_config(copy_stream=copy_stream, encode_ahead=encode_ahead), []
+
+    def prepare(batch):
+        assert not torch.is_grad_enabled()
+        prepared.append(batch)
+        return {"doubled": 2 * batch["input"]}
+
+    batches = make_batches(loader, device=cpu, watch=watch_with(), config=config, prepare=prepare)
     num_ahead = {"compute": 0, "side": 1}[copy_stream]
+    inputs = [batch["input"] for batch in DataLoader(Pairs(), batch_size=BATCH_SIZE)]
     for number in range(1, NUM_STEPS + 2):  # and into a second epoch
-        next(batches)
+        batch = next(batches)
+        assert torch.equal(batch["doubled"], 2 * inputs[(number - 1) % NUM_STEPS])
+        assert len(prepared) == number
         assert batches.state_dict() == {"num_images": number * BATCH_SIZE}
         batches.fetch_ahead()
+        assert len(prepared) == number + encode_ahead
         assert loader.num_images_delivered == (number + num_ahead) * BATCH_SIZE
         assert batches.state_dict() == {"num_images": number * BATCH_SIZE}

@@ -21,15 +21,21 @@ from tests.engines.linear import (
     mean_squared_error,
 )
 from tests.forked import NUM_RANKS, run_in_group
-from tests.launch.train_sharded import CASES, make_model, run_rank
+from tests.launch.train_sharded import CASES, CASES_OF_NODES, make_model, run_rank
 
 # The order of additions differs, and AdamW divides by small numbers in its first steps.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 # bf16 keeps 8 bits of a gradient, and AdamW makes steps of about the learning rate, 0.01, of it.
-TOLERANCES = dict.fromkeys(CASES, TOLERANCE) | {"bf16": {"rtol": 0.02, "atol": 0.005}}
+IN_BF16 = {"rtol": 0.02, "atol": 0.005}
 
 each_case = pytest.mark.parametrize("case", CASES)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_case_of_nodes = pytest.mark.parametrize("case", CASES_OF_NODES)
+
+
+def tolerance_of(case):
+    """Of losses, gradients and weights."""
+    return IN_BF16 if case == "bf16" or case.endswith("masters") else TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,19 @@ def results(folder):
     """What each rank has seen: a list by rank of (engine, case) to results."""
     run_in_group(lambda rank: run_rank(rank, folder), folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+@pytest.fixture(scope="module")
+def of_nodes(tmp_path_factory):
+    """The same of two nodes of two ranks each, by case."""
+    folder = tmp_path_factory.mktemp("nodes")
+
+    def run(rank):
+        run_rank(rank, folder, engines=("torch",), cases=CASES_OF_NODES)
+
+    run_in_group(run, folder, num_ranks=4, num_nodes=2)
+    of_ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+    return {case: [one["torch", case] for one in of_ranks] for case in CASES_OF_NODES}
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +94,41 @@ def copy_of(module):
 @each_case
 @each_engine
 def test_losses_gradients_and_weights_are_those_of_one_process(engine, case, results, reference):
-    losses, gradients, weights = reference
-    for of_rank in results:
-        result = of_rank[engine, case]
-        torch.testing.assert_close(result["losses"], losses, **TOLERANCES[case])
-        torch.testing.assert_close(result["gradients"], gradients, **TOLERANCES[case])
-        torch.testing.assert_close(result["weights"], weights, **TOLERANCES[case])
+    assert_alike([of_rank[engine, case] for of_rank in results], case, reference)
+
+
+@each_case_of_nodes
+def test_nodes_that_share_within_train_the_model_of_one_process(case, of_nodes, reference):
+    assert_alike(of_nodes[case], case, reference)
+
+
+def assert_alike(of_ranks, case, reference):
+    for result in of_ranks:
+        for name, expected in zip(("losses", "gradients", "weights"), reference, strict=True):
+            torch.testing.assert_close(
+                result[name], expected, **tolerance_of(case), check_dtype=False
+            )
 
 
 @each_case
 @each_engine
 def test_the_average_is_that_of_the_closed_form(engine, case, results):
-    first, second = (of_rank[engine, case] for of_rank in results)
+    assert_averaged([of_rank[engine, case] for of_rank in results])
+
+
+@each_case_of_nodes
+def test_the_average_of_nodes_is_that_of_the_closed_form(case, of_nodes):
+    assert_averaged(of_nodes[case])
+
+
+def assert_averaged(of_ranks):
+    first, *others = of_ranks
     assert set(first["average"]) == set(first["weights"][0])
-    assert second["average"] == {}
+    assert [other["average"] for other in others] == [{}] * len(others)
     for name, average in first["average"].items():
-        of_steps = [weights[name] for weights in first["weights"]]
+        owner = next(one for one in of_ranks if name in one["held"][0])
+        of_steps = [weights[name] for weights in owner["held"]]
+        assert of_steps[0].dtype == torch.float32
         expected = average_by_hand(of_steps, half_life=2, interval=2)
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
 
@@ -99,8 +137,7 @@ def test_the_average_is_that_of_the_closed_form(engine, case, results):
 @each_engine
 def test_an_average_that_two_ranks_have_saved_is_loaded_by_one(engine, case, results, folder):
     own = dict(make_model()[0].unet.named_parameters())
-    names = {name for of_rank in results for name in of_rank[engine, case]["averaged"]}
-    weights = {name: own[name.removeprefix("unet.")] for name in names}
+    weights = {f"unet.{name}": weight for name, weight in own.items()}
     ema = ForeachEma(weights, EmaSpec("foreach", half_life_batches=2, interval_batches=2))
     state = ema.state_dict()
     checkpoint.load(state, checkpoint_id=folder / f"{engine}-{case}", no_dist=True)
@@ -131,13 +168,68 @@ def test_a_rank_holds_its_part_of_the_weights(engine, case, rows, results):
     assert [of_rank[engine, case]["shapes"]["2.0.weight"] for of_rank in results] == rows
 
 
-def test_hybrid_shares_within_a_machine_only(results):
-    # Two machines of one rank each: both hold all.
-    assert [of_rank["hybrid"]["2.0.weight"] for of_rank in results] == [(7, 8), (7, 8)]
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_grad_op"])
+def test_a_node_holds_all_weights_and_its_ranks_a_part(name, of_nodes):
+    shapes = [of_rank["shapes"]["2.0.weight"] for of_rank in of_nodes[name]]
+    assert shapes == [(4, 8), (3, 8)] * 2
+
+
+@each_engine
+def test_weights_that_are_gathered_ahead_are_the_same(engine, results):
+    # Two micro-batches a step: for the second one they are there already.
+    assert_gathered_ahead(
+        results[0][engine, "grad_op"], results[0][engine, "grad_op-ahead"], num_microbatches=2
+    )
+
+
+def test_nodes_gather_ahead_too(of_nodes):
+    plain, ahead = (of_nodes[name][0] for name in ("hybrid_grad_op", "hybrid_grad_op-ahead"))
+    assert_gathered_ahead(plain, ahead, num_microbatches=2)
+
+
+def assert_gathered_ahead(plain, ahead, *, num_microbatches):
+    assert ahead["was_gathering"] == ([True] + [False] * (num_microbatches - 1)) * NUM_STEPS
+    assert not any(plain["was_gathering"])
+    for name in ("losses", "weights", "gradients", "average"):
+        torch.testing.assert_close(ahead[name], plain[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("case", "type_held"), [("masters", "bf16"), ("grad_op-masters", "fp32")])
+@each_engine
+def test_what_is_updated_is_the_copy_in_fp32(engine, case, type_held, results):
+    result = results[0][engine, case]
+    weights, held = result["weights"][-1], result["held"][-1]
+    for name, weight in weights.items():
+        assert weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[type_held]
+        # The weight is its copy, rounded; the copy is no number that bf16 has.
+        assert torch.equal(weight.bfloat16(), held[name].bfloat16())
+        assert not torch.equal(held[name], held[name].bfloat16().float())
+
+
+def held_by(of_ranks):
+    """Names of the weights that each rank averages."""
+    return [set(of_rank["held"][0]) for of_rank in of_ranks]
 
 
 @each_engine
 def test_under_zero1_a_weight_is_averaged_by_one_rank_alone(engine, results):
-    first, second = (set(of_rank[engine, "zero1"]["averaged"]) for of_rank in results)
+    first, second = held_by(of_rank[engine, "zero1"] for of_rank in results)
     assert first and second and not first & second
-    assert first | second == set(results[0][engine, "none"]["averaged"])
+    assert first | second == set(results[0][engine, "none"]["held"][0])
+
+
+@each_engine
+def test_under_zero1_weights_are_those_of_ddp(engine, results):
+    # Each is updated by one rank and sent to the other.
+    for suffix, plain in (("", "none"), ("-masters", "masters")):
+        one, other = results[0][engine, f"zero1{suffix}"], results[0][engine, plain]
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            one["weights"], results[1][engine, f"zero1{suffix}"]["weights"], rtol=0, atol=0
+        )
+
+
+def test_under_hybrid_zero1_each_node_has_all_averages(of_nodes):
+    first, second, *other_node = held_by(of_nodes["hybrid_zero1"])
+    assert first and second and not first & second
+    assert other_node == [first, second]

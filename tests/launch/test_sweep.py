@@ -338,7 +338,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
 
 def test_the_shipped_sweeps_are_valid(repository, tmp_path, capsys):
     (tmp_path / "benchmark.py").symlink_to(repository / "benchmark.py")
-    for name, num_cells in (("seeds", 12), ("tiny", 4), ("presets", 2)):
+    for name, num_cells in (("seeds", 12), ("tiny", 4), ("presets", 2), ("sharding_cpu", 7)):
         assert main(["sweep", str(repository / "sweeps" / f"{name}.yaml"), "--dry_run"]) == 0
         assert f"{num_cells} cells x " in capsys.readouterr().out
 

@@ -6,24 +6,25 @@ The ranks train all cases in one process group: that is what keeps it short.
 from __future__ import annotations
 
 import importlib
-import os
 
 import torch
 import torch.distributed.checkpoint
+from torch.distributed.fsdp import FSDPModule
 
 from sdbench.engines import ENGINES
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
-from sdbench.engines.sharding import shard_weights
+from sdbench.ranks.distributed import Ranks
 from tests.engines.linear import NUM_FEATURES, make_config, make_parts, watch_with
-from tests.forked import NUM_RANKS
 
+MASTERS = {"precision": "bf16", "master_weights": "fp32"}
 # Name of a case to the settings in which it differs from plain DDP.
 CASES: dict[str, dict[str, object]] = {
     "none": {},
     "zero1": {"sharding": "zero1"},
     "grad_op": {"sharding": "grad_op"},
     "grad_op-every": {"sharding": "grad_op", "grad_sync": "every"},
+    "grad_op-ahead": {"sharding": "grad_op", "gather_ahead": True},
     "full": {"sharding": "full"},
     "full-every": {"sharding": "full", "grad_sync": "every"},
     "full-unfused": {"sharding": "full", "optimizer": "adamw"},
@@ -38,6 +39,20 @@ CASES: dict[str, dict[str, object]] = {
         "static_graph": True,
         "ddp_bucket_mib": 1,
     },
+    "masters": MASTERS,
+    "zero1-masters": {"sharding": "zero1", **MASTERS},
+    "grad_op-masters": {"sharding": "grad_op", **MASTERS},
+    "full-masters": {"sharding": "full", **MASTERS},
+}
+# Those of four ranks, two on each of two nodes; a rank has two images, each its own micro-batch.
+CASES_OF_NODES: dict[str, dict[str, object]] = {
+    name + suffix: {"sharding": name, "device_train_microbatch_size": 1, **precision}
+    for name in ("hybrid", "hybrid_grad_op", "hybrid_zero1")
+    for suffix, precision in (("", {}), ("-masters", MASTERS))
+}
+CASES_OF_NODES["hybrid_grad_op-ahead"] = {
+    **CASES_OF_NODES["hybrid_grad_op"],
+    "gather_ahead": True,
 }
 
 
@@ -50,6 +65,7 @@ def make_model():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
+            self.was_gathering = []
             self.encoder = torch.nn.Linear(NUM_FEATURES, NUM_FEATURES).requires_grad_(False)
             self.unet = torch.nn.Sequential(
                 torch.nn.Conv2d(2, 8, (1, 3)).to(memory_format=torch.channels_last),
@@ -60,8 +76,10 @@ def make_model():
             )
 
         def forward(self, batch):
+            self.was_gathering.append(is_gathering(self.unet))
             images = self.encoder(batch["input"]).view(-1, 2, 1, NUM_FEATURES // 2)
-            return self.unet(images), batch["target"]
+            dtype = next(self.unet.parameters()).dtype
+            return self.unet(images.to(dtype)), batch["target"]
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -76,8 +94,10 @@ def make_case(case, *, num_ranks, rank):
         optimizer="adamw_fused",
         master_weights="none",
     )
-    vars(config).update(CASES[case])
+    vars(config).update((CASES | CASES_OF_NODES)[case])
     model, blocks = make_model()
+    if config.precision == "bf16":
+        model.unet.bfloat16()
     gradients = []
 
     def make_optimizer_that_tells(groups):
@@ -102,6 +122,15 @@ def make_case(case, *, num_ranks, rank):
     return parts, config, gradients
 
 
+def is_gathering(module):
+    """Whether weights are on their way to this rank, by FSDP's own account."""
+    return any(
+        isinstance(one, FSDPModule)
+        and one._get_fsdp_state()._fsdp_param_group._all_gather_result is not None
+        for one in module.modules()
+    )
+
+
 def whole(tensor):
     """A copy of a tensor, put together from its parts if the ranks have shared it out."""
     tensor = tensor.detach()
@@ -114,12 +143,17 @@ def shape_here(weight):
 
 
 class WeightRecorder:
-    """Keeps the whole weights behind each step, and the shapes of what this rank holds of them."""
+    """Keeps the whole weights behind each step, and the shapes of what this rank holds of them.
+
+    `held` has those of them that this rank updates and averages, or their copies in fp32.
+    """
 
     def __init__(self, module):
         self.module = module
         self.weights = []
         self.shapes = {}
+        self.updated = {}
+        self.held = []
 
     def loop_begins(self):
         """The weights before the first step."""
@@ -133,15 +167,16 @@ class WeightRecorder:
         """Put together what the ranks hold; under DDP each holds all."""
         weights = dict(self.module.named_parameters())
         self.weights.append({name: whole(weight) for name, weight in weights.items()})
+        self.held.append({name: whole(weight) for name, weight in self.updated.items()})
         self.shapes = {name: shape_here(weight) for name, weight in weights.items()}
 
 
-def train(engine, case, *, rank, folder):
+def train(engine, case, *, folder):
     """One case with one engine. Saves the average's state in the folder.
 
     Returns:
-        Losses, gradients of each step, weights before the first and behind each, average, names of
-        the weights that this rank averages, and the shapes of what it holds of each weight.
+        Losses, gradients of each step, weights before the first and behind each, all of them and
+        those that this rank updates, the average, and the shapes of what it holds of each weight.
     """
     module = importlib.import_module(f"sdbench.engines.{engine}")
     kept = []
@@ -149,41 +184,33 @@ def train(engine, case, *, rank, folder):
     class Kept(module.ForeachEma):
         def __init__(self, weights, spec):
             super().__init__(weights, spec)
-            kept.append((self, sorted(weights)))
+            kept.append(self)
+            recorder.updated = {n.removeprefix("unet."): one for n, one in weights.items()}
 
     original, module.ForeachEma = module.ForeachEma, Kept
-    parts, config, gradients = make_case(case, num_ranks=NUM_RANKS, rank=rank)
+    ranks = Ranks.from_environment()
+    parts, config, gradients = make_case(case, num_ranks=ranks.world_size, rank=ranks.rank)
     recorder = WeightRecorder(parts.model.unet)
     try:
         measurements = module.fit(parts, config, watch_with(recorder))
     finally:
         module.ForeachEma = original
-    ((ema, averaged),) = kept
+    (ema,) = kept
     torch.distributed.checkpoint.save(ema.state_dict(), checkpoint_id=folder / f"{engine}-{case}")
     return {
         "losses": [step.loss for step in measurements.timings.steps],
         "gradients": gradients,
         "weights": recorder.weights,
         "average": {n.removeprefix("unet."): average for n, average in ema.gather().items()},
-        "averaged": averaged,
+        "held": recorder.held,
+        "was_gathering": parts.model.was_gathering,
         "shapes": recorder.shapes,
     }
 
 
-def shapes_of_hybrid():
-    """What a rank holds when each machine has one rank; torch 2.7 cannot train so without a GPU."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    model, blocks = make_model()
-    shard_weights(make_parts(model=model, sharded_blocks=blocks), sharding="hybrid")
-    return {name: shape_here(weight) for name, weight in model.unet.named_parameters()}
-
-
-def run_rank(rank, folder):
+def run_rank(rank, folder, *, engines=ENGINES, cases=CASES):
     """Train all cases."""
     results = {
-        (engine, case): train(engine, case, rank=rank, folder=folder)
-        for engine in ENGINES
-        for case in CASES
+        (engine, case): train(engine, case, folder=folder) for engine in engines for case in cases
     }
-    results["hybrid"] = shapes_of_hybrid()
     torch.save(results, folder / f"rank{rank}.pt")

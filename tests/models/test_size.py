@@ -98,6 +98,23 @@ def test_flops(name, image_size, giga_flops) -> None:
     assert tuple(round(part / 1e9, 2) for part in flops) == giga_flops
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "hybrid_zero1", "grad_op", "hybrid_grad_op"])
+def test_memory_of_shared_copies_is_exact(sharding) -> None:
+    shared = estimate(
+        precision="bf16",
+        master_weights=True,
+        use_ema=True,
+        sharding=sharding,
+        num_ranks=16,
+        num_sharing_ranks=8,
+    )
+    # Each rank has the weights in bf16; the eight share copies, two moments and average in fp32.
+    fp32_gib = 933_508 * 4 / 2**30
+    assert shared.trained_weights == pytest.approx(fp32_gib / 2)
+    assert shared.optimizer_state == pytest.approx(3 * fp32_gib / 8)
+    assert shared.ema == pytest.approx(fp32_gib / 8)
+
+
 def test_memory_of_weights_state_and_ema_is_exact() -> None:
     plain, with_ema = estimate(), estimate(use_ema=True)
     weights_gib = 933_508 * 4 / 2**30

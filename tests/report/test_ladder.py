@@ -17,6 +17,7 @@ from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
 from sdbench.report.report import rebuild
 from sdbench.report.tables import to_markdown
 from sdbench.settings.config import PRESETS
+from sdbench.settings.parallel import WITHIN_NODE
 from sdbench.settings.setting import of_device
 from tests.report.results_folder import RESULTS, make_recipe, make_record, make_results, rows_of
 
@@ -313,8 +314,11 @@ def read_cells(device):
     return [{**content["base"], **cell} for cell in content["list"]]
 
 
-# xFormers is in no requirements, and hybrid takes two machines.
-IN_NO_SWEEP = ({"attention": "xformers"}, {"optimizer_params": "trainable", "sharding": "hybrid"})
+# xFormers is in no requirements, and sharing within a machine takes two machines.
+IN_NO_SWEEP = (
+    {"attention": "xformers"},
+    *({"optimizer_params": "trainable", "sharding": sharding} for sharding in WITHIN_NODE),
+)
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: describe_flags(rung.settings))

@@ -13,6 +13,7 @@ TEXTS = (
     flags.EPILOG,
     flags.FIT_EPILOG,
     flags.PREDICT_EPILOG,
+    flags.OVERHEAD_EPILOG,
     flags.COST_EPILOG,
     flags.PLAN_EPILOG,
     flags.MACHINES_EPILOG,
@@ -30,6 +31,7 @@ def test_every_command_has_examples():
     assert {shlex.split(example)[4] for example in EXAMPLES} == {
         "fit",
         "predict",
+        "overhead",
         "cost",
         "plan",
         "machines",
@@ -44,7 +46,7 @@ def test_an_example_runs(capsys, tmp_path, monkeypatch, repository, example):
     assert "GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "fit", "predict", "cost", "plan", "machines"])
+@pytest.mark.parametrize("command", ["", "fit", "predict", "overhead", "cost", "plan", "machines"])
 def test_help_is_answered(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main(["scaling", *command.split(), "--help"])

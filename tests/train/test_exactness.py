@@ -33,6 +33,7 @@ RECIPE = (
     "1",
 )
 LORA = ("--lora_rank", "4", "--precision", "fp32")
+MASTERS = ("--precision", "bf16", "--master_weights", "fp32")
 # 49 samples are three batches of 16: steps 3 and 6 end an epoch.
 NUM_STEPS = 7
 
@@ -126,10 +127,22 @@ def sharded():
         is_quick = each in {("torch", "full"), ("composer", "none"), ("ray", "full")}
         yield pytest.param(*each, (), marks=() if is_quick else pytest.mark.slow)
     yield pytest.param("torch", "full", LORA, id="lora")
+    yield pytest.param("torch", "grad_op", MASTERS, id="grad_op of copies")
+    yield pytest.param("torch", "zero1", MASTERS, id="zero1 of copies", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("engine", "sharding", "what"), sharded())
 def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what):
+    stop_and_go_on(tmp_path, engine, sharding, what)
+
+
+@pytest.mark.parametrize("sharding", ["hybrid_grad_op", "hybrid_zero1"])
+def test_two_nodes_stop_and_one_rank_goes_on(tmp_path, sharding):
+    stop_and_go_on(tmp_path, "torch", sharding, MASTERS, num_ranks=4, num_nodes=2)
+
+
+def stop_and_go_on(tmp_path, engine, sharding, what, **ranks_and_nodes):
+    """Ranks stop and go on with the losses of those that did not, and one rank goes on alone."""
     # Here, and not once in each rank.
     load_engine(engine)
     importlib.import_module("sdbench.tasks.train.looks")
@@ -140,9 +153,9 @@ def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what):
         ("parts", 3, "auto"),
     ):
         program = functools.partial(run, tmp_path, name, num_steps, *argv, "--resume", resume)
-        with forked_ranks(program, tmp_path) as ranks:
+        with forked_ranks(program, tmp_path, **ranks_and_nodes) as ranks:
             codes = exit_codes(ranks, timeout_s=240)
-            assert codes == [0, 0], [log_of(tmp_path, rank).read_text() for rank in range(2)]
+            assert not any(codes), [log_of(tmp_path, n).read_text() for n in range(len(codes))]
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
     alone = ("--use_synth_data", *what, "--engine", "torch", "--resume", "auto")
     assert run(tmp_path, "parts", 4, *alone) == 0

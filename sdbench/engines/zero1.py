@@ -1,0 +1,26 @@
+"""`Zero1`: torch's ZeRO-1 optimizer, with few messages for many weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+# As DDP sends the weights that all ranks begin with.
+MESSAGE_BYTES = 250 * 2**20
+
+
+class Zero1(ZeroRedundancyOptimizer):
+    """torch's optimizer, which sends the weights that a rank has updated together.
+
+    torch sends each of the 686 weights of a U-Net on its own; with two gloo ranks that took 35 ms a
+    step of `tiny` where this takes 8. Its views of weights in one buffer are no way around it: they
+    undo the channels_last layout. `_sync_params`, a private method, is overridden.
+    """
+
+    def _sync_params(self) -> None:
+        for rank, groups in enumerate(self._partition_parameters()):
+            weights = [weight.detach() for group in groups for weight in group["params"]]
+            if weights:
+                torch.distributed._broadcast_coalesced(
+                    self.process_group, weights, MESSAGE_BYTES, rank
+                )
