@@ -194,6 +194,22 @@ def check(config: SourceConfig) -> int | None:
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
     source = SOURCES[config.data_format]
+    if config.is_streamed and config.data_format not in ("webdataset", "parquet"):
+        raise ConfigError(
+            f"Data of the format {config.data_format} is not copied whole before the first batch",
+            value=config.remote_files,
+            allowed="copy, or --data_format webdataset or parquet",
+            flag="--remote_files",
+        )
+    if config.tar_sizes is not None and not (
+        config.is_streamed and config.data_format == "webdataset"
+    ):
+        raise ConfigError(
+            "Only of tars that are streamed the sizes have to be known",
+            value=config.tar_sizes,
+            allowed="none, or --remote_files stream and --data_format webdataset",
+            flag="--tar_sizes",
+        )
     if config.missing_latents != "error" and not (
         config.data_format == "mds" and config.wants_latents
     ):

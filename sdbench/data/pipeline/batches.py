@@ -117,6 +117,7 @@ class BatchReader:
         sample_type: SampleType,
         *,
         blocks: Sequence[int],
+        num_blocks_of_files: Sequence[int] | None = None,
         num_dropped: int = 0,
         config: SourceConfig,
     ) -> None:
@@ -125,11 +126,13 @@ class BatchReader:
         Args:
             sample_type: Type of the samples.
             blocks: As `Samples` has them.
+            num_blocks_of_files: As `Samples` has it.
             num_dropped: As `Samples` has it.
             config: Batch size, image size and the like.
         """
         self.sample_type = sample_type
         self.blocks = blocks
+        self.num_blocks_of_files = num_blocks_of_files
         self.num_dropped = num_dropped
         self.config = config
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
@@ -180,6 +183,7 @@ class SampleBatchReader(BatchReader):
         super().__init__(
             samples.sample_type,
             blocks=samples.blocks,
+            num_blocks_of_files=samples.num_blocks_of_files,
             num_dropped=samples.num_dropped,
             config=config,
         )
