@@ -47,7 +47,9 @@ class CommandOutput(io.RawIOBase):
                 `PIPE_SILENCE_TIMEOUT_S`.
         """
         output = self._process.stdout.fileno()
-        if not select.select([output], [], [], PIPE_SILENCE_TIMEOUT_S)[0]:
+        waiting = select.poll()
+        waiting.register(output, select.POLLIN)
+        if not waiting.poll(PIPE_SILENCE_TIMEOUT_S * 1000):
             self.close()
             raise RunError(f"{self._name} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s.")
         num_bytes = os.readv(output, [buffer])

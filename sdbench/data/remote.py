@@ -344,7 +344,7 @@ def _get(url: str, *, part: str | None = None) -> Any:
     # It encodes the header as Latin-1, which gives the bytes that Latin-1 was decoded from.
     user_info = urllib3.util.parse_url(url).auth
     headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info, "latin-1"))
-    answer = urllib3.request(
+    answer = _make_web_pool(os.getpid()).request(
         "GET",
         url,
         headers=headers if part is None else {**headers, "Range": part},
@@ -358,6 +358,14 @@ def _get(url: str, *, part: str | None = None) -> Any:
         said = "gives no parts of files" if ignored else f"answers {answer.status}"
         raise RunError(f"{url} cannot be read: the server {said}")
     return answer
+
+
+@functools.cache
+def _make_web_pool(process: int) -> Any:
+    """Connections of this process's own: two workers must not read from one."""
+    import urllib3
+
+    return urllib3.PoolManager()
 
 
 def _split_s3(url: str) -> tuple[str, str]:

@@ -183,7 +183,7 @@ def test_a_resumed_epoch_neither_repeats_nor_drops(kind, num_ranks, num_workers,
 
     before = [number for part in seen for number in indices(part)]
     epoch = [number for part in whole for number in indices(part)]
-    for other_ranks, other_workers in ((1, 0), (2, 2), (4, 1)):
+    for other_ranks, other_workers in ((1, 0), (4, 1)):
         loaders = open_ranks(where, kind, num_ranks=other_ranks, num_workers=other_workers)
         after = []
         for loader in loaders:
@@ -230,8 +230,9 @@ def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F
         assert indices(list(data.build(config))) == list(range(48))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["webdataset", "parquet"])
-def test_web_files_are_streamed(kind, s3, folder, tmp_path):  # noqa: F811
+def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
     path = folder(kind)
     s3.upload(path, f"{tmp_path.name}/{kind}")
     files = sorted(file.name for file in path.iterdir() if file.suffix != ".json")
@@ -243,7 +244,8 @@ def test_web_files_are_streamed(kind, s3, folder, tmp_path):  # noqa: F811
     ]
     place = "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
     sizes = str(path / "sizes.json") if kind == "webdataset" else None
-    config = make_config(place, kind, shuffle=False, tar_sizes=sizes)
+    options = {"shuffle": False, "num_workers": num_workers, "tar_sizes": sizes}
+    config = make_config(place, kind, **options)
     assert indices(list(data.build(config))) == list(range(48))
 
 
@@ -272,8 +274,8 @@ def test_a_busy_server_is_waited_for(place, s3):  # noqa: F811
     ("kind", "fault", "message"),
     [
         ("webdataset", {"cut_after": 100}, r"/0000\d.tar, from byte \d+ on, .* in 3 attempts"),
-        ("webdataset", {"num_busy": 1000}, r"/0000\d.tar, from byte \d+ on, .*503"),
-        ("webdataset", {"pause_s": 3.0}, r"/0000\d.tar, from byte \d+ on, .*ReadTimeoutError"),
+        ("webdataset", {"num_busy": 1000}, r"/0000\d.tar.* cannot be read: .*503"),
+        ("webdataset", {"pause_s": 3.0}, r"/0000\d.tar.* cannot be read: .*ReadTimeout"),
         ("parquet", {"cut_after": 100}, r"/\d.parquet, from byte \d+ on, .* in 3 attempts"),
     ],
 )
