@@ -292,9 +292,10 @@ def build(config: SourceConfig) -> CheckedLoader:
         A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
         (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}`` with
-        ``latent`` in place of the two where samples of them are stored. Deterministic under the
-        seed, disjoint across ranks, whole batches only, each epoch in an order of its own; it can
-        be stopped and resumed inside an epoch (`state_dict`, `load_state_dict`).
+        ``latent`` in place of the two where samples of them are stored. Stored images are
+        channels_last in memory. Deterministic under the seed, disjoint across ranks, whole batches
+        only, each epoch in an order of its own; it can be stopped and resumed inside an epoch
+        (`state_dict`, `load_state_dict`).
 
     Raises:
         ConfigError: As `check`.

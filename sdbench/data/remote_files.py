@@ -7,8 +7,12 @@ between two parts of it nor share the credentials, time limits and messages of r
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import BinaryIO
 
 from sdbench.base.errors import RunError
@@ -61,9 +65,44 @@ class RemoteFile(io.RawIOBase):
         end = min(self._position + len(buffer), self._found.num_bytes)
         num_bytes = max(end - self._position, 0)
         if num_bytes:
-            buffer[:num_bytes] = read_part(self._found, self._position, end)
+            buffer[:num_bytes] = self._read(self._position, end)
             self._position += num_bytes
         return num_bytes
+
+    def _read(self, begin: int, end: int) -> bytes:
+        return read_part(self._found, begin, end)
+
+
+class _FileReadAhead(RemoteFile):
+    """A file that is read from its beginning on: while one part is used, the next one comes."""
+
+    def __init__(self, found: RemoteObject) -> None:
+        super().__init__(found)
+        self._coming: tuple[int, int, Future[bytes]] | None = None
+
+    def _read(self, begin: int, end: int) -> bytes:
+        coming, self._coming = self._coming, None
+        is_it = coming is not None and coming[:2] == (begin, end)
+        content = coming[2].result() if is_it else super()._read(begin, end)
+        next_end = min(end + len(content), self._found.num_bytes)
+        if next_end > end:
+            work = functools.partial(read_part, self._found, end, next_end)
+            self._coming = end, next_end, _start(work)
+        return content
+
+
+def _start(work: Callable[[], bytes]) -> Future[bytes]:
+    """Do work in a thread that no process waits for when it ends, as it would for a pool's."""
+    future: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by who asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class _Onward:
@@ -121,7 +160,7 @@ def open_remote(place: str) -> BinaryIO:
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
     else:
-        stream = io.BufferedReader(RemoteFile(find_object(place)), PART_BYTES)
+        stream = io.BufferedReader(_FileReadAhead(find_object(place)), PART_BYTES)
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
         # Its own way back is to read all again.
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)

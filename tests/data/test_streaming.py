@@ -9,6 +9,7 @@ import json
 import pickle
 import random
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,17 @@ def test_the_first_batch_comes_before_the_rest_is_read(
 def test_without_shuffling_the_order_is_the_stored_one(kind, num_workers, place):
     config = make_config(place(kind), kind, shuffle=False, num_workers=num_workers)
     assert indices(list(data.build(config))) == list(range(48))
+
+
+def test_the_next_part_comes_while_one_is_used(place, s3):  # noqa: F811
+    samples = data.open_samples(make_config(place("webdataset")))
+    num_before = s3.num_requests
+    samples.read(0)
+    # Of a tar its length, the part with the sample, and the next one, which nobody waits for.
+    deadline_s = time.monotonic() + 20
+    while s3.num_requests < num_before + 3 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert s3.num_requests == num_before + 3
 
 
 def test_each_process_reads_tars_of_its_own(place, s3, tmp_path):  # noqa: F811

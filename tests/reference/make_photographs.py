@@ -1,12 +1,7 @@
-r"""Makes a tar of photographs that are large enough and many enough to measure a loader with.
+"""Makes a tar of photographs that are large enough and many enough to measure a loader with.
 
     python tests/reference/make_photographs.py photographs-512.tar --side 512
     python tests/reference/make_photographs.py photographs-1024.tar --side 1024
-    for repeat in 1 2 3; do for side in 512 1024; do for workers in 0 1 2; do OMP_NUM_THREADS=1 \
-      python data.py --remote photographs-$side.tar --image_size 512 --batch_size 32 \
-      --num_workers $workers --num_warmup_batches 5 --num_batches 200 \
-      --results_dir runs/photographs; done; done; done
-    python -m sdbench publish runs/photographs/*
 
 Drawings decode several times faster than photographs. Here each picture is a crop of one of six
 photographs: scaled to between 0.6 and 1 times its size, mirrored at its edges until it is large
