@@ -61,7 +61,8 @@ class CommandOutput(io.RawIOBase):
     def _check_end(self) -> None:
         exit_code = self._process.wait()
         self._errors.seek(0)
-        said = " ".join(self._errors.read().decode(errors="replace").split())[-500:] or "no error message"
+        errors = self._errors.read().decode(errors="replace")
+        said = " ".join(errors.split())[-500:] or "no error message"
         if exit_code:
             raise RunError(f"{self._name} ended with exit code {exit_code}: {said}")
         if not self._num_bytes:
