@@ -63,11 +63,12 @@ class RemoteFile(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:
         """Read as `read_part` does, up to the end of the file."""
         end = min(self._position + len(buffer), self._found.num_bytes)
-        num_bytes = max(end - self._position, 0)
-        if num_bytes:
-            buffer[:num_bytes] = self._read(self._position, end)
-            self._position += num_bytes
-        return num_bytes
+        if end <= self._position:
+            return 0
+        content = self._read(self._position, end)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def _read(self, begin: int, end: int) -> bytes:
         return read_part(self._found, begin, end)
@@ -81,10 +82,12 @@ class _FileReadAhead(RemoteFile):
         self._coming: tuple[int, int, Future[bytes]] | None = None
 
     def _read(self, begin: int, end: int) -> bytes:
+        # A larger member in several parts: what is coming is one of them.
+        end = min(end, begin + PART_BYTES)
         coming, self._coming = self._coming, None
         is_it = coming is not None and coming[:2] == (begin, end)
         content = coming[2].result() if is_it else super()._read(begin, end)
-        next_end = min(end + len(content), self._found.num_bytes)
+        next_end = min(end + PART_BYTES, self._found.num_bytes)
         if next_end > end:
             work = functools.partial(read_part, self._found, end, next_end)
             self._coming = end, next_end, _start(work)
