@@ -30,8 +30,9 @@ MAX_SIZES_BYTES = 64 * 2**20
 # So many neighbours are shuffled among themselves. Their files are held in memory: 50 MB for
 # pictures of 100 kB.
 SAMPLES_PER_BLOCK = 512
-# An epoch that is resumed with other ranks or workers takes the samples of several tars in turn.
-MAX_OPEN_TARS = 4
+# An epoch that is resumed with other ranks or workers takes the samples of several tars in turn, of
+# as many as there were workers for it.
+MAX_OPEN_TARS = 16
 
 
 class StreamedTarSamples:
@@ -97,7 +98,10 @@ class StreamedTarSamples:
         except BaseException:
             reader.close()
             raise
-        self._open[number] = reader
+        if reader.is_done:
+            reader.close()
+        else:
+            self._open[number] = reader
         if len(self._open) > MAX_OPEN_TARS:
             self._open.pop(next(iter(self._open))).close()
         name = self.name(index)
@@ -128,6 +132,11 @@ class _TarReader:
         self._samples = list_samples(self._file, _shown(tar), kinds=kinds, take=take)
         self._num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample of the last block has been taken."""
+        return self._num_read == self._num_samples and not self._kept
 
     def can_take(self, position: int) -> bool:
         """Whether that sample has not been passed."""
