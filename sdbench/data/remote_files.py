@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from sdbench.base.errors import RunError
 from sdbench.data.command_output import PIPE, CommandOutput
-from sdbench.data.remote import GZIP_MAGIC, RemoteObject, find_object, read_part
+from sdbench.data.remote import GZIP_MAGIC, RemoteObject, find_object, is_url, read_part
 
 # A request for so much: its latency of some 50 ms is then a small part of its time, a worker holds
 # little, and no connection is kept while a trainer is busy (stores close those that are silent).
@@ -142,28 +142,37 @@ class _Onward:
         self._tail = (self._tail + content[-TAIL_BYTES:])[-TAIL_BYTES:]
         return content
 
+    def __enter__(self) -> _Onward:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._stream.close()
         if self._below is not None:
             self._below.close()
 
 
-def open_remote(place: str) -> BinaryIO:
+def open_stream(place: str) -> BinaryIO:
     """Open a file to be read on, unpacked if it is a gzip file.
 
     Args:
-        place: ``s3://``, ``http(s)://``, or ``pipe:`` and a command.
+        place: ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path.
 
     Returns:
         What has `read`, `tell`, `close`, and a `seek` that goes back by `TAIL_BYTES` at least.
 
     Raises:
         RunError: It cannot be had.
+        OSError: There is no such path.
     """
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
-    else:
+    elif is_url(place):
         stream = io.BufferedReader(_FileReadAhead(find_object(place)), PART_BYTES)
+    else:
+        stream = open(place, "rb")  # noqa: SIM115
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
         # Its own way back is to read all again.
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)

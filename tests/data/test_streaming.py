@@ -434,6 +434,36 @@ def test_fewer_samples_than_a_batch_are_refused_when_they_are_counted(remote_fil
         data.build(config)
 
 
+def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary_folder):  # noqa: F811
+    path = folder("webdataset")
+    packed = gzip.compress((path / "00001.tar").read_bytes())
+    (path / "00001.tar").unlink()
+    (path / "00001.tar.gz").write_bytes(packed)
+    sizes = {"00000.tar": 5, "00001.tar.gz": 30, "00002.tar": 14}
+    out = tmp_path / "counted.json"
+    for place in (str(path), s3.upload(path, f"{tmp_path.name}/counted")):
+        assert main(["count-samples", place, "--out", str(out)]) == 0
+        assert json.loads(out.read_text()) == sizes
+        assert capsys.readouterr().out == f"49 samples in 3 tars: {out}\n"
+    assert files_below(temporary_folder) == []
+    config = make_config(place, shuffle=False, tar_sizes=str(out))
+    assert indices(list(data.build(config))) == list(range(48))
+    # Names that are not told apart by their last part.
+    both = f"{{{path}/00000.tar,{place}/00000.tar}}"
+    assert main(["count-samples", both, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"webdataset/00000.tar": 5, "counted/00000.tar": 5}
+    (path / "00002.tar").write_bytes((path / "00002.tar").read_bytes()[:9000])
+    assert main(["count-samples", str(path), "--out", str(tmp_path / "none.json")]) == 1
+    assert f"{path}/00002.tar is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize("place", ["pipe:cat a.tar", "nowhere", "{s3://a/b.tar,s3://a/b.tar}"])
+def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
+    assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "PLACE"
+
+
 def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):  # noqa: F811
     tars = tmp_path / "tars"
     argv = ["--out_format", "webdataset", "--samples_per_shard", "20", "--num_workers", "0"]

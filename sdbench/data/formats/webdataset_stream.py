@@ -18,8 +18,7 @@ from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.tar_members import Captions, Span, list_samples, read_span
 from sdbench.data.image_files import image_extensions
-from sdbench.data.remote import is_url
-from sdbench.data.remote_files import open_remote
+from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
@@ -124,7 +123,7 @@ class _TarReader:
     def __init__(self, tar: str, *, num_samples: int, kinds: Sequence[str]) -> None:
         self._tar = tar
         self._num_samples = num_samples
-        self._file = open_remote(tar)
+        self._file = open_stream(tar)
 
         def take(extension: str, span: Span) -> bytes | None:
             return read_span(self._file, span) if extension in kinds else None
@@ -241,12 +240,8 @@ def _names(tar: str) -> Iterator[str]:
 
 def _read_sizes_file(place: str) -> dict[str, int]:
     try:
-        if is_url(place):
-            with open_remote(place) as file:
-                content = file.read(MAX_SIZES_BYTES + 1)
-        else:
-            with open(place, "rb") as file:
-                content = file.read(MAX_SIZES_BYTES + 1)
+        with open_stream(place) as file:
+            content = file.read(MAX_SIZES_BYTES + 1)
         if len(content) > MAX_SIZES_BYTES:
             raise ValueError(f"longer than {MAX_SIZES_BYTES // 2**20} MiB")
         sizes = parse_json(content.decode("utf-8-sig"))
