@@ -1,8 +1,8 @@
 """Copies of files behind URLs, of packed files and of the output of commands, and parts of them.
 
-Tars are read by number, which needs whole files, so each is copied once, and unpacked if it is a
-gzip file. (MDS shards are copied one by one, as they are needed, by Streaming.) What reads files as
-they come (remote_files.py) asks for parts of them.
+Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file, or
+it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
+Streaming.)
 A library does not replace this: fsspec's file cache asks no web server for the version of a file,
 never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
 web servers, and load torch.
