@@ -1,7 +1,7 @@
 """Copies of files behind URLs, of packed files and of the output of commands, and parts of them.
 
-Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file, or
-it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
+Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
+or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
 Streaming.)
 A library does not replace this: fsspec's file cache asks no web server for the version of a file,
 never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
@@ -211,6 +211,8 @@ def find_object(url: str) -> RemoteObject:
         # GET, not HEAD, as for `_version`.
         answer = _get(url)
         answer.close()
+        if "Content-Length" not in answer.headers:
+            raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
         return RemoteObject(url, int(answer.headers["Content-Length"]), _web_version(answer))
     except RunError:
         raise
