@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.data.prepare.verify:main",
         "check a data set: every file, and on request every sample",
     ),
+    "count-samples": (
+        "sdbench.data.prepare.count:main",
+        "count the samples of tars, so that they can be streamed",
+    ),
     "shapes": (
         "sdbench.data.shapes.write:main",
         "write a data set of coloured shapes, to see a model learn to draw",

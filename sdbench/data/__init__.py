@@ -194,6 +194,22 @@ def check(config: SourceConfig) -> int | None:
         RunError: A tar is damaged, or a place that is elsewhere cannot be reached.
     """
     source = SOURCES[config.data_format]
+    if config.is_streamed and config.data_format not in ("webdataset", "parquet"):
+        raise ConfigError(
+            f"Data of the format {config.data_format} is not copied whole before the first batch",
+            value=config.remote_files,
+            allowed="copy, or --data_format webdataset or parquet",
+            flag="--remote_files",
+        )
+    if config.tar_sizes is not None and not (
+        config.is_streamed and config.data_format == "webdataset"
+    ):
+        raise ConfigError(
+            "Only of tars that are streamed the sizes have to be known",
+            value=config.tar_sizes,
+            allowed="none, or --remote_files stream and --data_format webdataset",
+            flag="--tar_sizes",
+        )
     if config.missing_latents != "error" and not (
         config.data_format == "mds" and config.wants_latents
     ):
@@ -276,9 +292,10 @@ def build(config: SourceConfig) -> CheckedLoader:
         A `torch.utils.data.DataLoader` of dictionaries: ``{image: (B, 3, S, S) uint8 or float32,
         input_ids: (B, 77) int64}``, or with precomputed latents ``{latent_mean, latent_logvar:
         (B, 4, S / 8, S / 8) float16, text_embedding: (B, 77, text_embedding_dim) float16}`` with
-        ``latent`` in place of the two where samples of them are stored. Deterministic under the
-        seed, disjoint across ranks, whole batches only, each epoch in an order of its own; it can
-        be stopped and resumed inside an epoch (`state_dict`, `load_state_dict`).
+        ``latent`` in place of the two where samples of them are stored. Stored images are
+        channels_last in memory. Deterministic under the seed, disjoint across ranks, whole batches
+        only, each epoch in an order of its own; it can be stopped and resumed inside an epoch
+        (`state_dict`, `load_state_dict`).
 
     Raises:
         ConfigError: As `check`.

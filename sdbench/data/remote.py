@@ -1,7 +1,8 @@
-"""Copies of files behind URLs, of packed files and of the output of commands, on this machine.
+"""Copies of files behind URLs, of packed files and of the output of commands, and parts of them.
 
-Tars and parquet files are read by number, which needs whole files, so each is copied once, and
-unpacked if it is a gzip file. (MDS shards are copied one by one, as they are needed, by Streaming.)
+Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
+or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
+Streaming.)
 A library does not replace this: fsspec's file cache asks no web server for the version of a file,
 never tries again, and locks out no other process; Streaming's downloaders know neither versions nor
 web servers, and load torch.
@@ -14,20 +15,19 @@ import gzip
 import hashlib
 import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
+from sdbench.data.command_output import PIPE, CommandOutput
 
-PIPE = "pipe:"
 S3 = "s3://"
 # RFC 1952, section 2.3.1: the first two bytes.
 GZIP_MAGIC = b"\x1f\x8b"
@@ -36,9 +36,12 @@ GZIP_MAGIC = b"\x1f\x8b"
 # that answers 503 for a few seconds is waited for, a dead one is given up within a minute.
 SILENCE_TIMEOUT_S = 20.0
 NUM_ATTEMPTS = 5
-# A command may have to think before it prints.
-PIPE_SILENCE_TIMEOUT_S = 300.0
+# Before a part that broke off is asked for again; then twice as long, and so on.
+FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
+
+Item = TypeVar("Item")
+Content = TypeVar("Content")
 
 
 def is_url(place: str) -> bool:
@@ -96,9 +99,22 @@ def fetch_all(places: Sequence[str], *, cache: Path) -> list[Path]:
     Raises:
         RunError: As `fetch`.
     """
+    return in_parallel(functools.partial(fetch, cache=cache), places)
+
+
+def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[Content]:
+    """Do what waits for a store for several files at a time, showing progress.
+
+    Args:
+        work: Is called in threads.
+        items: What it is called with.
+
+    Returns:
+        What it returned, in the same order.
+    """
     with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
-        copies = pool.map(functools.partial(fetch, cache=cache), places)
-        return list(show_progress(copies, total=len(places), unit="file"))
+        done = pool.map(work, items)
+        return list(show_progress(done, total=len(items), unit="file"))
 
 
 def fetch(place: str, *, cache: Path) -> Path:
@@ -164,6 +180,97 @@ def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
     return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(endings))
 
 
+class RemoteObject(NamedTuple):
+    """A file behind a URL, as it was found.
+
+    Attributes:
+        url: ``s3://`` or ``http(s)://``.
+        num_bytes: Its length.
+        version: What the store calls this content of it (its ETag), empty if it says nothing.
+    """
+
+    url: str
+    num_bytes: int
+    version: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def find_object(url: str) -> RemoteObject:
+    """Ask how long a file is.
+
+    Raises:
+        RunError: It cannot be had, or the store does not say.
+    """
+    try:
+        if url.startswith(S3):
+            bucket, key = _split_s3(url)
+            found = _s3_client().head_object(Bucket=bucket, Key=key)
+            return RemoteObject(url, found["ContentLength"], found["ETag"])
+        # GET, not HEAD, as for `_version`.
+        answer = _get(url)
+        answer.close()
+        if "Content-Length" not in answer.headers:
+            raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
+        return RemoteObject(url, int(answer.headers["Content-Length"]), _web_version(answer))
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError(f"{url} cannot be read: {explain(error)}") from error
+
+
+def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
+    """Read bytes of a file; an answer that breaks off is asked for again, up to `NUM_ATTEMPTS`.
+
+    Args:
+        file: As it was found.
+        begin: The first byte.
+        end: The byte behind the last, within the file.
+
+    Raises:
+        RunError: They cannot be had, or the file has been changed since it was found.
+    """
+    place = f"{file.url}, from byte {begin} on,"
+    for attempt in range(NUM_ATTEMPTS):
+        try:
+            version, body = _open_part(file.url, begin, end)
+        except RunError:
+            raise
+        except Exception as error:
+            # It has been tried again by its library.
+            raise RunError(f"{place} cannot be read: {explain(error)}") from error
+        if version != file.version:
+            raise RunError(f"{file.url} has been changed since it was opened.")
+        try:
+            content = body.read()
+            if len(content) == end - begin:
+                return content
+            fault: Exception = EOFError(f"{len(content)} of {end - begin} bytes came")
+        except Exception as error:
+            fault = error
+        if attempt + 1 < NUM_ATTEMPTS:
+            time.sleep(FIRST_PAUSE_S * 2**attempt)
+    raise RunError(
+        f"{place} cannot be read, in {NUM_ATTEMPTS} attempts: {explain(fault)}"
+    ) from fault
+
+
+def _open_part(url: str, begin: int, end: int) -> tuple[str, Any]:
+    """The version of a file, and what reads those bytes of it."""
+    part = f"bytes={begin}-{end - 1}"
+    if url.startswith(S3):
+        bucket, key = _split_s3(url)
+        answer = _s3_client().get_object(Bucket=bucket, Key=key, Range=part)
+        return answer["ETag"], answer["Body"]
+    answer = _get(url, part=part)
+    return _web_version(answer), answer
+
+
+def _web_version(answer: Any) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+
+
 def _version(url: str) -> str:
     if not is_url(url):
         stat = os.stat(url)
@@ -175,7 +282,7 @@ def _version(url: str) -> str:
         # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
         answer = _get(url)
         answer.close()
-        return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        return _web_version(answer)
     return ""
 
 
@@ -199,7 +306,8 @@ def _copy_unpacked(place: str, path: Path) -> None:
 
 def _copy(url: str, path: Path) -> None:
     if url.startswith(PIPE):
-        _run(url.removeprefix(PIPE), path)
+        with CommandOutput(url.removeprefix(PIPE)) as output, path.open("wb") as file:
+            shutil.copyfileobj(output, file, 2**20)
     elif url.startswith(S3):
         bucket, key = _split_s3(url)
         _s3_client().download_file(bucket, key, str(path))
@@ -211,39 +319,6 @@ def _copy(url: str, path: Path) -> None:
         CloudDownloader.direct_download(url, str(path), SILENCE_TIMEOUT_S)
 
 
-def _run(command: str, path: Path) -> None:
-    """Write the output of a command to a file.
-
-    Raises:
-        RunError: A part of it ended with an error, or it printed nothing, at all or for
-            `PIPE_SILENCE_TIMEOUT_S`.
-    """
-    with path.open("wb") as file, tempfile.TemporaryFile() as errors:
-        # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
-        # a download that fails before a | would be taken for an empty file.
-        shell = ["bash", "-o", "pipefail", "-c", command]
-        process = subprocess.Popen(shell, stdout=file, stderr=errors)
-        num_bytes = -1
-        while True:
-            try:
-                exit_code = process.wait(PIPE_SILENCE_TIMEOUT_S)
-                break
-            except subprocess.TimeoutExpired:
-                if path.stat().st_size == num_bytes:
-                    process.kill()
-                    process.wait()
-                    raise RunError(
-                        f"{PIPE + command!r} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s."
-                    ) from None
-                num_bytes = path.stat().st_size
-        errors.seek(0)
-        said = " ".join(errors.read().decode(errors="replace").split())[-500:] or "no error message"
-    if exit_code:
-        raise RunError(f"{PIPE + command!r} ended with exit code {exit_code}: {said}")
-    if not path.stat().st_size:
-        raise RunError(f"{PIPE + command!r} printed nothing: {said}")
-
-
 def _download(url: str, path: Path) -> None:
     answer = _get(url)
     with path.open("wb") as file:
@@ -252,8 +327,12 @@ def _download(url: str, path: Path) -> None:
             file.write(piece)
 
 
-def _get(url: str) -> Any:
+def _get(url: str, *, part: str | None = None) -> Any:
     """Open a web file; its content has not been read yet.
+
+    Args:
+        url: Of the file.
+        part: The header that asks for a part of it, or None.
 
     Raises:
         RunError: The server answers that it cannot be had.
@@ -267,17 +346,28 @@ def _get(url: str) -> Any:
     # It encodes the header as Latin-1, which gives the bytes that Latin-1 was decoded from.
     user_info = urllib3.util.parse_url(url).auth
     headers = urllib3.util.make_headers(basic_auth=user_info and unquote(user_info, "latin-1"))
-    answer = urllib3.request(
+    answer = _make_web_pool(os.getpid()).request(
         "GET",
         url,
-        headers=headers,
+        headers=headers if part is None else {**headers, "Range": part},
         preload_content=False,
         timeout=SILENCE_TIMEOUT_S,
         retries=retries,
     )
-    if answer.status != 200:
-        raise RunError(f"{url} cannot be read: the server answers {answer.status}")
+    if answer.status != (200 if part is None else 206):
+        answer.close()
+        ignored = part is not None and answer.status == 200
+        said = "gives no parts of files" if ignored else f"answers {answer.status}"
+        raise RunError(f"{url} cannot be read: the server {said}")
     return answer
+
+
+@functools.cache
+def _make_web_pool(process: int) -> Any:
+    """Connections of this process's own: two workers must not read from one."""
+    import urllib3
+
+    return urllib3.PoolManager()
 
 
 def _split_s3(url: str) -> tuple[str, str]:

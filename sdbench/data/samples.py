@@ -101,6 +101,8 @@ class Samples(Protocol):
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
+        num_blocks_of_files: How many of the blocks each file has, where files are read from their
+            first byte on and going back is dear; None where it is not.
         num_dropped: Samples that are stored but left out because a flag says so.
         sample_type: Type of the samples that `read` gives.
         columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
@@ -108,6 +110,7 @@ class Samples(Protocol):
     """
 
     blocks: Sequence[int]
+    num_blocks_of_files: Sequence[int] | None
     num_dropped: int
     sample_type: SampleType
     columns: Mapping[str, str]

@@ -20,6 +20,7 @@ from sdbench.settings.setting import setting
 
 ONLINE, PRECOMPUTED = "online", "precomputed"
 KEEP = "keep"
+COPY, STREAM = "copy", "stream"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,20 @@ class DataSettings:
     )
     local: str | None = setting(
         TEXT, None, "folder of the data, or of the copies of what --remote names"
+    )
+    remote_files: str = setting(
+        one_of(COPY, STREAM),
+        COPY,
+        "tars and parquet files behind a URL: copy all of them whole before the first batch, or "
+        "stream them: read them as they are needed, without a copy; tars need --tar_sizes then",
+        before=COPY,
+    )
+    tar_sizes: str | None = setting(
+        TEXT,
+        None,
+        "file or URL of the numbers of samples of the tars that are streamed, as JSON: "
+        '{"00000.tar": 9876, ...} (default: sizes.json beside each tar)',
+        before=None,
     )
     streams: str | None = setting(
         TEXT, None, "several MDS data sets and their shares of an epoch: PLACE=PROPORTION,..."
@@ -109,6 +124,11 @@ class DataSettings:
     )
     num_workers: int | None = setting(NOT_NEGATIVE, None, "data loader workers per rank")
     prefetch_factor: int = setting(POSITIVE, 2, "batches each worker keeps ready")
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether files behind URLs are read as they come, not copied."""
+        return self.remote_files == STREAM
 
     @property
     def wants_latents(self) -> bool:

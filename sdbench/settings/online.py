@@ -79,6 +79,21 @@ class OnlineSettings(ActorSettings, DataSettings):
         return "online_preprocessing" if self.online_preprocessing else "latents"
 
 
+def check_not_streamed(config: DataSettings) -> None:
+    """Check that actors of Ray Data may read any samples at any time.
+
+    Raises:
+        ConfigError: Files are to be streamed.
+    """
+    if config.is_streamed:
+        raise ConfigError(
+            "each actor of Ray Data reads batches of all files, and streamed ones are read on",
+            value=config.remote_files,
+            allowed="copy",
+            flag="--remote_files",
+        )
+
+
 def check_online_settings(request: Request) -> None:
     """Check what --online_preprocessing needs, and that no other setting is idle without it.
 
@@ -106,6 +121,7 @@ def check_online_settings(request: Request) -> None:
             allowed=f"0, or no {flag}",
             flag=f"--num_workers or {flag}",
         )
+    check_not_streamed(config)
     if config.streams is not None:
         raise ConfigError(
             "the shares of several streams are drawn within the training process",

@@ -195,7 +195,7 @@ def _describe(
     for number in range(len(pictures)):
         picture = pictures.read(number)
         captions.append(picture["input_ids"])
-        digest.update(picture["image"].numpy())
+        digest.update(picture["image"].contiguous().numpy())
     if has_digest:
         for name, weight in model.vae.state_dict().items():
             digest.update(f"{name} {weight.dtype}".encode())

@@ -24,6 +24,7 @@ from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.data import ONLINE
+from sdbench.settings.online import check_not_streamed
 from sdbench.settings.request import Request
 from sdbench.statistics.intervals import Interval, within_run_interval
 from sdbench.tasks.encode.online import EncodeStage
@@ -63,6 +64,7 @@ def check(request: Request, ranks: Ranks) -> None:
             allowed="the same command without a launcher, and --num_ray_workers",
             flag="RANK (in the environment)",
         )
+    check_not_streamed(settings)
     for name, wanted in (("latents", ONLINE), ("streams", None)):
         if getattr(settings, name) != wanted:
             raise ConfigError(

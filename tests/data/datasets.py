@@ -7,6 +7,7 @@ latents it has the mean i / 8, the log-variance -i / 8 and the embedding i / 16.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import tarfile
 from pathlib import Path
@@ -113,13 +114,17 @@ def write_mds_latents(folder: Path) -> None:
             writer.write(dict(zip(columns, values, strict=True)))
 
 
+# What `write_tars` writes: the samples of each tar.
+TAR_SIZES = {"00000.tar": 5, "00001.tar": 30, "00002.tar": 14}
+
+
 def write_tars(folder: Path) -> None:
-    """Three tars with 5, 30 and 14 samples."""
+    """Three tars."""
     folder.mkdir(parents=True)
-    bounds = (0, 5, 35, NUM_SAMPLES)
-    for number in range(3):
-        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
-            for index in range(bounds[number], bounds[number + 1]):
+    numbers = iter(range(NUM_SAMPLES))
+    for name, size in TAR_SIZES.items():
+        with tarfile.open(folder / name, "w") as tar:
+            for index in itertools.islice(numbers, size):
                 members = {
                     "png": make_png(index),
                     "txt": make_caption(index).encode(),

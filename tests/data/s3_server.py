@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.data import remote
 from tests.ports import free_port
 
 BUCKET = "pictures"
@@ -31,7 +32,9 @@ class S3Server:
         num_busy: So many of the next requests are answered by 503.
         pause_s: Each answer is delayed by so long.
         cut_after: Answers break off after so many bytes of their body.
+        num_cuts: So many of the next bodies break off so; None for all.
         num_requests: Requests that came to the gateway.
+        num_bytes: Bytes of the bodies that it sent.
     """
 
     def __init__(self) -> None:
@@ -51,7 +54,8 @@ class S3Server:
         self.num_busy = 0
         self.pause_s = 0.0
         self.cut_after: int | None = None
-        self.num_requests = 0
+        self.num_cuts: int | None = None
+        self.num_requests = self.num_bytes = 0
 
     def wait(self) -> None:
         """Wait until the server answers."""
@@ -113,8 +117,13 @@ def _make_handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
                 if name.lower() not in ("transfer-encoding", "connection"):
                     self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body[: server.cut_after])
-            self.close_connection = server.cut_after is not None
+            cut_after = server.cut_after if body and server.num_cuts != 0 else None
+            if cut_after is not None and server.num_cuts is not None:
+                server.num_cuts -= 1
+            body = body[:cut_after]
+            server.num_bytes += len(body)
+            self.wfile.write(body)
+            self.close_connection = cut_after is not None
 
         do_HEAD = do_GET
 
@@ -122,6 +131,16 @@ def _make_handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             """Say nothing."""
 
     return Gateway
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> Iterator[None]:
+    """A server that is silent for a second is given up, and is asked three times."""
+    monkeypatch.setattr(remote, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(remote, "NUM_ATTEMPTS", 3)
+    remote._make_s3_client.cache_clear()
+    yield
+    remote._make_s3_client.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -13,25 +13,18 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import RunError
 from sdbench.cli import main
-from sdbench.data import remote
+from sdbench.data import command_output
 from sdbench.data.remote import cache_folder, fetch, list_urls
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.s3_server import BUCKET, S3Server, running_s3, s3  # noqa: F401
+from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
 from tests.refusals import refused
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder")]
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """A server that is silent for a second is given up, and boto3 tries three times."""
-    monkeypatch.setattr(remote, "SILENCE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(remote, "NUM_ATTEMPTS", 3)
-    remote._make_s3_client.cache_clear()
-    yield
-    remote._make_s3_client.cache_clear()
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("temporary_folder", "impatient"),
+]
 
 
 def make_config(data_format: str, place: str, **changes) -> SourceConfig:
@@ -220,7 +213,7 @@ def test_what_a_command_prints(tmp_path):
 
 
 def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "PIPE_SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(command_output, "PIPE_SILENCE_TIMEOUT_S", 0.3)
     with pytest.raises(RunError, match="'pipe:echo a; sleep 60' printed nothing for 0.3 s"):
         fetch("pipe:echo a; sleep 60", cache=tmp_path)
 

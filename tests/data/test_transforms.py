@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, PngImagePlugin
 
 from sdbench.data.pipeline.transforms import decode_image, is_fast, measure_image, to_float
@@ -45,6 +46,22 @@ def test_nothing_is_squashed(encoded):
     pixels[:, :48] = 255
     found = decode_image(encoded(Image.fromarray(pixels)), image_size=64)
     np.testing.assert_array_equal(found[0, 0], [255] * 16 + [0] * 48)
+
+
+@pytest.mark.parametrize(("width", "height", "image_size"), [(90, 60, 32), (40, 50, 64)])
+def test_resizing_with_the_colours_side_by_side_changes_no_bit(width, height, image_size, encoded):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    found = decode_image(encoded(Image.fromarray(pixels)), image_size=image_size)
+    left, top, side = (width - height) // 2, 0, height
+    if height > width:
+        left, top, side = 0, (height - width) // 2, width
+    square = np.ascontiguousarray(pixels[top : top + side, left : left + side].transpose(2, 0, 1))
+    apart = torch.nn.functional.interpolate(
+        torch.from_numpy(square)[None], size=(image_size,) * 2, mode="bicubic", antialias=True
+    )
+    assert apart.is_contiguous()
+    np.testing.assert_array_equal(found, apart[0])
+    assert found.transpose(1, 2, 0).flags.c_contiguous
 
 
 def test_exif_orientation_is_respected():

@@ -45,7 +45,7 @@ def write_all(output: Output) -> Output:
 
 def read_tars(folder: Path) -> list[dict]:
     files = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
             files |= {member.name: tar.extractfile(member).read() for member in tar}
     return gather(files)

@@ -127,6 +127,18 @@ def test_knobs_change_the_speed_and_not_the_loss(model, batch, changes, toleranc
     assert loss_of(build(**changes), batch) == pytest.approx(loss_of(model, batch), rel=tolerance)
 
 
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_the_layout_of_the_images_changes_no_bit(batch, memory_format) -> None:
+    """Bit for bit: the values are the same, and the model brings them to a layout of its own."""
+    model = build(memory_format=memory_format)
+    pixels = batch["image"]
+    for images in (pixels, pixels.float() / 127.5 - 1.0):
+        turned = images.contiguous(memory_format=torch.channels_last)
+        assert loss_of(model, {**batch, "image": turned}) == loss_of(
+            model, {**batch, "image": images}
+        )
+
+
 def test_precisions_set_the_types() -> None:
     amp = build(precision="amp_bf16", encoder_dtype="bf16")
     assert amp.unet.dtype == torch.float32

@@ -6,6 +6,7 @@ import csv
 import functools
 import importlib
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,11 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
 
 
 pytestmark = pytest.mark.usefixtures("launched")
-FORMATS = ("synthetic", "mds", "webdataset", "parquet", "folder")
+FORMATS = ("synthetic", "mds", "webdataset", "streamed tars", "parquet", "folder")
 # The others are marked slow: all engines read data in the same way.
 QUICK = {("torch", 0, "synthetic"), ("torch", 0, "parquet"), ("torch", 0, "folder")}
 QUICK |= {("torch", 2, "mds"), ("torch", 2, "webdataset"), ("composer", 2, "mds")}
-QUICK |= {("ray", 2, "parquet"), ("torch", 0, "subject")}
+QUICK |= {("ray", 2, "parquet"), ("torch", 0, "subject"), ("torch", 2, "streamed tars")}
 
 
 def combinations():
@@ -86,6 +87,15 @@ def write_subject(folder: Path) -> list[str]:
     ]
 
 
+def stream_tars(folder: Path) -> list[str]:
+    """Tars that come out of a command, each time from their first byte on."""
+    datasets.write_tars(folder := folder / "data")
+    sizes = folder / "sizes.json"
+    sizes.write_text(json.dumps(datasets.TAR_SIZES))
+    place = f"pipe:cat {folder}/{{00000..00002}}.tar"
+    return ["--remote", place, "--remote_files", "stream", "--tar_sizes", str(sizes)]
+
+
 @pytest.mark.parametrize(("engine", "num_workers", "data_format"), combinations())
 def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_format):
     # A crop or a flip of them changes the loss.
@@ -95,6 +105,8 @@ def test_resumed_at_any_step(tmp_path, monkeypatch, engine, num_workers, data_fo
         argv += ["--use_synth_data"]
     elif data_format == "subject":
         argv += write_subject(tmp_path)
+    elif data_format == "streamed tars":
+        argv += stream_tars(tmp_path)
     else:
         place = tmp_path / "data"
         datasets.WRITERS[data_format](place)

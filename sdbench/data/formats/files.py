@@ -120,3 +120,32 @@ def fetch_files(config: SourceConfig, *, suffix: str) -> list[StoredFile]:
         StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
         for name in names
     ]
+
+
+def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
+    """The URLs and commands that `config` names, which are read as they come.
+
+    Raises:
+        ConfigError: As `find_files`, or one of them cannot be streamed.
+        RunError: A store does not answer.
+    """
+    place = config.remote or config.local
+    if config.remote and config.local:
+        raise ConfigError(
+            "Streamed files are not copied, and a folder for copies was given",
+            value=config.local,
+            allowed="none, or --remote_files copy",
+            flag="--local",
+        )
+    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
+    # A row group is read from the end of a file back; a command's output has to be read on.
+    known = ("s3://", "http://", "https://", *([PIPE] if suffix == ".tar" else []))
+    for name in names:
+        if not name.startswith(known):
+            raise ConfigError(
+                f"This {suffix.removeprefix('.')} file cannot be streamed",
+                value=name,
+                allowed=f"one behind {', '.join(known)}; --remote_files copy reads all others",
+                flag="--remote_files",
+            )
+    return names

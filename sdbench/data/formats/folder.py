@@ -52,6 +52,7 @@ class FolderSamples:
     """
 
     num_dropped = 0
+    num_blocks_of_files = None
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
 

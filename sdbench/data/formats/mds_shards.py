@@ -56,6 +56,8 @@ NUM_DOWNLOAD_RETRIES = 2
 class MdsSamples:
     """The samples of one or several MDS data sets, by number over all of them."""
 
+    num_blocks_of_files = None
+
     def __init__(
         self,
         streams: Sequence[Stream],

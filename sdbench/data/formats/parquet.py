@@ -8,9 +8,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from sdbench.data.formats.checks import (
     wrong_type,
 )
 from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.files import fetch_files, find_files
+from sdbench.data.formats.files import fetch_files, find_files, find_streamed
 from sdbench.data.latent_columns import check_array, find_latent_columns
-from sdbench.data.remote import is_url
+from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
+from sdbench.data.remote_files import RemoteFile
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
@@ -38,13 +39,17 @@ SUFFIX = ".parquet"
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
+# On this machine, or streamed.
+ParquetFile = StoredFile | RemoteObject
+Content = TypeVar("Content")
+
 
 class ParquetSamples:
     """The rows of one or several parquet files, by number over all of them."""
 
     num_dropped = 0
 
-    def __init__(self, files: list[StoredFile], *, config: SourceConfig) -> None:
+    def __init__(self, files: Sequence[ParquetFile], *, config: SourceConfig) -> None:
         """Read the files' footers.
 
         Args:
@@ -55,9 +60,10 @@ class ParquetSamples:
             ConfigError: A file is damaged, or lacks a column.
         """
         self._files = files
-        self._footers = [
-            read_whole(path, lambda path: _read_footer(path, ConfigError)) for path in files
-        ]
+        self._footers = _read_footers(files, ConfigError)
+        self.num_blocks_of_files = (
+            [footer.num_row_groups for footer in self._footers] if config.is_streamed else None
+        )
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
@@ -97,7 +103,7 @@ class ParquetSamples:
         block, row = self._find(index)
         if block != self._block:
             file = self._files[self._groups[block][0]]
-            self._values = read_whole(file, lambda file: self._read_group(block))
+            self._values = _read(file, lambda file: self._read_group(block))
             self._block = block
         name = self.name(index)
         values = {part: column[row] for part, column in self._values.items()}
@@ -131,7 +137,7 @@ class ParquetSamples:
             # Opened anew each time, as processes must not share an open file. Pages without a
             # checksum are read unchecked.
             file = pyarrow.parquet.ParquetFile(
-                path.path,
+                _open(path),
                 metadata=self._footers[number],
                 memory_map=True,
                 page_checksum_verification=True,
@@ -215,7 +221,7 @@ def _is_text(kind: Any) -> bool:
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def _find_columns(names: list[str], *, path: StoredFile, config: SourceConfig) -> dict[str, str]:
+def _find_columns(names: list[str], *, path: ParquetFile, config: SourceConfig) -> dict[str, str]:
     if config.wants_latents:
         return find_latent_columns(names, image_size=config.image_size)
     columns = find_picture_columns(names)
@@ -224,7 +230,7 @@ def _find_columns(names: list[str], *, path: StoredFile, config: SourceConfig) -
     return columns
 
 
-def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile) -> None:
+def _check_columns(schema: Any, columns: Mapping[str, str], *, path: ParquetFile) -> None:
     """Check that a file has the columns, of types that samples can be read from.
 
     Raises:
@@ -264,15 +270,34 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: StoredFile)
             raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
 
 
-def _read_footer(path: StoredFile, kind: type) -> Any:
+def _open(file: ParquetFile) -> Any:
+    """What pyarrow reads a file from; one behind a URL in parts."""
+    return file.path if isinstance(file, StoredFile) else RemoteFile(file)
+
+
+def _read(file: ParquetFile, read: Callable[[ParquetFile], Content]) -> Content:
+    return read_whole(file, read) if isinstance(file, StoredFile) else read(file)
+
+
+def _read_footers(files: Sequence[ParquetFile], kind: type) -> list[Any]:
+    """The footers of files, several at a time.
+
+    Args:
+        files: On this machine or behind URLs.
+        kind: The error if one is damaged.
+    """
     import pyarrow.parquet
 
-    with _damage_named(path, kind):
-        return pyarrow.parquet.read_metadata(path.path)
+    def read_footer(file: ParquetFile) -> Any:
+        with _damage_named(file, kind):
+            return pyarrow.parquet.read_metadata(_open(file))
+
+    footers = in_parallel(lambda file: _read(file, read_footer), files)
+    return list(footers)
 
 
 @contextmanager
-def _damage_named(path: StoredFile, kind: type) -> Iterator[None]:
+def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
     """Turn pyarrow's errors, and those of a file that is gone, into ours, naming the file."""
     import pyarrow
 
@@ -284,7 +309,7 @@ def _damage_named(path: StoredFile, kind: type) -> Iterator[None]:
             raise RunError(f"{what}.") from error
         raise ConfigError(
             what,
-            value=path.source or str(path),
+            value=getattr(path, "source", None) or str(path),
             allowed="whole parquet files",
             flag=PLACE_FLAGS,
         ) from error
@@ -296,6 +321,8 @@ def check(config: SourceConfig) -> int | None:
     Returns:
         The number of samples, or None for a URL.
     """
+    if config.is_streamed:
+        find_streamed(config, suffix=SUFFIX)  # refuses what cannot be
     if is_url(config.remote or config.local):
         return None
     samples = open_samples(config)
@@ -342,10 +369,16 @@ def open_samples(config: SourceConfig) -> ParquetSamples:
     """Open the files that `config` names.
 
     Raises:
-        ConfigError: As `fetch_files` and `ParquetSamples`.
-        RunError: A file cannot be copied.
+        ConfigError: As `fetch_files`, `find_streamed` and `ParquetSamples`.
+        RunError: A file cannot be copied, or read where it is.
     """
-    return ParquetSamples(fetch_files(config, suffix=SUFFIX), config=config)
+    return ParquetSamples(_find(config), config=config)
+
+
+def _find(config: SourceConfig) -> Sequence[ParquetFile]:
+    if not config.is_streamed:
+        return fetch_files(config, suffix=SUFFIX)
+    return in_parallel(find_object, find_streamed(config, suffix=SUFFIX))
 
 
 def read_columns(config: SourceConfig) -> set[str]:
@@ -355,8 +388,5 @@ def read_columns(config: SourceConfig) -> set[str]:
         ConfigError: There is no data set.
         RunError: A file is damaged, or cannot be copied.
     """
-    footers = [
-        read_whole(path, lambda path: _read_footer(path, RunError))
-        for path in fetch_files(config, suffix=SUFFIX)
-    ]
+    footers = _read_footers(_find(config), RunError)
     return set.intersection(*(set(footer.schema.to_arrow_schema().names) for footer in footers))

@@ -20,9 +20,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.stop import obey_parent_alone
-from sdbench.data.formats.checks import PLACE_FLAGS
+from sdbench.data.formats.checks import PLACE_FLAGS, check_enough_samples
 from sdbench.data.pipeline.batches import PHASES, Batch, BatchReader, BatchReport
-from sdbench.data.pipeline.order import EpochOrder, Keys
+from sdbench.data.pipeline.order import EpochOrder, Keys, StreamedOrder
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.source import SourceConfig
@@ -344,6 +344,17 @@ class CheckedLoader(DataLoader):
 
 
 def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> CheckedLoader:
-    """Build the loader of samples that can be read by number in any order."""
-    order = EpochOrder(batches.blocks, config=config)
+    """Build the loader of samples that can be read by number, in any order or file by file.
+
+    Raises:
+        ConfigError: They are fewer than one global batch.
+    """
+    # Of what is behind a URL, how many they are is not always known before.
+    check_enough_samples(config, num_samples=batches.num_samples)
+    if batches.num_blocks_of_files is None or not config.shuffle:
+        order = EpochOrder(batches.blocks, config=config)
+    else:
+        order = StreamedOrder(
+            batches.blocks, num_blocks_of_files=batches.num_blocks_of_files, config=config
+        )
     return CheckedLoader(Keys(batches.num_samples), batches=batches, order=order, config=config)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
+from sdbench.base.errors import ConfigError
 from sdbench.data.source import SourceConfig
+
+# In the state of `StreamedOrder`.
+LANES = "lanes"
 
 
 class Key(NamedTuple):
@@ -44,6 +48,8 @@ class EpochOrder(DistributedSampler):
     It is a `DistributedSampler` because Composer insists on one where there are several ranks.
     """
 
+    _is_streamed = False
+
     def __init__(self, blocks: Sequence[int], *, config: SourceConfig) -> None:
         """Set the order up.
 
@@ -69,8 +75,13 @@ class EpochOrder(DistributedSampler):
     def __iter__(self) -> Iterator[Key]:
         num_done = self._num_resumed // self._config.global_batch_size
         self._num_resumed = 0
-        for index in self.batches(self.epoch)[num_done:].ravel().tolist():
-            yield Key(self.epoch, index)
+        for batch in self._batches_from(self.epoch, num_done):
+            for index in batch.tolist():
+                yield Key(self.epoch, index)
+
+    def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
+        """The samples of this rank's batches of an epoch, from a batch on."""
+        yield from self.batches(epoch)[first:]
 
     def batches(self, epoch: int) -> np.ndarray:
         """The samples of this rank's batches of an epoch: (batches, batch size), int64."""
@@ -98,15 +109,148 @@ class EpochOrder(DistributedSampler):
         """Go on with the next epoch."""
         self.epoch += 1
 
-    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, int]:
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """What `resume` needs, as `loader.Order.state` says."""
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
-    def batch(self, state: dict[str, int], *, num_epochs: int, number: int) -> list[int]:
+    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """The samples of a batch, as `loader.Order.batch` says."""
         return self.batches(state["epoch"] + num_epochs)[number].tolist()
 
-    def resume(self, state: dict[str, int]) -> None:
-        """Begin the next epoch where `state` was taken."""
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken.
+
+        Raises:
+            ConfigError: It is a position in an order of another kind.
+        """
+        if self._is_streamed != (LANES in state):
+            raise ConfigError(
+                "the checkpoint has a position in data that was read in another way",
+                value="shuffled and streamed" if self._is_streamed else "by number",
+                allowed="the values that the run began with",
+                flag="--remote_files or --shuffle",
+            )
         self.epoch = state["epoch"]
         self._num_resumed = state["num_images"]
+
+
+class Lanes(NamedTuple):
+    """Who shares an epoch of streamed files.
+
+    Attributes:
+        num_ranks: Ranks.
+        num_workers: Processes that load, of each rank.
+    """
+
+    num_ranks: int
+    num_workers: int
+
+
+class StreamedOrder(EpochOrder):
+    """The keys of this rank's samples where files are read from their first byte on.
+
+    An epoch is a line of samples: files in random order, the blocks of each as they are stored, and
+    samples in random order within their block. The line is cut into lanes, one for each loading
+    process of each rank, and batch b of a rank comes from the lane of its process b modulo their
+    number. So a file is read by one process, or by two where a cut goes through it; ranks have
+    equally many whole batches, and no two share a sample. What is left at the end of the line is
+    left out; it differs by epoch.
+
+    The order depends on the numbers of ranks and of processes. A resumed epoch keeps those that it
+    began with, so that nothing is repeated or left out; with other numbers its rest is read by
+    several processes each.
+
+    Nothing here grows with the number of samples, only with that of blocks.
+    """
+
+    _is_streamed = True
+
+    def __init__(
+        self, blocks: Sequence[int], *, num_blocks_of_files: Sequence[int], config: SourceConfig
+    ) -> None:
+        """Set the order up.
+
+        Args:
+            blocks: Sizes of the runs of neighbours that are shuffled among themselves.
+            num_blocks_of_files: How many of them each file has.
+            config: Batch size, ranks, workers and seed.
+        """
+        super().__init__(blocks, config=config)
+        self._num_blocks = np.asarray(num_blocks_of_files, dtype=np.int64)
+        self._starts = np.cumsum(self._blocks) - self._blocks
+        self._own_lanes = Lanes(config.world_size, max(config.num_workers, 1))
+        self._resumed: tuple[int, Lanes] | None = None
+        self._line: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
+        for number in range(first, self.num_samples // self._config.device_batch_size):
+            yield self._batch(epoch, number)
+
+    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
+        """What `resume` needs, as `loader.Order.state` says."""
+        state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
+        return {**state, LANES: list(self._lanes(state["epoch"]))}
+
+    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
+        """The samples of a batch, as `loader.Order.batch` says."""
+        return self._batch(state["epoch"] + num_epochs, number).tolist()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch where `state` was taken.
+
+        Raises:
+            ConfigError: As for `EpochOrder`.
+        """
+        super().resume(state)
+        if state["num_images"]:  # else the epoch has not begun
+            self._resumed = self.epoch, Lanes(*state[LANES])
+
+    def _lanes(self, epoch: int) -> Lanes:
+        if self._resumed is not None and self._resumed[0] == epoch:
+            return self._resumed[1]
+        return self._own_lanes
+
+    def _batch(self, epoch: int, number: int) -> np.ndarray:
+        """The samples of one of this rank's batches."""
+        config = self._config
+        lanes = self._lanes(epoch)
+        num_batches = self.num_samples // config.device_batch_size
+        size = config.global_batch_size // lanes.num_ranks
+        turn, worker = divmod(number, lanes.num_workers)
+        # Batches of the lanes before, of this rank's.
+        num_before = sum(-(-(num_batches - other) // lanes.num_workers) for other in range(worker))
+        parts = []
+        # This rank's part of the global batch, which the lanes' ranks may have cut elsewhere.
+        first = config.rank * config.device_batch_size
+        end = first + config.device_batch_size
+        for rank in range(first // size, -(-end // size)):
+            begin = (rank * num_batches + num_before + turn) * size
+            within = range(max(first - rank * size, 0), min(end - rank * size, size))
+            parts.append(self._samples(epoch, begin + within.start, begin + within.stop))
+        return np.concatenate(parts)
+
+    def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        """The samples at some places of an epoch's line."""
+        blocks, ends = self._make_line(epoch)
+        first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
+        parts = []
+        for place in range(first, last + 1):
+            block = int(blocks[place])
+            size = int(self._blocks[block])
+            start = int(ends[place]) - size
+            shuffled = np.random.default_rng([self._config.seed, epoch, block]).permutation(size)
+            parts.append(self._starts[block] + shuffled[max(begin - start, 0) : end - start])
+        return np.concatenate(parts)
+
+    def _make_line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks of an epoch's line, and for each the place behind its last sample."""
+        if self._line is None or self._line[0] != epoch:
+            generator = np.random.default_rng([self._config.seed, epoch])
+            files = generator.permutation(len(self._num_blocks))
+            firsts = np.cumsum(self._num_blocks) - self._num_blocks
+            counts = self._num_blocks[files]
+            # Of each file in turn: its first block, the next, and so on.
+            offsets = np.repeat(firsts[files] - (np.cumsum(counts) - counts), counts)
+            blocks = offsets + np.arange(len(offsets))
+            self._line = epoch, blocks, np.cumsum(self._blocks[blocks])
+        return self._line[1], self._line[2]

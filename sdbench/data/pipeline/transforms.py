@@ -75,7 +75,7 @@ def decode_image(
             goes on.
 
     Returns:
-        (3, image_size, image_size) uint8, RGB; in any layout, as it is copied into a batch anyway.
+        (3, image_size, image_size) uint8, RGB; the colours of a pixel lie side by side in memory.
 
     Raises:
         OSError: The image is truncated or damaged.
@@ -88,12 +88,15 @@ def decode_image(
             picture = _decode_any(image, image_size=image_size)
     with phase("transform"):
         left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
-        square = picture[:, top : top + side, left : left + side]
+        # A batch of one whose strides say that it is channels_last, which the view of a picture
+        # does not, with its colours first: torch then resizes without parting the colours.
+        batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+        square = batch[:, :, top : top + side, left : left + side]
         if side != image_size:
             square = torch.nn.functional.interpolate(
-                square[None], size=(image_size, image_size), mode="bicubic", antialias=True
-            )[0]
-        array = square.numpy()
+                square, size=(image_size, image_size), mode="bicubic", antialias=True
+            )
+        array = square[0].numpy()
         return array[:, :, ::-1] if flip else array
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sdbench.base.errors import RunError
 from sdbench.data.formats.mds_entries import INDEX_NAME
+from sdbench.data.formats.webdataset_stream import SIZES_NAME
 from sdbench.data.image_files import image_extension
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.
@@ -135,7 +136,7 @@ def _parquet_value(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
-def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
+def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict]:
     import webdataset
 
     num_rows = 0
@@ -145,7 +146,12 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
             key = _row_name(path.stem, num_rows)
             writer.write({"__key__": key, **_image_files(row)})
             num_rows += 1
-    return num_rows, None
+    return num_rows, {path.name: num_rows}
+
+
+def _finish_tars(folder: Path, sizes: list[dict]) -> None:
+    """Write how many samples each tar holds, which who streams them has to know."""
+    write_exact_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
 
 
 def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
@@ -177,7 +183,7 @@ def _image_files(row: Row) -> dict[str, bytes]:
 
 FORMATS = {
     "mds": ChunkFormat(name="shard.{}.mds", write=_write_mds, finish=_finish_mds),
-    "webdataset": ChunkFormat(name="{}.tar", write=_write_tar),
+    "webdataset": ChunkFormat(name="{}.tar", write=_write_tar, finish=_finish_tars),
     "parquet": ChunkFormat(name="part-{}.parquet", write=_write_parquet),
     "folder": ChunkFormat(name="{}", write=_write_folder),
 }

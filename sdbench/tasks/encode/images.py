@@ -50,6 +50,7 @@ class CachedSamples:
         self._kept: dict[int, ImageSample] = {}
         self.sample_type = records.sample_type
         self.blocks, self.num_dropped = records.blocks, records.num_dropped
+        self.num_blocks_of_files = records.num_blocks_of_files
 
     def __len__(self) -> int:
         return len(self._records)

@@ -30,7 +30,7 @@ from sdbench.models.drawing import (
     make_grid,
 )
 from sdbench.plan.resolve import Plan
-from sdbench.settings.data import PRECOMPUTED
+from sdbench.settings.data import COPY, PRECOMPUTED
 from sdbench.tasks.prompts import make_tokenizer, read_prompt_file
 from sdbench.tasks.validation import (
     averaged_weights,
@@ -70,6 +70,9 @@ def held_out_source(plan: Plan) -> SourceConfig:
         remote=place,
         local=None,
         streams=None,
+        # It is read again and again.
+        remote_files=COPY,
+        tar_sizes=None,
         data_format=data_format,
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
         caption=None,  # that of a subject is not theirs

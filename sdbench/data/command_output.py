@@ -1,0 +1,78 @@
+"""`CommandOutput`, what a command of the user's prints, which has failed if any part of it has."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import subprocess
+import tempfile
+
+from sdbench.base.errors import RunError
+
+PIPE = "pipe:"
+# A command may have to think before it prints.
+PIPE_SILENCE_TIMEOUT_S = 300.0
+
+
+class CommandOutput(io.RawIOBase):
+    """The output of a command as it comes; closed early, it ends the command."""
+
+    def __init__(self, command: str) -> None:
+        """Start the command.
+
+        Args:
+            command: A line for bash, without ``pipe:``.
+        """
+        self._name = repr(PIPE + command)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
+        # a download that fails before a | would be taken for an empty file.
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        self._process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=self._errors)
+        self._num_bytes = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Read what has been printed, waiting for it.
+
+        Returns:
+            The number of bytes; 0 when the command has ended well.
+
+        Raises:
+            RunError: A part of it ended with an error, or it printed nothing, at all or for
+                `PIPE_SILENCE_TIMEOUT_S`.
+        """
+        output = self._process.stdout.fileno()
+        waiting = select.poll()
+        waiting.register(output, select.POLLIN)
+        if not waiting.poll(PIPE_SILENCE_TIMEOUT_S * 1000):
+            self.close()
+            raise RunError(f"{self._name} printed nothing for {PIPE_SILENCE_TIMEOUT_S:g} s.")
+        num_bytes = os.readv(output, [buffer])
+        self._num_bytes += num_bytes
+        if not num_bytes:
+            self._check_end()
+        return num_bytes
+
+    def _check_end(self) -> None:
+        exit_code = self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")
+        said = " ".join(errors.split())[-500:] or "no error message"
+        if exit_code:
+            raise RunError(f"{self._name} ended with exit code {exit_code}: {said}")
+        if not self._num_bytes:
+            raise RunError(f"{self._name} printed nothing: {said}")
+
+    def close(self) -> None:
+        """End the command, if it has not ended."""
+        if not self.closed:
+            self._process.kill()
+            self._process.stdout.close()
+            self._process.wait()
+            self._errors.close()
+        super().close()

@@ -1,0 +1,260 @@
+"""Samples of WebDataset tars that are read as they come, from their first byte on.
+
+How many samples each tar holds is declared in a JSON file, as OpenCLIP's ``sizes.json`` does; what
+a tar holds is compared with it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.outside import parse_json
+from sdbench.data.command_output import PIPE
+from sdbench.data.formats.tar_members import Captions, Span, list_samples, read_span
+from sdbench.data.image_files import image_extensions
+from sdbench.data.remote_files import open_stream
+from sdbench.data.samples import ImageSample, SampleType
+from sdbench.data.source import SourceConfig
+from sdbench.settings.kinds import MAX_COUNT
+
+SIZES_NAME = "sizes.json"
+# 500,000 tars with long names; more than that is no list of sizes.
+MAX_SIZES_BYTES = 64 * 2**20
+# So many neighbours are shuffled among themselves. Their files are held in memory: 50 MB for
+# pictures of 100 kB.
+SAMPLES_PER_BLOCK = 512
+# An epoch that is resumed with other ranks or workers takes the samples of several tars in turn, of
+# as many as there were workers for it.
+MAX_OPEN_TARS = 16
+
+
+class StreamedTarSamples:
+    """The samples of tars by number over all of them; cheap to read in rising order only."""
+
+    sample_type = SampleType.IMAGES
+    columns: Mapping[str, str] = {}
+    num_dropped = 0
+
+    def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
+        """Read how many samples the tars hold; no tar is opened.
+
+        Args:
+            tars: URLs and commands, in order.
+            config: Class prompts, sizes, and which kinds of images are read.
+
+        Raises:
+            ConfigError: The number of samples of a tar is not declared.
+            RunError: The file that declares them cannot be read.
+        """
+        self._tars = tars
+        self._sizes = read_sizes(tars, place=config.tar_sizes)
+        self._captions = Captions(config.class_prompts)
+        self._images = image_extensions(read_avif=config.read_avif)
+        self._starts = list(itertools.accumulate(self._sizes, initial=0))
+        whole = [divmod(size, SAMPLES_PER_BLOCK) for size in self._sizes]
+        blocks_of_tars = [
+            [SAMPLES_PER_BLOCK] * num_whole + [rest] * bool(rest) for num_whole, rest in whole
+        ]
+        self.blocks = list(itertools.chain.from_iterable(blocks_of_tars))
+        self.num_blocks_of_files = list(map(len, blocks_of_tars))
+        # Tar to its reader; the one used last comes last.
+        self._open: dict[int, _TarReader] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def name(self, index: int) -> str:
+        """Tar and position of a sample; its key is known only when it is read."""
+        number, position = self._find(index)
+        return f"{_shown(self._tars[number])}, sample {position}"
+
+    def read(self, index: int) -> ImageSample:
+        """Read one sample; those before it in the tar are read too, if they have not been.
+
+        Raises:
+            BadSampleError: Its class has no prompt, or its json or text cannot be read.
+            RunError: The tar cannot be read, is damaged, or holds another number of samples than
+                is declared.
+        """
+        number, position = self._find(index)
+        reader = self._open.pop(number, None)
+        if reader is None or not reader.can_take(position):
+            if reader is not None:
+                reader.close()
+            kinds = (*self._images, *self._captions.extensions)
+            reader = _TarReader(self._tars[number], num_samples=self._sizes[number], kinds=kinds)
+        try:
+            members = reader.take(position)
+        except BaseException:
+            reader.close()
+            raise
+        if reader.is_done:
+            reader.close()
+        else:
+            self._open[number] = reader
+        if len(self._open) > MAX_OPEN_TARS:
+            self._open.pop(next(iter(self._open))).close()
+        name = self.name(index)
+        image = next((members[kind] for kind in self._images if kind in members), None)
+        extension = self._captions.find(members)
+        caption = None
+        if extension is not None:
+            caption = self._captions.read(extension, members[extension], name=name)
+        return ImageSample(name, image, caption)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The number of a sample's tar, and the sample's position there."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
+
+
+class _TarReader:
+    """Reads a tar from its first byte on; samples of one block may be taken in any order."""
+
+    def __init__(self, tar: str, *, num_samples: int, kinds: Sequence[str]) -> None:
+        self._tar = tar
+        self._num_samples = num_samples
+        self._file = open_stream(tar)
+
+        def take(extension: str, span: Span) -> bytes | None:
+            return read_span(self._file, span) if extension in kinds else None
+
+        self._samples = list_samples(self._file, _shown(tar), kinds=kinds, take=take)
+        self._num_read = 0
+        self._kept: dict[int, dict[str, bytes | None]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample of the last block has been taken."""
+        return self._num_read == self._num_samples and not self._kept
+
+    def can_take(self, position: int) -> bool:
+        """Whether that sample has not been passed."""
+        return position in self._kept or position >= self._num_read
+
+    def take(self, position: int) -> dict[str, bytes | None]:
+        """The members of a sample.
+
+        Raises:
+            RunError: The tar cannot be read, is damaged, or holds another number of samples.
+        """
+        block = position // SAMPLES_PER_BLOCK * SAMPLES_PER_BLOCK
+        self._kept = {number: kept for number, kept in self._kept.items() if number >= block}
+        while self._num_read <= position:
+            members = self._next()
+            if self._num_read >= block:
+                self._kept[self._num_read] = members
+            self._num_read += 1
+            if self._num_read == self._num_samples:
+                self._check_end()
+        return self._kept.pop(position)
+
+    def _next(self) -> dict[str, bytes | None]:
+        for _, members in self._samples:
+            return members
+        raise self._differs(self._num_read)
+
+    def _check_end(self) -> None:
+        """Read what is behind the last sample, which tells whether the tar is whole."""
+        num_more = sum(1 for _ in self._samples)
+        if num_more:
+            raise self._differs(self._num_samples + num_more)
+
+    def _differs(self, num_found: int) -> RunError:
+        return RunError(
+            f"{_shown(self._tar)} holds {num_found} samples, not {self._num_samples} as is "
+            f"declared (--tar_sizes, or {SIZES_NAME} beside it)."
+        )
+
+    def close(self) -> None:
+        """Close the tar."""
+        self._file.close()
+
+
+def _shown(tar: str) -> str:
+    return repr(tar) if tar.startswith(PIPE) else tar
+
+
+def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
+    """The declared numbers of samples of tars.
+
+    Args:
+        tars: URLs and commands.
+        place: Path or URL of the JSON file that declares them; None for ``sizes.json`` in the
+            folder of each tar.
+
+    Raises:
+        ConfigError: A number is not declared, or a file that declares them cannot be understood.
+        RunError: Such a file cannot be read.
+    """
+    known: dict[str, dict[str, int]] = {}
+    sizes, tars_of_names = [], {}
+    for tar in tars:
+        file = place or _file_beside(tar)
+        if file not in known:
+            known[file] = _read_sizes_file(file)
+        names = [name for name in _names(tar) if name in known[file]]
+        # Two tars with one name would be taken for one.
+        if not names or tars_of_names.setdefault((file, names[0]), tar) != tar:
+            raise ConfigError(
+                f"{'A name stands for two tars' if names else 'A tar is missing'} in {file}",
+                value=tar,
+                allowed="a number of samples for each tar, by its name or the end of its path",
+                flag="--tar_sizes",
+            )
+        sizes.append(known[file][names[0]])
+    return sizes
+
+
+def _file_beside(tar: str) -> str:
+    if tar.startswith(PIPE):
+        raise ConfigError(
+            "The samples of what a command prints have to be declared before it is read",
+            value=None,
+            allowed='a JSON file such as {"00000.tar": 9876, ...}, or --remote_files copy',
+            flag="--tar_sizes",
+        )
+    parts = urlsplit(tar)
+    return parts._replace(path=f"{parts.path.rpartition('/')[0]}/{SIZES_NAME}").geturl()
+
+
+def _names(tar: str) -> Iterator[str]:
+    """What a tar may be called in a list of sizes: its place, or any end of its path."""
+    if tar.startswith(PIPE):
+        paths = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
+    else:
+        paths = [tar, urlsplit(tar).path]
+    for path in paths:
+        parts = path.split("/")
+        yield from ("/".join(parts[first:]) for first in range(len(parts)))
+
+
+def _read_sizes_file(place: str) -> dict[str, int]:
+    try:
+        with open_stream(place) as file:
+            content = file.read(MAX_SIZES_BYTES + 1)
+        if len(content) > MAX_SIZES_BYTES:
+            raise ValueError(f"longer than {MAX_SIZES_BYTES // 2**20} MiB")
+        sizes = parse_json(content.decode("utf-8-sig"))
+        if not isinstance(sizes, dict):
+            raise ValueError("no JSON object")
+        for name, size in sizes.items():
+            if type(size) is not int or not 0 <= size <= MAX_COUNT:
+                raise ValueError(f"{name} has {size!r} samples")
+    except (OSError, ValueError, RunError) as error:
+        raise ConfigError(
+            f"The numbers of samples of the tars cannot be read ({str(error).rstrip('.')})",
+            value=place,
+            allowed='a JSON object such as {"00000.tar": 9876, ...}, or --remote_files copy',
+            flag="--tar_sizes",
+        ) from error
+    return sizes

@@ -1,0 +1,179 @@
+"""Files behind URLs and what commands print, read as they come: nothing of them is kept on a disk.
+
+A library does not replace this: Arrow's S3 client does not survive the fork of loader workers and
+reads no web files, and fsspec's and smart_open's neither notice that a file has been changed
+between two parts of it nor share the credentials, time limits and messages of remote.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import BinaryIO
+
+from sdbench.base.errors import RunError
+from sdbench.data.command_output import PIPE, CommandOutput
+from sdbench.data.remote import GZIP_MAGIC, RemoteObject, find_object, is_url, read_part
+
+# A request for so much: its latency of some 50 ms is then a small part of its time, a worker holds
+# little, and no connection is kept while a trainer is busy (stores close those that are silent).
+PART_BYTES = 8 * 2**20
+# A reader of tars goes back by a block at most.
+TAIL_BYTES = 4096
+
+
+class RemoteFile(io.RawIOBase):
+    """A file behind a URL, read in parts from any place; each read is one request."""
+
+    def __init__(self, found: RemoteObject) -> None:
+        """Open it.
+
+        Args:
+            found: The file.
+        """
+        self._found = found
+        self._position = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """The place of the next byte."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go on at another byte."""
+        begin = {
+            io.SEEK_SET: 0,
+            io.SEEK_CUR: self._position,
+            io.SEEK_END: self._found.num_bytes,
+        }
+        self._position = begin[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Read as `read_part` does, up to the end of the file."""
+        end = min(self._position + len(buffer), self._found.num_bytes)
+        if end <= self._position:
+            return 0
+        content = self._read(self._position, end)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        return read_part(self._found, begin, end)
+
+
+class _FileReadAhead(RemoteFile):
+    """A file that is read from its beginning on: while one part is used, the next one comes."""
+
+    def __init__(self, found: RemoteObject) -> None:
+        super().__init__(found)
+        self._coming: tuple[int, int, Future[bytes]] | None = None
+
+    def _read(self, begin: int, end: int) -> bytes:
+        # A larger member in several parts: what is coming is one of them.
+        end = min(end, begin + PART_BYTES)
+        coming, self._coming = self._coming, None
+        is_it = coming is not None and coming[:2] == (begin, end)
+        content = coming[2].result() if is_it else super()._read(begin, end)
+        next_end = min(end + PART_BYTES, self._found.num_bytes)
+        if next_end > end:
+            work = functools.partial(read_part, self._found, end, next_end)
+            self._coming = end, next_end, _start(work)
+        return content
+
+
+def _start(work: Callable[[], bytes]) -> Future[bytes]:
+    """Do work in a thread that no process waits for when it ends, as it would for a pool's."""
+    future: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by who asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class _Onward:
+    """A stream that can only be read on, for a reader that knows its place and skips."""
+
+    def __init__(self, stream: BinaryIO, *, below: BinaryIO | None = None) -> None:
+        self._stream = stream
+        self._below = below
+        self._end = 0  # of what has been read
+        self._tail = b""
+        self._back = 0
+
+    def tell(self) -> int:
+        return self._end - self._back
+
+    def seek(self, offset: int) -> int:
+        self._back = max(self._end - offset, 0)
+        if self._back > len(self._tail):
+            raise RunError(f"byte {offset} is asked for behind byte {self._end}")
+        while self._end < offset and self._pull(min(offset - self._end, 2**20)):
+            pass
+        return self.tell()
+
+    def read(self, num_bytes: int) -> bytes:
+        again = self._tail[len(self._tail) - self._back :][:num_bytes]
+        self._back -= len(again)
+        if len(again) == num_bytes:
+            return again
+        return again + self._pull(num_bytes - len(again))
+
+    def _pull(self, num_bytes: int) -> bytes:
+        content = self._stream.read(num_bytes)
+        self._end += len(content)
+        self._tail = (self._tail + content[-TAIL_BYTES:])[-TAIL_BYTES:]
+        return content
+
+    def __enter__(self) -> _Onward:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._below is not None:
+            self._below.close()
+
+
+def open_stream(place: str) -> BinaryIO:
+    """Open a file to be read on, unpacked if it is a gzip file.
+
+    Args:
+        place: ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path.
+
+    Returns:
+        What has `read`, `tell`, `close`, and a `seek` that goes back by `TAIL_BYTES` at least.
+
+    Raises:
+        RunError: It cannot be had.
+        OSError: There is no such path.
+    """
+    if place.startswith(PIPE):
+        stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)
+    elif is_url(place):
+        stream = io.BufferedReader(_FileReadAhead(find_object(place)), PART_BYTES)
+    else:
+        stream = open(place, "rb")  # noqa: SIM115
+    if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
+        # Its own way back is to read all again.
+        return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
+    return _Onward(stream) if place.startswith(PIPE) else stream

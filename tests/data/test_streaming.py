@@ -1,0 +1,491 @@
+"""Do tars and parquet files behind a URL arrive as they are needed, whole and once?"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import pickle
+import random
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+import data as script
+from sdbench import data
+from sdbench.base.errors import RunError
+from sdbench.cli import main
+from sdbench.data import remote_files
+from sdbench.data.formats import webdataset_stream
+from sdbench.data.source import SourceConfig
+from sdbench.record.store import load_record
+from tests.data import datasets
+from tests.data.datasets import NUM_SAMPLES, TAR_SIZES, indices
+from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
+from tests.refusals import printed_refusal, refused
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("temporary_folder", "impatient", "small_pieces"),
+]
+
+NAMES = {"webdataset": "{00000..00002}.tar", "parquet": "{0..1}.parquet"}
+NAMES["parquet latents"] = "part.parquet"
+# The largest part of a data set that is read at once.
+PART_BYTES = 4096
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Tars of a few samples are read in many parts, and have several blocks."""
+    monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(webdataset_stream, "SAMPLES_PER_BLOCK", 4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function from a kind of data to a folder of it, tars with their sizes."""
+
+    def make(kind: str) -> Path:
+        path = tmp_path / kind.replace(" ", "-")
+        datasets.WRITERS[kind](path)
+        if kind == "webdataset":
+            (path / "sizes.json").write_text(json.dumps(TAR_SIZES))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def place(s3: S3Server, folder, tmp_path):  # noqa: F811
+    """A function from a kind of data to the URL of its files in the bucket."""
+
+    def put(kind: str) -> str:
+        url = s3.upload(folder(kind), f"{tmp_path.name}/{kind.replace(' ', '-')}")
+        return f"{url}/{NAMES[kind]}"
+
+    return put
+
+
+def make_config(place: str, kind: str = "webdataset", **changes) -> SourceConfig:
+    options = {
+        "data_format": kind.split()[0],
+        "latents": "precomputed" if kind.endswith("latents") else "online",
+        "remote": place,
+        "remote_files": "stream",
+        "image_size": datasets.IMAGE_SIZE,
+        "text_embedding_dim": datasets.EMBEDDING_SHAPE[1],
+        "device_batch_size": 4,
+        "seed": 3,
+    }
+    return SourceConfig(**{**options, **changes})
+
+
+def open_ranks(place: str, kind: str, *, num_ranks: int, num_workers: int, **changes):
+    """The loader of each rank, of a global batch of 4."""
+    shared = {"world_size": num_ranks, "num_workers": num_workers, **changes}
+    size = 4 // num_ranks
+    return [
+        data.build(make_config(place, kind, rank=rank, device_batch_size=size, **shared))
+        for rank in range(num_ranks)
+    ]
+
+
+def num_stored_bytes(s3: S3Server, prefix: str) -> int:  # noqa: F811
+    listed = s3.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]
+    return sum(entry["Size"] for entry in listed if not entry["Key"].endswith(".json"))
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Whatever lies there, but for what torch writes when it is imported."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "_remote_module_non_scriptable.py"
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", list(NAMES))
+def test_an_epoch_is_streamed_without_a_copy(kind, num_ranks, num_workers, place, temporary_folder):
+    options = {"num_ranks": num_ranks, "num_workers": num_workers}
+    ranks = open_ranks(place(kind), kind, **options)
+    epochs = []
+    for _ in range(2):
+        batches = [iter(loader) for loader in ranks]
+        firsts = [[next(batch)] for batch in batches]
+        assert files_below(temporary_folder) == []
+        parts = [first + list(batch) for first, batch in zip(firsts, batches, strict=True)]
+        assert [len(part) for part in parts] == [NUM_SAMPLES // 4] * num_ranks
+        found = [number for part in parts for number in indices(part)]
+        assert len(set(found)) == len(found) == NUM_SAMPLES // 4 * 4
+        epochs.append(found)
+    assert epochs[0] != epochs[1]
+    assert files_below(temporary_folder) == []
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_the_first_batch_comes_before_the_rest_is_read(
+    kind,
+    place,
+    s3,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    small = datasets.make_png
+    noise = random.Random(0).randbytes(32_000)  # is not compressed
+    monkeypatch.setattr(datasets, "make_png", lambda index: small(index) + noise)
+    batches = iter(data.build(make_config(place(kind), kind)))
+    batch = next(batches)
+    # Of a tar a block of 4, and of parquet the footers with the 64 KiB before, and a group of 8.
+    num_bytes = num_stored_bytes(s3, f"{tmp_path.name}/{kind}")
+    assert num_bytes > NUM_SAMPLES * 32_000
+    assert s3.num_bytes < num_bytes / 3
+    assert len(set(indices([batch, *batches]))) == 48
+    assert num_bytes * 0.9 < s3.num_bytes < num_bytes + 2 * 2**16 + 10_000
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(NAMES))
+def test_without_shuffling_the_order_is_the_stored_one(kind, num_workers, place):
+    config = make_config(place(kind), kind, shuffle=False, num_workers=num_workers)
+    assert indices(list(data.build(config))) == list(range(48))
+
+
+def test_the_next_part_comes_while_one_is_used(place, s3):  # noqa: F811
+    samples = data.open_samples(make_config(place("webdataset")))
+    num_before = s3.num_requests
+    samples.read(0)
+    # Of a tar its length, the part with the sample, and the next one, which nobody waits for.
+    deadline_s = time.monotonic() + 20
+    while s3.num_requests < num_before + 3 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert s3.num_requests == num_before + 3
+
+
+def test_each_process_reads_tars_of_its_own(place, s3, tmp_path):  # noqa: F811
+    (loader,) = open_ranks(place("webdataset"), "webdataset", num_ranks=1, num_workers=2)
+    s3.num_bytes = 0
+    assert len(list(loader)) == 12
+    num_bytes = num_stored_bytes(s3, f"{tmp_path.name}/webdataset")
+    # All of it once, and the tar that the lanes' cut goes through up to there: 30 of 49 samples.
+    assert 0.9 * num_bytes < s3.num_bytes < 1.7 * num_bytes
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_a_resumed_epoch_neither_repeats_nor_drops(kind, num_ranks, num_workers, place):
+    where = place(kind)
+    options = {"num_ranks": num_ranks, "num_workers": num_workers}
+    whole = [list(loader) for loader in open_ranks(where, kind, **options)]
+    stopped = open_ranks(where, kind, **options)
+    seen = [list(itertools.islice(loader, 5)) for loader in stopped]
+    (state, *others) = [pickle.loads(pickle.dumps(loader.state_dict())) for loader in stopped]
+    assert others == [state] * len(others)
+    del stopped
+
+    resumed = open_ranks(where, kind, **options)
+    for loader, expected in zip(resumed, whole, strict=True):
+        loader.load_state_dict(state)
+        assert indices(list(loader)) == indices(expected[5:])
+
+    before = [number for part in seen for number in indices(part)]
+    epoch = [number for part in whole for number in indices(part)]
+    for other_ranks, other_workers in ((1, 0), (4, 1)):
+        loaders = open_ranks(where, kind, num_ranks=other_ranks, num_workers=other_workers)
+        after = []
+        for loader in loaders:
+            loader.load_state_dict(state)
+            after += indices(list(loader))
+            assert loader.state_dict()["lanes"] == [other_ranks, max(other_workers, 1)]
+        assert sorted(before + after) == sorted(epoch)
+
+
+def test_past_samples_are_named_by_tar_and_position(place):
+    loader = data.build(make_config(place("webdataset"), num_workers=2))
+    seen = [*loader, *itertools.islice(loader, 3)]
+    starts = dict(zip(TAR_SIZES, (0, 5, 35), strict=True))
+    for back in range(len(seen)):
+        names = loader.names_before(loader.state_dict(), num_back=back)
+        found = [name.rsplit("/", 1)[1].split(", sample ") for name in names]
+        assert [starts[tar] + int(at) for tar, at in found] == indices([seen[-1 - back]])
+
+
+def test_a_position_in_copied_data_is_none_in_streamed_data(place):
+    where = place("webdataset")
+    copied, streamed = (
+        data.build(make_config(where, remote_files=value)) for value in ("copy", "stream")
+    )
+    for one, other in ((copied, streamed), (streamed, copied)):
+        with refused("--remote_files or --shuffle"):
+            one.load_state_dict(other.state_dict())
+
+
+def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F811
+    path = folder("webdataset")
+    for tar in path.glob("*.tar"):
+        (path / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    sizes = {f"{name}.gz": size for name, size in TAR_SIZES.items()}
+    (tmp_path / "sizes.json").write_text(json.dumps({**TAR_SIZES, **sizes}))
+    url = s3.upload(path, f"{tmp_path.name}/packed")
+    for place in (
+        f"{url}/{{00000..00002}}.tar.gz",
+        f"pipe:cat {path}/{{00000..00002}}.tar",
+        f"pipe:cat '{path}/{{00000..00002}}.tar.gz'",
+        f"pipe:cat {path}/{{00000..00002}}.tar | gzip -c",
+    ):
+        config = make_config(place, shuffle=False, tar_sizes=str(tmp_path / "sizes.json"))
+        assert indices(list(data.build(config))) == list(range(48))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
+    path = folder(kind)
+    s3.upload(path, f"{tmp_path.name}/{kind}")
+    files = sorted(file.name for file in path.iterdir() if file.suffix != ".json")
+    urls = [
+        s3.client().generate_presigned_url(
+            "get_object", Params={"Bucket": BUCKET, "Key": f"{tmp_path.name}/{kind}/{file}"}
+        )
+        for file in files
+    ]
+    place = "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
+    sizes = str(path / "sizes.json") if kind == "webdataset" else None
+    options = {"shuffle": False, "num_workers": num_workers, "tar_sizes": sizes}
+    config = make_config(place, kind, **options)
+    assert indices(list(data.build(config))) == list(range(48))
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_parts_that_break_off_are_asked_for_again(kind, place, s3):  # noqa: F811
+    loader = data.build(make_config(place(kind), kind))
+    batches = iter(loader)
+    seen = [next(batches)]
+    s3.cut_after, s3.num_cuts = 100, 2
+    seen += batches
+    assert s3.num_cuts == 0
+    assert len(set(indices(seen))) == 48
+
+
+def test_a_busy_server_is_waited_for(place, s3):  # noqa: F811
+    loader = data.build(make_config(place("webdataset")))
+    batches = iter(loader)
+    seen = [next(batches)]
+    s3.num_busy = 2
+    assert len(set(indices([*seen, *batches]))) == 48
+    assert s3.num_busy == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "fault", "message"),
+    [
+        ("webdataset", {"cut_after": 100}, r"/0000\d.tar, from byte \d+ on, .* in 3 attempts"),
+        ("webdataset", {"num_busy": 1000}, r"/0000\d.tar.* cannot be read: .*503"),
+        ("webdataset", {"pause_s": 3.0}, r"/0000\d.tar.* cannot be read: .*ReadTimeout"),
+        ("parquet", {"cut_after": 100}, r"/\d.parquet, from byte \d+ on, .* in 3 attempts"),
+    ],
+)
+def test_a_shard_that_fails_half_way_is_named(
+    kind,
+    fault,
+    message,
+    num_workers,
+    place,
+    s3,  # noqa: F811
+    monkeypatch,
+):
+    config = make_config(place(kind), kind, num_workers=num_workers, prefetch_factor=1)
+    batches = iter(data.build(config))
+    next(batches)
+    for name, value in fault.items():
+        setattr(s3, name, value)
+    with pytest.raises(RunError, match=message):
+        list(batches)
+
+
+def put(s3: S3Server, tmp_path: Path, name: str, content: bytes) -> None:  # noqa: F811
+    """Replace a tar in the bucket."""
+    s3.client().put_object(Bucket=BUCKET, Key=f"{tmp_path.name}/webdataset/{name}", Body=content)
+
+
+def test_a_shard_that_changes_half_way_is_named(place, s3, tmp_path):  # noqa: F811
+    where = place("webdataset").replace("{00000..00002}", "00001")
+    batches = iter(data.build(make_config(where)))
+    next(batches)
+    put(s3, tmp_path, "00001.tar", (tmp_path / "webdataset" / "00001.tar").read_bytes() + b"\0")
+    with pytest.raises(RunError, match=r"/00001.tar has been changed since it was opened"):
+        list(batches)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tar: tar[:20_000], r"/00001.tar is damaged"),
+        (lambda tar: b"no tar" * 1000, r"/00001.tar is damaged, compressed, or no tar"),
+        (None, r"/00001.tar cannot be read: .*404"),
+    ],
+)
+def test_a_damaged_shard_is_named(change, message, place, s3, tmp_path):  # noqa: F811
+    where = place("webdataset")
+    whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
+    if change is None:
+        key = f"{tmp_path.name}/webdataset/00001.tar"
+        s3.client().delete_object(Bucket=BUCKET, Key=key)
+    else:
+        put(s3, tmp_path, "00001.tar", change(whole))
+    with pytest.raises(RunError, match=message):
+        list(data.build(make_config(where)))
+
+
+@pytest.mark.parametrize("declared", [29, 31])
+def test_another_number_of_samples_than_declared_is_named(declared, place, tmp_path):
+    sizes = tmp_path / "other.json"
+    sizes.write_text(json.dumps({**TAR_SIZES, "00001.tar": declared}))
+    # In stored order, which has the tar's end in its epoch.
+    config = make_config(place("webdataset"), shuffle=False, tar_sizes=str(sizes))
+    with pytest.raises(RunError, match=rf"/00001.tar holds 30 samples, not {declared} as is decl"):
+        list(data.build(config))
+
+
+def test_a_command_that_fails_half_way_is_named(folder, tmp_path):
+    path = folder("webdataset")
+    place = f"pipe:head -c 40000 {path}/00001.tar; exit 3"
+    config = make_config(place, tar_sizes=str(path / "sizes.json"))
+    with pytest.raises(RunError, match=r"00001.tar; exit 3' ended with exit code 3"):
+        list(data.build(config))
+
+
+def test_bad_samples_are_skipped_and_named(place, s3, tmp_path):  # noqa: F811
+    where = place("webdataset")
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for number in range(14):
+            file = b"no picture" if number == 3 else datasets.make_png(35 + number)
+            for name, member in ((f"{number}.png", file), (f"{number}.txt", b"a")):
+                info = tarfile.TarInfo(name)
+                info.size = len(member)
+                tar.addfile(info, io.BytesIO(member))
+    put(s3, tmp_path, "00002.tar", content.getvalue())
+    config = make_config(where, shuffle=False, on_bad_sample="skip", max_bad_fraction=0.1)
+    loader = data.build(config)
+    # In its batch, 36 to 39, the first one stands in for it.
+    assert indices(list(loader)) == [*range(38), 36 + 3, 36, *range(40, 48)]
+    assert loader.stats.num_bad_samples == 1
+    with pytest.raises(RunError, match=r"/00002.tar, sample 3: the image cannot be decoded"):
+        list(data.build(make_config(where, shuffle=False)))
+
+
+def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
+    tars = folder("webdataset")
+    url = "s3://pictures/a/{0..1}.tar"
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text('{"0.tar": 8, "1.tar": 8}')
+    with refused("--remote_files", value=str(tars / "00000.tar")):
+        data.check(make_config(str(tars)))
+    with refused("--remote_files", value="gs://a/0.tar"):
+        data.check(make_config("gs://a/0.tar"))
+    with refused("--remote_files", value="pipe:cat a"):
+        data.check(make_config("pipe:cat a", "parquet"))
+    with refused("--remote_files", value="stream"):
+        data.check(make_config("s3://pictures/a", "mds"))
+    with refused("--local", value="copies"):
+        data.check(make_config(url, local="copies", tar_sizes=str(sizes)))
+    with refused("--filters", value={"width": ">=5"}):
+        data.check(make_config(url, filters={"width": ">=5"}, tar_sizes=str(sizes)))
+    with refused("--tar_sizes", value=str(sizes)):
+        data.check(make_config(url, remote_files="copy", tar_sizes=str(sizes)))
+    with refused("--tar_sizes", value=None):
+        data.check(make_config("pipe:cat a"))
+    with refused("--tar_sizes", value="s3://pictures/a/2.tar"):
+        data.check(make_config("s3://pictures/a/{0..2}.tar", tar_sizes=str(sizes)))
+    with refused("--tar_sizes", value="s3://pictures/b/0.tar"):
+        data.check(make_config("s3://pictures/{a,b}/0.tar", tar_sizes=str(sizes)))
+    assert data.check(make_config(url, tar_sizes=str(sizes))) == 16
+    flag = "--batch_size (or another data set with --remote or --local)"
+    with refused(flag, value=17, allowed="at most 16"):
+        data.check(make_config(url, tar_sizes=str(sizes), device_batch_size=17))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"0.tar": -1}', '{"0.tar": 1.5}', '{"0.tar": true}', None]
+)
+def test_sizes_that_cannot_be_read_are_refused(content, tmp_path):
+    sizes = tmp_path / "sizes.json"
+    if content is not None:
+        sizes.write_text(content)
+    with refused("--tar_sizes", value=str(sizes)):
+        data.check(make_config("s3://pictures/a/0.tar", tar_sizes=str(sizes)))
+
+
+@pytest.mark.parametrize("remote_files", ["copy", "stream"])
+def test_fewer_samples_than_a_batch_are_refused_when_they_are_counted(remote_files, place):
+    config = make_config(
+        place("parquet"), "parquet", remote_files=remote_files, device_batch_size=50
+    )
+    assert data.check(config) is None
+    flag = "--batch_size (or another data set with --remote or --local)"
+    with refused(flag, value=50, allowed="at most 49"):
+        data.build(config)
+
+
+def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary_folder):  # noqa: F811
+    path = folder("webdataset")
+    packed = gzip.compress((path / "00001.tar").read_bytes())
+    (path / "00001.tar").unlink()
+    (path / "00001.tar.gz").write_bytes(packed)
+    sizes = {"00000.tar": 5, "00001.tar.gz": 30, "00002.tar": 14}
+    out = tmp_path / "counted.json"
+    for place in (str(path), s3.upload(path, f"{tmp_path.name}/counted")):
+        assert main(["count-samples", place, "--out", str(out)]) == 0
+        assert json.loads(out.read_text()) == sizes
+        assert capsys.readouterr().out == f"49 samples in 3 tars: {out}\n"
+    assert files_below(temporary_folder) == []
+    config = make_config(place, shuffle=False, tar_sizes=str(out))
+    assert indices(list(data.build(config))) == list(range(48))
+    # Names that are not told apart by their last part.
+    both = f"{{{path}/00000.tar,{place}/00000.tar}}"
+    assert main(["count-samples", both, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"webdataset/00000.tar": 5, "counted/00000.tar": 5}
+    (path / "00002.tar").write_bytes((path / "00002.tar").read_bytes()[:9000])
+    assert main(["count-samples", str(path), "--out", str(tmp_path / "none.json")]) == 1
+    assert f"{path}/00002.tar is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize("place", ["pipe:cat a.tar", "nowhere", "{s3://a/b.tar,s3://a/b.tar}"])
+def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
+    assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
+    assert printed_refusal(capsys.readouterr().err).flag == "PLACE"
+
+
+def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):  # noqa: F811
+    tars = tmp_path / "tars"
+    argv = ["--out_format", "webdataset", "--samples_per_shard", "20", "--num_workers", "0"]
+    assert main(["convert", str(mds_folder), "--folder", str(tars), *argv]) == 0
+    sizes = json.loads((tars / "sizes.json").read_text())
+    assert sizes == {"00000.tar": 20, "00001.tar": 20, "00002.tar": 9}
+    place = s3.upload(tars, f"{tmp_path.name}/tars")
+    assert indices(list(data.build(make_config(place, shuffle=False)))) == list(range(48))
+
+
+def test_no_sizes_beside_the_tars_is_bad_input(s3, tmp_path, capsys):  # noqa: F811
+    argv = ["--remote", "s3://pictures/nowhere/0.tar", "--remote_files", "stream"]
+    assert script.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 2
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--tar_sizes", "s3://pictures/nowhere/sizes.json")
+
+
+def test_the_rate_of_a_stream_is_measured(place, tmp_path, capsys):
+    argv = ["--remote", place("webdataset"), "--remote_files", "stream", "--image_size", "32"]
+    argv += ["--batch_size", "4", "--num_workers", "1", "--num_batches", "20"]
+    assert script.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
+    (record,) = map(load_record, (tmp_path / "runs").glob("*/record.json"))
+    assert record["config"]["remote_files"] == "stream"
+    assert record["summary"]["num_images"] == 80
+    assert "(49 samples)" in capsys.readouterr().out
