@@ -53,9 +53,15 @@ def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
     assert reasons == {"ema_impl": "only Composer can run its own moving average"}
 
 
+SEED = ("--preset", "seed")
+MASTERS = ("--precision", "bf16", "--master_weights", "fp32")
 REFUSED = [
     (("--encoder_dtype", "fp16"), CPU, ONE, "fp32 | bf16"),
     (("--master_weights", "fp32"), CPU, ONE, "--precision bf16"),
+    (("--optimizer", "adamw_one_pass"), CPU, ONE, "--precision bf16 --master_weights fp32"),
+    (("--optimizer", "adamw_one_pass", *MASTERS), H100, ONE, "adamw | adamw_fused"),
+    (("--attention", "by_shape"), H100, ONE, "sdpa | flash | cudnn | efficient | eager"),
+    (("--convolution", "matmul_wide", *SEED), CPU, ONE, "--memory_format channels_last"),
     (("--attention", "cudnn"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "efficient"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "xformers"), H100, ONE, "pip install xformers"),
@@ -108,6 +114,8 @@ REFUSED = [
         ONE,
         "max-autotune-no-cudagraphs",
     ),
+    (("--huge_pages",), H100, ONE, "--no_huge_pages"),
+    (("--huge_pages", "--engine", "ray"), CPU, ONE, "--engine composer | torch"),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
     (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
@@ -124,11 +132,18 @@ def test_what_cannot_be_used_is_refused_by_name_with_what_can(argv, machine, ran
     assert error.value == (argv[1] if argv[1:] and not argv[1].startswith("--") else argv[0])
 
 
-@pytest.mark.parametrize(("tool", "value"), [("compile", "unet"), ("group_norm", "fused")])
-def test_compiling_needs_a_compiler(tool, value, monkeypatch):
+@pytest.mark.parametrize(
+    ("tool", "value", "others"),
+    [
+        ("compile", "unet", ()),
+        ("group_norm", "fused", ()),
+        ("optimizer", "adamw_one_pass", MASTERS),
+    ],
+)
+def test_compiling_needs_a_compiler(tool, value, others, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError) as caught:
-        settled(f"--{tool}", value)
+        settled(f"--{tool}", value, *others)
     assert (caught.value.flag, caught.value.value) == (f"--{tool}", value)
 
 

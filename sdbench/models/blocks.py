@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from sdbench.models.compat import change_class
 
 # The U-Net's blocks, of up to 60 million weights. FSDP gathers the weights of one at a time.
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
+
+# Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.
+MAX_EAGER_SCORES = 1024 * 1024
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
@@ -38,6 +41,32 @@ class KernelAttnProcessor(AttnProcessor2_0):
         """
         with sdpa_kernel(self._kernel):
             return super().__call__(*args, **kwargs)
+
+
+class ByShapeAttnProcessor(AttnProcessor2_0):
+    """Eager matrices for few queries and keys, torch's choice of kernel for many.
+
+    torch's kernel for a CPU saves memory, and takes up to three times as long in the backward pass:
+    the attention to 77 tokens, and of up to 1024 pixels to one another, is faster as products.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._eager = AttnProcessor()
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute attention of (B, queries, C) to itself or to (B, keys, D)."""
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        is_small = hidden_states.shape[1] * keys.shape[1] <= MAX_EAGER_SCORES
+        attend = self._eager if is_small else super().__call__
+        return attend(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
 class _Unit:

@@ -103,8 +103,9 @@ def estimate_peak_memory(
         micro_batch: Images per forward pass.
         precision: One of `PRECISIONS`.
         encoder_dtype: One of `ENCODER_DTYPES`.
-        attention: `eager`, which keeps the attention matrices, or another, which does not.
-        optimizer: `adamw` or `adamw_fused`.
+        attention: `eager`, which keeps the attention matrices, `by_shape`, which keeps the
+            smaller ones, or another, which keeps none.
+        optimizer: `adamw`, `adamw_fused` or `adamw_one_pass`.
         use_ema: Whether a moving average of the trained weights is kept, in fp32.
         num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
         device_type: `cpu` or `cuda`.
@@ -166,8 +167,10 @@ def estimate_peak_memory(
         moments.append(moment(int((constant + activations - complete).argmax()), weights))
     update = weights if on_cuda and optimizer == "adamw" else 0.0
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
-    # once while it steps.
+    # once while it steps, unless it makes one pass.
     state_weights = 2 * weights if master_weights else weights
+    has_copies = master_weights and optimizer != "adamw_one_pass"
+    fp32_gradients = state_weights if has_copies else 0.0
     moments.append(
         _Moment(
             phase="optimizer",
@@ -175,7 +178,7 @@ def estimate_peak_memory(
             activations=0.0,
             # On CUDA torch's default AdamW (foreach) holds the square root of the whole second
             # moment; on a CPU it takes one tensor at a time, and the fused kernel needs nothing.
-            temporaries=update + (state_weights if master_weights else 0.0),
+            temporaries=update + fp32_gradients,
         )
     )
     peak = max(moments, key=lambda moment: moment.num_bytes)

@@ -29,6 +29,7 @@ from sdbench.settings.setting import (
 MILABENCH = "mila-iqia/milabench"
 NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
 HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
+PRODUCTS = ("matmul", "matmul_wide")
 CHANNELS_LAST = {"memory_format": "channels_last"}
 
 
@@ -173,22 +174,23 @@ class ArithmeticSpeedups:
         ),
     )
     convolution: str | None = setting(
-        one_of("torch", "matmul"),
+        one_of("torch", "matmul", "matmul_wide"),
         None,
         "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
-        "as many output channels as pixels in a micro-batch",
+        "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
+        "(1 x 1), and for the gradients where there are as many channels as pixels",
         seed="torch",
         fast=PerDevice(gpu="torch", cpu="matmul"),
         before="torch",
         rules=(
             Rule(
-                ("matmul",),
+                PRODUCTS,
                 lambda s: s.config.memory_format == "channels_last",
                 "products of matrices read the weights with the channels last",
                 "torch, or --memory_format channels_last",
             ),
             Rule(
-                ("matmul",),
+                PRODUCTS,
                 is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
                 "torch, or --sharding none | zero1",
@@ -196,14 +198,24 @@ class ArithmeticSpeedups:
         ),
         rungs=(
             Rung("matmul", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),
+            Rung(
+                "matmul_wide", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32
+            ),
         ),
     )
     attention: str | None = setting(
-        one_of("eager", "sdpa", "flash", "cudnn", "efficient", "xformers"),
+        one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),
         None,
-        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers",
+        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
+        "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
         seed="sdpa",
         rules=(
+            Rule(
+                ("by_shape",),
+                lambda s: not s.on_gpu,
+                "the kernels of a GPU are faster than matrices at every shape",
+                "sdpa | flash | cudnn | efficient | eager",
+            ),
             Rule(
                 ("cudnn", "efficient", "xformers"),
                 lambda s: s.on_gpu,
@@ -225,6 +237,12 @@ class ArithmeticSpeedups:
         ),
         rungs=(
             Rung("eager", "diffusers without fused attention", loss_tolerance=SAME_FP32),
+            Rung(
+                "by_shape",
+                "this suite: matrices where torch's kernel for a CPU is slower",
+                (CPU,),
+                loss_tolerance=SAME_FP32,
+            ),
             Rung("flash", f"flash-attention; {NEMO}", loss_tolerance=SAME_FP32),
             Rung("cudnn", f"{MLPERF} v5.0", (GPU,)),
             Rung("efficient", "xFormers; mosaicml/diffusion", (GPU,)),
