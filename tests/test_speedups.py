@@ -61,6 +61,7 @@ REFUSED = [
     (("--optimizer", "adamw_one_pass"), CPU, ONE, "--precision bf16 --master_weights fp32"),
     (("--optimizer", "adamw_one_pass", *MASTERS), H100, ONE, "adamw | adamw_fused"),
     (("--attention", "by_shape"), H100, ONE, "sdpa | flash | cudnn | efficient | eager"),
+    (("--keep_layout", *SEED), CPU, ONE, "--memory_format channels_last"),
     (("--convolution", "matmul_wide", *SEED), CPU, ONE, "--memory_format channels_last"),
     (("--attention", "cudnn"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "efficient"), CPU, ONE, "sdpa | flash | eager"),

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import shutil
 
-from sdbench.settings.kinds import one_of, positive_or
+from sdbench.settings.kinds import SWITCH, one_of, positive_or
 from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
@@ -152,6 +152,23 @@ class ArithmeticSpeedups:
         seed="contiguous",
         fast="channels_last",
         rungs=(Rung("channels_last", NEMO, loss_tolerance=SAME_FP32),),
+    )
+    keep_layout: bool = setting(
+        SWITCH,
+        False,
+        "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
+        "contiguous",
+        seed=False,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.memory_format == "channels_last",
+                "images that are contiguous have no other layout to keep",
+                "--no_keep_layout, or --memory_format channels_last",
+            ),
+        ),
+        rungs=(Rung(True, "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),),
     )
     group_norm: str | None = setting(
         one_of("torch", "fused"),

@@ -50,6 +50,8 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
     for module in (model.unet, model.vae):
         if module is not None:
             tune_blocks(module, config)
+    if config.keep_layout:
+        blocks.keep_layout(model.unet)
     if config.convolution != "torch":
         use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
     blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
