@@ -26,7 +26,7 @@ def start(*argv, tunables=None):
     if tunables is not None:
         environment["GLIBC_TUNABLES"] = tunables
     return subprocess.run(
-        [sys.executable, "benchmark.py", *RUN, *argv],
+        [sys.executable, benchmark.__file__, *RUN, *argv],
         env=environment,
         capture_output=True,
         text=True,
