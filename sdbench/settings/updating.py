@@ -39,9 +39,9 @@ class UpdateSpeedups:
     optimizer: str | None = setting(
         one_of("adamw", "adamw_fused", "adamw_one_pass"),
         None,
-        "torch's default AdamW, its fused kernel, or on a CPU one pass over bf16 weights, their "
-        "gradients and fp32 copies; benchmark.py makes it within the backward pass, and counts it "
-        "there, where a step is one micro-batch of one rank",
+        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: bf16 weights, their "
+        "gradients and fp32 copies in one pass, which benchmark.py makes within the backward pass, "
+        "and counts there, where a step is one micro-batch of one rank",
         seed="adamw",
         fast="adamw_fused",
         rules=(
