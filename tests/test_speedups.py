@@ -54,9 +54,19 @@ def test_what_a_preset_cannot_have_here_is_replaced_with_a_reason():
     assert reasons == {"ema_impl": "only Composer can run its own moving average"}
 
 
+SEED = ("--preset", "seed")
+MASTERS = ("--precision", "bf16", "--master_weights", "fp32")
 REFUSED = [
     (("--encoder_dtype", "fp16"), CPU, ONE, "fp32 | bf16"),
     (("--master_weights", "fp32"), CPU, ONE, "--precision bf16"),
+    (("--optimizer", "adamw_one_pass"), CPU, ONE, "--precision bf16 --master_weights fp32"),
+    (("--optimizer", "adamw_one_pass", *MASTERS), H100, ONE, "adamw | adamw_fused"),
+    (("--attention", "by_shape"), H100, ONE, "sdpa | flash | cudnn | efficient | eager"),
+    (("--text_linear", "packed"), H100, ONE, "torch"),
+    (("--text_linear", "packed", *SEED), CPU, ONE, "--encoder_dtype bf16"),
+    (("--text_linear", "packed", "--compile", "all"), CPU, ONE, "--compile none | unet"),
+    (("--keep_layout", *SEED), CPU, ONE, "--memory_format channels_last"),
+    (("--convolution", "matmul_wide", *SEED), CPU, ONE, "--memory_format channels_last"),
     (("--attention", "cudnn"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "efficient"), CPU, ONE, "sdpa | flash | eager"),
     (("--attention", "cudnn"), OLD_CUDNN, ONE, "cuDNN 9.15.1 or later"),
@@ -108,6 +118,8 @@ REFUSED = [
         ONE,
         "max-autotune-no-cudagraphs",
     ),
+    (("--huge_pages",), H100, ONE, "--no_huge_pages"),
+    (("--huge_pages", "--engine", "ray"), CPU, ONE, "--engine composer | torch"),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
     (("--encode_ahead", "--encoder_batch_size", "8"), CPU, ONE, "--copy_stream side"),
     (("--encode_ahead",), H100, ONE, "--encoder_batch_size"),
@@ -156,11 +168,18 @@ def test_copies_in_fp32_are_shared_in_every_way(machine, ranks):
         assert (config.sharding, config.master_weights) == (sharding, "fp32")
 
 
-@pytest.mark.parametrize(("tool", "value"), [("compile", "unet"), ("group_norm", "fused")])
-def test_compiling_needs_a_compiler(tool, value, monkeypatch):
+@pytest.mark.parametrize(
+    ("tool", "value", "others"),
+    [
+        ("compile", "unet", ()),
+        ("group_norm", "fused", ()),
+        ("optimizer", "adamw_one_pass", MASTERS),
+    ],
+)
+def test_compiling_needs_a_compiler(tool, value, others, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError) as caught:
-        settled(f"--{tool}", value)
+        settled(f"--{tool}", value, *others)
     assert (caught.value.flag, caught.value.value) == (f"--{tool}", value)
 
 

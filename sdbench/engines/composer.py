@@ -18,7 +18,12 @@ from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memo
 from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainJob
-from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
+from sdbench.engines.optimizers import (
+    clip_gradients,
+    make_schedule,
+    parameter_groups,
+    update_early,
+)
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     begin_microbatch,
@@ -45,6 +50,7 @@ def fit(
     if config.sharding in WEIGHT_SHARDING:
         shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    update_early(optimizer, job, config, hooks)
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 

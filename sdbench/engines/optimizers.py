@@ -14,7 +14,7 @@ from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
 
 if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
-    from sdbench.engines.state import TrainState
+    from sdbench.engines.state import TrainingHooks, TrainState
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def make_optimizer(
     settings = {
         "betas": betas,
         "eps": eps,
-        "fused": True if config.optimizer == "adamw_fused" else None,
+        "fused": None if config.optimizer == "adamw" else True,
         "capturable": config.cuda_graph,
     }
     # With FSDP the weights that a rank holds are shards of the copies, see `shard_weights`.
@@ -79,6 +79,10 @@ def make_optimizer(
             parameters_as_bucket_view=False,
             **settings,
         )
+    if config.optimizer == "adamw_one_pass":
+        from sdbench.engines.one_pass_adamw import AdamWInOnePass
+
+        return AdamWInOnePass(groups, **settings)
     return optimizer_class(groups, **settings)
 
 
@@ -94,6 +98,21 @@ def make_schedule(
     """The job's schedule, from the step that `state` has come to."""
     first = state.num_steps
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: job.schedule(first + step))
+
+
+def update_early(
+    optimizer: torch.optim.Optimizer, job: TrainJob, config: Any, hooks: TrainingHooks | None
+) -> None:
+    """Have an optimizer that can do it update each weight within the backward pass.
+
+    Where the gradients of a step are complete in its one backward pass, and nobody else looks at
+    them: with one rank, one micro-batch, no clipping and no hooks.
+    """
+    if not hasattr(optimizer, "update_in_backward"):
+        return
+    is_one_microbatch = config.device_train_microbatch_size >= job.images_per_step
+    if is_one_microbatch and job.max_gradient_norm is None and hooks is None:
+        optimizer.update_in_backward()
 
 
 def clip_gradients(job: TrainJob) -> None:

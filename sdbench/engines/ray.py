@@ -23,7 +23,12 @@ from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memo
 from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
-from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
+from sdbench.engines.optimizers import (
+    clip_gradients,
+    make_schedule,
+    parameter_groups,
+    update_early,
+)
 from sdbench.engines.sharding import WEIGHT_SHARDING, begin_microbatch, held_weights, shard_weights
 from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
@@ -42,6 +47,7 @@ def fit(
     if ranks.world_size > 1 and config.sharding in WEIGHT_SHARDING:
         shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    update_early(optimizer, job, config, hooks)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     scaler = None

@@ -18,7 +18,12 @@ from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memo
 from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
-from sdbench.engines.optimizers import clip_gradients, make_schedule, parameter_groups
+from sdbench.engines.optimizers import (
+    clip_gradients,
+    make_schedule,
+    parameter_groups,
+    update_early,
+)
 from sdbench.engines.sharding import (
     WEIGHT_SHARDING,
     begin_microbatch,
@@ -43,6 +48,7 @@ def fit(
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    update_early(optimizer, job, config, hooks)
     training_step = TrainingStep(
         model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
     )

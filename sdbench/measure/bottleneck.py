@@ -82,6 +82,8 @@ def _advise(phase: str, config: Mapping[str, Any]) -> str:
         is_subjects = config.get("task", PRETRAIN) != PRETRAIN
         if field == "latents" and (config.get("train_text_encoder") or is_subjects):
             continue
+        if field == "optimizer" and config[field] != "adamw":  # the one pass is no slower
+            continue
         if value is None or config[field] != value:
             return advice
     return "no flag of the suite makes it smaller"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
 # A step of SD2 has 25 of different kinds and shapes, and twice as many with a smaller last
 # micro-batch. torch keeps 8 codes unless told otherwise, and runs what is beyond without compiling.
 MAX_COMPILED_BLOCKS = 64
+
+# Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.
+MAX_EAGER_SCORES = 1024 * 1024
 
 
 class KernelAttnProcessor(AttnProcessor2_0):
@@ -44,6 +47,32 @@ class KernelAttnProcessor(AttnProcessor2_0):
         """
         with sdpa_kernel(self._kernel):
             return super().__call__(*args, **kwargs)
+
+
+class ByShapeAttnProcessor(AttnProcessor2_0):
+    """Eager matrices for few queries and keys, torch's choice of kernel for many.
+
+    torch's kernel for a CPU saves memory, and takes up to three times as long in the backward pass:
+    the attention to 77 tokens, and of up to 1024 pixels to one another, is faster as products.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._eager = AttnProcessor()
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute attention of (B, queries, C) to itself or to (B, keys, D)."""
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        is_small = hidden_states.shape[1] * keys.shape[1] <= MAX_EAGER_SCORES
+        attend = self._eager if is_small else super().__call__
+        return attend(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
 class _Unit:
@@ -67,6 +96,40 @@ def drop_unit_divisions(model: nn.Module) -> None:
             module.output_scale_factor = _Unit()
         elif isinstance(module, Attention) and module.rescale_output_factor == 1.0:
             module.rescale_output_factor = _Unit()
+
+
+class _LayoutKeepingTransformer(Transformer2DModel):
+    """A transformer on images (B, C, H, W) whose output has the layout of its input."""
+
+    def _get_output_for_continuous_inputs(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        batch_size: int,
+        height: int,
+        width: int,
+        inner_dim: int,
+    ) -> Tensor:
+        """The method of diffusers without its `contiguous()`: the view is channels_last."""
+        sizes = (batch_size, height, width, inner_dim)
+        if self.use_linear_projection:
+            return self.proj_out(hidden_states).reshape(sizes).permute(0, 3, 1, 2) + residual
+        return self.proj_out(hidden_states.reshape(sizes).permute(0, 3, 1, 2)) + residual
+
+
+def keep_layout(unet: nn.Module) -> None:
+    """Let the transformers of a U-Net hand on channels_last images.
+
+    diffusers makes their output contiguous. Behind each of them sums, concatenations and
+    activations then have operands of two layouts, which torch's CPU kernels take one by one: its
+    gradient of SiLU ran at a sixth of the pace.
+
+    Args:
+        unet: diffusers' U-Net; changed in place, its weights and their names stay.
+    """
+    for module in unet.modules():
+        if type(module) is Transformer2DModel:
+            change_class(module, _LayoutKeepingTransformer)
 
 
 def _normalize(

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.models.architecture import Architecture
-from sdbench.models.blocks import KernelAttnProcessor
+from sdbench.models.blocks import ByShapeAttnProcessor, KernelAttnProcessor
 from sdbench.models.weights import Weights, draw_weights
 
 
@@ -44,6 +44,7 @@ def _by_kernel(kernel: SDPBackend) -> Attention:
 
 ATTENTION = {
     "eager": Attention(AttnProcessor, AttnProcessor, "eager"),
+    "by_shape": Attention(ByShapeAttnProcessor, AttnProcessor2_0, "sdpa"),
     "sdpa": Attention(AttnProcessor2_0, AttnProcessor2_0, "sdpa"),
     "flash": _by_kernel(SDPBackend.FLASH_ATTENTION),
     "cudnn": _by_kernel(SDPBackend.CUDNN_ATTENTION),

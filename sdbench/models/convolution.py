@@ -1,4 +1,4 @@
-"""3 x 3 convolutions as matrix products, faster on a CPU for many channels and few pixels.
+"""Convolutions as matrix products, faster on a CPU for many channels and few pixels.
 
 The deep levels of SD2's U-Net convolve 1280 channels of 4 x 4 or 8 x 8 pixels: 14.7 M weights for
 32 or 128 pixels of two images. oneDNN's kernels for their gradients took 1.4 s of a step of 4.3 s
@@ -26,17 +26,51 @@ class ProductConv2d(nn.Conv2d):
         many pixels as output channels most of the time goes into reading the weights; with more,
         torch's convolution is used, which makes no patches.
         """
-        stride = self.stride[0]
-        num_pixels = x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
-        if 2 * num_pixels > self.out_channels:
+        if 2 * _count_pixels(self, x) > self.out_channels:
             return super().forward(x)
-        weight, bias = self.weight, self.bias
-        # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return _Product.apply(x, weight, bias, stride)
+        return _apply(_Product, self, x)
+
+
+class WideProductConv2d(nn.Conv2d):
+    """As `ProductConv2d`, and with products for the gradients of larger images.
+
+    With as many output channels as pixels torch's convolution is as fast as a product, but its
+    gradients are not.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve (B, C, H, W)."""
+        num_pixels = _count_pixels(self, x)
+        if num_pixels > self.out_channels:
+            return super().forward(x)
+        is_small = 2 * num_pixels <= self.out_channels
+        return _apply(_Product if is_small else _ProductGradients, self, x)
+
+
+class PixelConv2d(nn.Conv2d):
+    """A 1 x 1 convolution as a linear layer on pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve (B, C, H, W)."""
+        pixels = x.permute(0, 2, 3, 1)
+        result = nn.functional.linear(pixels, self.weight.flatten(1), self.bias)
+        return result.permute(0, 3, 1, 2)
+
+
+def _count_pixels(module: nn.Conv2d, x: Tensor) -> int:
+    """Pixels of a module's output for all images of `x`."""
+    stride = module.stride[0]
+    return x.shape[0] * -(-x.shape[2] // stride) * -(-x.shape[3] // stride)
+
+
+def _apply(function: type[_Product], module: nn.Conv2d, x: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    # Autocast casts the inputs of a convolution, but not those of an autograd.Function.
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return function.apply(x, weight, bias, module.stride[0])
 
 
 class _Product(torch.autograd.Function):
@@ -63,6 +97,16 @@ class _Product(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = of_pixels.sum(0)
         return of_x, of_weight, of_bias, None
+
+
+class _ProductGradients(_Product):
+    """torch's convolution, with products for its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.has_bias = stride, bias is not None
+        return nn.functional.conv2d(x, weight, bias, stride, padding=1)
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
@@ -101,24 +145,21 @@ def _sum_of_patches(patches: Tensor, x: Tensor, stride: int) -> Tensor:
     return inner.contiguous(memory_format=torch.channels_last)
 
 
-def use_matrix_products(model: nn.Module) -> None:
+def use_matrix_products(model: nn.Module, *, wide: bool = False) -> None:
     """Replace 3 x 3 convolutions with one pixel of padding by `ProductConv2d`.
 
     Args:
         model: Changed in place; its weights and their names stay. Weights that are not
             channels_last are copied in each pass.
+        wide: Replace them by `WideProductConv2d`, and 1 x 1 convolutions by `PixelConv2d`.
     """
     for module in model.modules():
-        if type(module) is nn.Conv2d and _is_covered(module):
-            change_class(module, ProductConv2d)
-
-
-def _is_covered(module: nn.Conv2d) -> bool:
-    return (
-        module.kernel_size == (3, 3)
-        and module.padding == (1, 1)
-        and module.padding_mode == "zeros"
-        and module.stride in ((1, 1), (2, 2))
-        and module.dilation == (1, 1)
-        and module.groups == 1
-    )
+        if type(module) is not nn.Conv2d or module.padding_mode != "zeros":
+            continue
+        if module.dilation != (1, 1) or module.groups != 1:
+            continue
+        form = (module.kernel_size, module.padding, module.stride)
+        if form in (((3, 3), (1, 1), (1, 1)), ((3, 3), (1, 1), (2, 2))):
+            change_class(module, WideProductConv2d if wide else ProductConv2d)
+        elif wide and form == ((1, 1), (0, 0), (1, 1)):
+            change_class(module, PixelConv2d)

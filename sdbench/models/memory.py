@@ -105,9 +105,10 @@ def estimate_peak_memory(
         micro_batch: Images per forward pass.
         precision: One of `PRECISIONS`.
         encoder_dtype: One of `ENCODER_DTYPES`.
-        attention: `eager`, which keeps the attention matrices, or another, which does not.
-        vae_attention: The same in the VAE.
-        optimizer: `adamw` or `adamw_fused`.
+        attention: `eager`, which keeps the attention matrices, `by_shape`, which keeps the
+            smaller ones, or another, which keeps none.
+        vae_attention: As `attention`, in the VAE.
+        optimizer: `adamw`, `adamw_fused` or `adamw_one_pass`.
         use_ema: Whether a moving average of the trained weights is kept, in fp32.
         num_ranks: With more than one, DDP holds a second copy of the gradients in its buckets.
         device_type: `cpu` or `cuda`.
@@ -172,9 +173,10 @@ def estimate_peak_memory(
     shared = num_sharing_ranks if sharding != "none" else 1
     is_fsdp = sharding in FSDP
     # With master weights the optimizer holds fp32 copies of bf16 weights, and of all gradients at
-    # once while it steps; FSDP's gradients are fp32 already.
+    # once while it steps, unless it makes one pass; FSDP's gradients are fp32 already.
     state_weights = 2 * weights if master_weights else weights
-    copied_gradients = state_weights / shared if master_weights and not is_fsdp else 0.0
+    has_copies = master_weights and optimizer != "adamw_one_pass" and not is_fsdp
+    copied_gradients = state_weights / shared if has_copies else 0.0
     moments.append(
         _Moment(
             phase="optimizer",

@@ -35,7 +35,7 @@ NO_COMMIT = (
 )
 # Variables that change speed, by prefix and by name. The whole environment would hold secrets.
 ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
-ENVIRONMENT_NAMES = ("MALLOC_CONF", "LD_PRELOAD")
+ENVIRONMENT_NAMES = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 # Of torchrun about its own run: temporary files, restarts. None changes speed.
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 

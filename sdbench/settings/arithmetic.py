@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import shutil
 
-from sdbench.settings.kinds import one_of, positive_or
+from sdbench.settings.kinds import SWITCH, one_of, positive_or
 from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
@@ -29,6 +29,7 @@ from sdbench.settings.setting import (
 MILABENCH = "mila-iqia/milabench"
 NEMO = "NVIDIA NeMo, its table of ControlNet on one A100"
 HALF_PRECISIONS = ("amp_fp16", "amp_bf16", "bf16")
+PRODUCTS = ("matmul", "matmul_wide")
 CHANNELS_LAST = {"memory_format": "channels_last"}
 # As torch.backends.cudnn.version() has 9.15.1.
 SAFE_CUDNN_VERSION = 91501
@@ -137,6 +138,56 @@ class ArithmeticSpeedups:
             Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", (GPU,)),
         ),
     )
+    text_linear: str | None = setting(
+        one_of("torch", "packed"),
+        None,
+        "torch's linear layers in the frozen text encoder, or ones that lay their weights out for "
+        "a CPU once instead of in each step, in a copy that the memory estimate does not count",
+        seed="torch",
+        before="torch",
+        acts_with=ENCODERS,
+        rules=(
+            Rule(
+                ("packed",),
+                lambda s: not s.on_gpu,
+                "weights are packed for the kernels of a CPU",
+                "torch",
+            ),
+            Rule(
+                ("packed",),
+                lambda s: s.machine.has_fast_bf16,
+                "the device has no bf16 instructions",
+                "torch",
+            ),
+            Rule(
+                ("packed",),
+                lambda s: s.config.encoder_dtype == "bf16",
+                "only weights in bf16 are packed",
+                "torch, or --encoder_dtype bf16",
+            ),
+            Rule(
+                ("packed",),
+                lambda s: "text_encoder" not in s.config.trained_parts,
+                "a text encoder that is trained has other weights in each step",
+                "torch, or a frozen text encoder",
+            ),
+            Rule(
+                ("packed",),
+                lambda s: s.config.compile not in ("encoders", "all"),
+                "torch.compile cannot read packed weights",
+                "torch, or --compile none | unet",
+            ),
+        ),
+        rungs=(
+            Rung(
+                "packed",
+                "torch's Inductor, freezing",
+                (CPU,),
+                needs={"encoder_dtype": "bf16"},
+                loss_tolerance=BF16,
+            ),
+        ),
+    )
     encoder_batch_size: int | str | None = setting(
         positive_or("microbatch"),
         None,
@@ -153,6 +204,23 @@ class ArithmeticSpeedups:
         seed="contiguous",
         fast="channels_last",
         rungs=(Rung("channels_last", NEMO, loss_tolerance=SAME_FP32),),
+    )
+    keep_layout: bool = setting(
+        SWITCH,
+        False,
+        "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
+        "contiguous",
+        seed=False,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: s.config.memory_format == "channels_last",
+                "images that are contiguous have no other layout to keep",
+                "--no_keep_layout, or --memory_format channels_last",
+            ),
+        ),
+        rungs=(Rung(True, "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),),
     )
     group_norm: str | None = setting(
         one_of("torch", "fused"),
@@ -175,22 +243,23 @@ class ArithmeticSpeedups:
         ),
     )
     convolution: str | None = setting(
-        one_of("torch", "matmul"),
+        one_of("torch", "matmul", "matmul_wide"),
         None,
         "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
-        "as many output channels as pixels in a micro-batch",
+        "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
+        "(1 x 1), and for the gradients where there are as many channels as pixels",
         seed="torch",
         fast=PerDevice(gpu="torch", cpu="matmul"),
         before="torch",
         rules=(
             Rule(
-                ("matmul",),
+                PRODUCTS,
                 lambda s: s.config.memory_format == "channels_last",
                 "products of matrices read the weights with the channels last",
                 "torch, or --memory_format channels_last",
             ),
             Rule(
-                ("matmul",),
+                PRODUCTS,
                 is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
                 "torch, or --sharding none | zero1",
@@ -198,12 +267,16 @@ class ArithmeticSpeedups:
         ),
         rungs=(
             Rung("matmul", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32),
+            Rung(
+                "matmul_wide", "this suite", (CPU,), needs=CHANNELS_LAST, loss_tolerance=SAME_FP32
+            ),
         ),
     )
     attention: str | None = setting(
-        one_of("eager", "sdpa", "flash", "cudnn", "efficient", "xformers"),
+        one_of("eager", "by_shape", "sdpa", "flash", "cudnn", "efficient", "xformers"),
         None,
-        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers",
+        "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
+        "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
         seed="sdpa",
         rules=(
             # https://github.com/pytorch/pytorch/issues/169849; the captions have 77 tokens.
@@ -212,6 +285,12 @@ class ArithmeticSpeedups:
                 lambda s: not s.on_gpu or (s.machine.cudnn_version or 0) >= SAFE_CUDNN_VERSION,
                 "cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128",
                 "sdpa | flash | efficient | eager, or a torch with cuDNN 9.15.1 or later",
+            ),
+            Rule(
+                ("by_shape",),
+                lambda s: not s.on_gpu,
+                "the kernels of a GPU are faster than matrices at every shape",
+                "sdpa | flash | cudnn | efficient | eager",
             ),
             Rule(
                 ("cudnn", "efficient", "xformers"),
@@ -234,6 +313,12 @@ class ArithmeticSpeedups:
         ),
         rungs=(
             Rung("eager", "diffusers without fused attention", loss_tolerance=SAME_FP32),
+            Rung(
+                "by_shape",
+                "this suite: matrices where torch's kernel for a CPU is slower",
+                (CPU,),
+                loss_tolerance=SAME_FP32,
+            ),
             Rung("flash", f"flash-attention; {NEMO}", loss_tolerance=SAME_FP32),
             Rung("cudnn", f"{MLPERF} v5.0", (GPU,)),
             Rung("efficient", "xFormers; mosaicml/diffusion", (GPU,)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
-from sdbench.base.host_memory import can_keep_freed_memory
+from sdbench.base.host_memory import can_keep_freed_memory, can_use_huge_pages
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
+    BF16_WEIGHTS,
     CPU,
     EMA,
     ENCODERS,
@@ -36,12 +38,49 @@ class UpdateSpeedups:
 
     # The seed hands the parameters of the frozen encoders to the optimizer too.
     optimizer: str | None = setting(
-        one_of("adamw", "adamw_fused"),
+        one_of("adamw", "adamw_fused", "adamw_one_pass"),
         None,
-        "torch's default AdamW or its fused kernel",
+        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: bf16 weights, their "
+        "gradients and fp32 copies in one pass, which benchmark.py makes within the backward pass, "
+        "and counts there, where a step is one micro-batch of one rank",
         seed="adamw",
         fast="adamw_fused",
-        rungs=(Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", loss_tolerance=SAME_FP32),),
+        rules=(
+            Rule(
+                ("adamw_one_pass",),
+                lambda s: not s.on_gpu,
+                "the kernel for one pass is for a CPU",
+                "adamw | adamw_fused",
+            ),
+            Rule(
+                ("adamw_one_pass",),
+                lambda s: s.config.master_weights == "fp32",
+                "one pass is over bf16 weights and their copies in fp32, and there are none",
+                "adamw | adamw_fused, or --precision bf16 --master_weights fp32",
+            ),
+            Rule(
+                ("adamw_one_pass",),
+                lambda s: s.config.sharding == "none",
+                "one pass is over whole weights, and these are shared out",
+                "adamw | adamw_fused, or --sharding none",
+            ),
+            Rule(
+                ("adamw_one_pass",),
+                lambda s: shutil.which("g++") is not None,
+                "the kernel for one pass is compiled, and there is no g++ on the PATH",
+                "adamw | adamw_fused, or an installed g++",
+            ),
+        ),
+        rungs=(
+            Rung("adamw_fused", "torch; NVIDIA apex, FusedAdam", loss_tolerance=SAME_FP32),
+            Rung(
+                "adamw_one_pass",
+                "this suite: bf16 weights with fp32 copies, without passes that only convert",
+                (CPU,),
+                together={"precision": "bf16", "master_weights": "fp32"},
+                loss_tolerance=BF16_WEIGHTS,
+            ),
+        ),
     )
     optimizer_params: str | None = setting(
         one_of("all", "trainable"),
@@ -179,6 +218,35 @@ class HostSpeedups:
             ),
         ),
         rungs=(Rung("keep", "glibc, mallopt(3)", (CPU,), loss_tolerance=EXACT),),
+    )
+    huge_pages: bool = setting(
+        SWITCH,
+        False,
+        "have glibc ask for huge pages on a CPU, of which it is told before a process starts: the "
+        "program begins itself again with GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
+        seed=False,
+        before=False,
+        rules=(
+            Rule(
+                (True,),
+                lambda s: not s.on_gpu,
+                "main memory is not what a GPU waits for",
+                "--no_huge_pages",
+            ),
+            Rule(
+                (True,),
+                lambda s: s.config.engine != "ray",
+                "Ray has started the processes of the ranks",
+                "--no_huge_pages, or --engine composer | torch",
+            ),
+            Rule(
+                (True,),
+                lambda s: can_use_huge_pages(),
+                "this C library is no glibc of 2.35 or later, or the kernel never gives huge pages",
+                "--no_huge_pages",
+            ),
+        ),
+        rungs=(Rung(True, "glibc, glibc.malloc.hugetlb", (CPU,), loss_tolerance=EXACT),),
     )
     flush_denormals: bool = setting(
         SWITCH,

@@ -11,6 +11,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.host_memory import keep_freed_memory
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
+from sdbench.models.packed_linear import pack_linear_layers
 from sdbench.models.stable_diffusion import StableDiffusion
 
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -63,8 +64,12 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
     for module in (model.unet, model.vae):
         if module is not None:
             tune_blocks(module, config)
-    if config.convolution == "matmul":
-        use_matrix_products(model.unet)
+    if config.keep_layout:
+        blocks.keep_layout(model.unet)
+    if config.convolution != "torch":
+        use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
+    if config.text_linear == "packed" and model.text_encoder is not None:
+        pack_linear_layers(model.text_encoder)
     blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
     compiled = {
         "none": [],

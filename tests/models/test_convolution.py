@@ -23,11 +23,12 @@ def convolve_and_differentiate(module, x, gradient, *, dtype):
 @pytest.mark.parametrize("size", [(4, 4), (5, 3), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_all_passes_are_those_of_torch(stride, size, dtype, layout, monkeypatch):
+@pytest.mark.parametrize("wide", [False, True])
+def test_all_passes_are_those_of_torch(stride, size, dtype, layout, wide, monkeypatch):
     torch.manual_seed(0)
     plain = nn.Conv2d(6, 96, 3, stride=stride, padding=1).to(memory_format=layout)
     product = copy.deepcopy(plain)
-    convolution.use_matrix_products(product)
+    convolution.use_matrix_products(product, wide=wide)
     x = torch.randn(2, 6, *size).to(memory_format=layout)
     gradient = torch.randn_like(plain(x))
     expected = convolve_and_differentiate(plain, x, gradient, dtype=dtype)
@@ -45,6 +46,59 @@ def test_all_passes_are_those_of_torch(stride, size, dtype, layout, monkeypatch)
         assert one.dtype == other.dtype and one.shape == other.shape
         torch.testing.assert_close(one, other, **tolerance)
     assert found[0].stride() == expected[0].to(memory_format=torch.channels_last).stride()
+
+
+@pytest.mark.parametrize("num_channels", [50, 99, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_as_many_pixels_as_channels_are_those_of_torch(
+    num_channels, dtype, monkeypatch
+):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(6, num_channels, 3, padding=1).to(memory_format=torch.channels_last)
+    product = copy.deepcopy(plain)
+    convolution.use_matrix_products(product, wide=True)
+    x = torch.randn(2, 6, 10, 5).to(memory_format=torch.channels_last)  # 100 pixels
+    gradient = torch.randn_like(plain(x))
+    expected = convolve_and_differentiate(plain, x, gradient, dtype=dtype)
+    products = []
+    backward = convolution._sum_of_patches
+    monkeypatch.setattr(
+        convolution, "_sum_of_patches", lambda *args: products.append(1) or backward(*args)
+    )
+    found = convolve_and_differentiate(product, x, gradient, dtype=dtype)
+    assert len(products) == (num_channels == 100)
+    assert torch.equal(found[0], expected[0])  # the forward pass is torch's own
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    if dtype == torch.bfloat16:
+        tolerance = {"rtol": 0.02, "atol": 0.05}
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_single_pixels_are_a_linear_layer(dtype, layout, monkeypatch):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(6, 9, 1).to(memory_format=layout)
+    product = copy.deepcopy(plain)
+    convolution.use_matrix_products(product, wide=True)
+    x = torch.randn(2, 6, 5, 3).to(memory_format=layout)
+    gradient = torch.randn(2, 9, 5, 3)
+    expected = convolve_and_differentiate(plain, x, gradient, dtype=dtype)
+
+    def refuse(*_):
+        raise AssertionError("torch's convolution was called")
+
+    monkeypatch.setattr(nn.Conv2d, "forward", refuse)
+    found = convolve_and_differentiate(product, x, gradient, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    if dtype == torch.bfloat16:
+        tolerance = {"rtol": 0.02, "atol": 0.02}
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        torch.testing.assert_close(one, other, **tolerance)
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.slow

@@ -1,0 +1,137 @@
+"""`AdamWInOnePass`: AdamW on fp32 copies of bf16 weights, each number read and written once.
+
+torch's kernels make passes of their own for the gradients in fp32 and for the weights in bf16. Here
+a kernel in C++ does all in one: 30 bytes a weight. It is compiled when the optimizer is made, in
+about a second, for the processor at hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdbench.base.errors import ConfigError
+from sdbench.engines.optimizers import AdamWOfMasterWeights
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# sqrt may leave errno alone, so that it is an instruction. Sums keep their order: no -ffast-math.
+COMPILE = ("g++", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-c")
+
+
+class AdamWInOnePass(AdamWOfMasterWeights):
+    """AdamW on fp32 copies of bf16 weights on a CPU, in one pass over memory.
+
+    State and checkpoints are those of `AdamWOfMasterWeights` with the fused AdamW.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+        """Copy the weights, and compile the kernel.
+
+        Args:
+            groups: Parameter groups of torch, with bf16 weights on the CPU.
+            **settings: As `AdamWOfMasterWeights` takes them.
+
+        Raises:
+            ConfigError: The kernel cannot be compiled.
+        """
+        super().__init__(groups, **settings)
+        for weight in self._weights:
+            assert weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self._update = _compile()
+        self._group_numbers = [
+            number for number, group in enumerate(self.param_groups) for _ in group["params"]
+        ]
+
+    def update_in_backward(self) -> None:
+        """Update each weight, and free its gradient, as soon as that is complete.
+
+        For steps of one backward pass whose gradients nobody looks at; `step` finds none.
+        """
+        for index, weight in enumerate(self._weights):
+
+            def update(weight: Tensor, index: int = index) -> None:
+                self._update_weight(index)
+                weight.grad = None
+
+            weight.register_post_accumulate_grad_hook(update)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the copies by the weights' gradients, and the weights from the copies."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, weight in enumerate(self._weights):
+            if weight.grad is not None:
+                self._update_weight(index)
+        return loss
+
+    @torch.no_grad()
+    def _update_weight(self, index: int) -> None:
+        weight, master = self._weights[index], self._masters[index]
+        group = self.param_groups[self._group_numbers[index]]
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        state["step"] += 1
+        num_steps = state["step"].item()
+        beta1, beta2 = group["betas"]
+        gradient = weight.grad
+        if not _has_same_order(gradient, master):
+            gradient = torch.empty_like(weight).copy_(gradient)
+        tensors = (weight, gradient, master, state["exp_avg"], state["exp_avg_sq"])
+        # A copy has no gaps, so that tensors of its order have none either.
+        assert all(_has_same_order(tensor, master) for tensor in tensors)
+        self._update(
+            weight.numel(),
+            *(tensor.data_ptr() for tensor in tensors),
+            1 - group["lr"] * group["weight_decay"],
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            group["lr"] / (1 - beta1**num_steps),
+            math.sqrt(1 - beta2**num_steps),
+            group["eps"],
+        )
+        # autograd refuses a backward pass that needs the weight as it was.
+        torch.autograd.graph.increment_version(weight)
+
+
+def _has_same_order(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the elements of tensors of one shape lie in memory in the same order."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(size == 1 or one == two for size, one, two in strides)
+
+
+def _compile() -> Callable[..., None]:
+    """Compile `SOURCE` for this processor and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, library = f"{folder}/update.o", f"{folder}/update.so"
+        # Linked without OpenMP, whose functions are found in the library that torch has loaded:
+        # the threads are torch's, and as many.
+        link = ["g++", "-shared", compiled, "-o", library]
+        for command in ([*COMPILE, str(SOURCE), "-o", compiled], link):
+            end = subprocess.run(command, capture_output=True)
+            if end.returncode != 0:
+                said = end.stderr.decode(errors="replace").strip().splitlines()
+                raise ConfigError(
+                    "the optimizer's kernel cannot be compiled",
+                    value=said[0] if said else f"exit code {end.returncode} of g++",
+                    allowed="a g++ that compiles for this processor, or another optimizer",
+                    flag="--optimizer",
+                )
+        update = ctypes.CDLL(library).update
+    pointers, numbers = [ctypes.c_void_p] * 5, [ctypes.c_float] * 7
+    update.argtypes, update.restype = [ctypes.c_int64, *pointers, *numbers], None
+    return update

@@ -1,0 +1,156 @@
+"""AdamW in one pass updates as torch's on fp32 copies does, at the end of a step or within it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sdbench.base.errors import ConfigError
+from sdbench.engines import one_pass_adamw
+from sdbench.engines.job import TrainedModule
+from sdbench.engines.one_pass_adamw import AdamWInOnePass
+from sdbench.engines.optimizers import AdamWOfMasterWeights, parameter_groups, update_early
+
+NUM_STEPS = 3
+
+
+def make_job():
+    """Two groups; layers of each layout, one with more weights than a thread takes."""
+    torch.manual_seed(0)
+    one = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last),
+        nn.Conv2d(8, 64, 3, padding=1),
+        nn.Conv2d(64, 64, 1).to(memory_format=torch.channels_last),
+        nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last),
+    )
+    model = nn.Sequential(one, nn.Flatten(1), nn.Linear(64 * 16, 5)).bfloat16()
+    trained = {"one": TrainedModule(one, 0.01, 0.1), "two": TrainedModule(model[2], 0.002, 0.0)}
+    return SimpleNamespace(model=model, trained=trained, images_per_step=2, max_gradient_norm=None)
+
+
+def backward(model, *, step):
+    """Gives each weight a gradient that does not depend on the weights."""
+    torch.manual_seed(step)
+    sum((weight * torch.randn_like(weight)).sum() for weight in model.parameters()).backward()
+
+
+def train(optimizer_class, *, early=False, between=None, **settings):
+    """A few steps; weights and state afterwards."""
+    job = make_job()
+    weights = list(job.model.parameters())
+    optimizer = optimizer_class(parameter_groups(job, which="trainable"), **settings)
+    if early:
+        update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=2), None)
+    for step in range(NUM_STEPS):
+        if between is not None and step == 1:
+            optimizer = between(job, optimizer)
+        optimizer.param_groups[0]["lr"] *= 0.5  # as a schedule does
+        backward(job.model, step=step)
+        assert sum(weight.grad is not None for weight in weights) == (0 if early else len(weights))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights, optimizer.state_dict()
+
+
+def assert_alike(found, expected):
+    """Weights and state, up to the rounding of fp32 in another order of multiplying and adding."""
+    (weights, state), (others, expected_state) = found, expected
+    assert state["param_groups"] == expected_state["param_groups"]
+    pairs = zip(weights, others, state["masters"], expected_state["masters"], strict=True)
+    for weight, other, master, expected_master in pairs:
+        assert weight.stride() == other.stride() and torch.equal(weight, master.bfloat16())
+        torch.testing.assert_close(master, expected_master, rtol=1e-6, atol=1e-7)
+    assert state["state"].keys() == expected_state["state"].keys()
+    for index, of_one in expected_state["state"].items():
+        for name, tensor in of_one.items():
+            torch.testing.assert_close(state["state"][index][name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_one_pass_is_torchs_update(early):
+    assert_alike(
+        train(AdamWInOnePass, early=early, fused=True), train(AdamWOfMasterWeights, fused=True)
+    )
+
+
+def test_the_first_update_is_the_closed_form_and_rounds_as_torch_does():
+    weight = nn.Parameter(torch.randn(1000).bfloat16())
+    before = weight.detach().double()
+    optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.25, weight_decay=0.5)
+    weight.grad = torch.randn(1000).bfloat16()
+    weight.grad[0] = torch.nan
+    optimizer.step()
+    gradient = weight.grad.double()
+    # The first means are the gradient and its square.
+    expected = before * (1 - 0.25 * 0.5) - 0.25 * gradient / (gradient.abs() + 1e-8)
+    (master,) = optimizer.masters.values()
+    torch.testing.assert_close(master.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert weight[0].isnan() and weight[1:].isfinite().all()
+    torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gradient_in_another_layout_is_put_in_order():
+    torch.manual_seed(0)
+    plain = torch.randn(4, 3, 2, 2).bfloat16()
+    gradient = torch.randn(4, 3, 2, 2).bfloat16()
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        weight = nn.Parameter(plain.clone(memory_format=layout))
+        optimizer = AdamWInOnePass([{"params": [weight]}], lr=0.1)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)
+
+
+def test_a_state_goes_on_in_either_optimizer():
+    def change(other):
+        def between(job, optimizer):
+            replaced = other(parameter_groups(job, which="trainable"), fused=True)
+            replaced.load_state_dict(optimizer.state_dict())
+            return replaced
+
+        return between
+
+    expected = train(AdamWOfMasterWeights, fused=True)
+    for first, second in (
+        (AdamWInOnePass, AdamWOfMasterWeights),
+        (AdamWOfMasterWeights, AdamWInOnePass),
+    ):
+        assert_alike(train(first, between=change(second), fused=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "norm", "hooks"), [(1, None, None), (2, 1.0, None), (2, None, object())]
+)
+def test_gradients_that_are_not_complete_or_looked_at_stay(size, norm, hooks):
+    job = make_job()
+    job.max_gradient_norm = norm
+    optimizer = AdamWInOnePass(parameter_groups(job, which="trainable"))
+    update_early(optimizer, job, SimpleNamespace(device_train_microbatch_size=size), hooks)
+    backward(job.model, step=0)
+    assert all(weight.grad is not None for weight in job.model.parameters())
+
+
+def test_a_weight_that_is_needed_as_it_was_is_an_error():
+    weight = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = AdamWInOnePass([{"params": [weight]}])
+    output = weight.square().sum()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def test_a_compiler_that_fails_is_told_with_what_it_said(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('g++: no such processor')\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        one_pass_adamw._compile()
+    assert (caught.value.value, caught.value.flag) == ("g++: no such processor", "--optimizer")

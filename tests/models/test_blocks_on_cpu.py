@@ -1,0 +1,69 @@
+"""Blocks of the U-Net that are faster on a CPU: their numbers are those of diffusers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
+
+from sdbench.models import blocks
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, None), (9, 77), (8, 8), (7, 9), (10, 7)])
+def test_attention_is_eager_up_to_so_many_scores(num_queries, num_keys, monkeypatch):
+    monkeypatch.setattr(blocks, "MAX_EAGER_SCORES", 64)
+    torch.manual_seed(0)
+    attention = Attention(
+        query_dim=8, cross_attention_dim=None if num_keys is None else 5, heads=2, dim_head=4
+    )
+    x = torch.randn(3, num_queries, 8)
+    states = None if num_keys is None else torch.randn(3, num_keys, 5)
+    attention.set_processor(AttnProcessor2_0())
+    expected = attention(x, encoder_hidden_states=states)
+    kernel, calls = nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs),
+    )
+    attention.set_processor(blocks.ByShapeAttnProcessor())
+    found = attention(x, encoder_hidden_states=states)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    num_scores = num_queries * (num_queries if num_keys is None else num_keys)
+    assert len(calls) == (num_scores > 64)
+
+
+@pytest.mark.parametrize("use_linear_projection", [False, True])
+def test_a_transformer_hands_on_the_layout_that_it_gets(use_linear_projection):
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        Transformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=4,
+            in_channels=8,
+            norm_num_groups=2,
+            use_linear_projection=use_linear_projection,
+        )
+    ).to(memory_format=torch.channels_last)
+    keeping = copy.deepcopy(plain)
+    blocks.keep_layout(keeping)
+    assert list(keeping.state_dict()) == list(plain.state_dict())
+    x = torch.randn(2, 8, 5, 3).to(memory_format=torch.channels_last)
+    gradient = torch.randn(2, 8, 5, 3)
+    results = []
+    for model in (plain, keeping):
+        inputs = x.clone().requires_grad_()
+        output = model(inputs).sample
+        output.backward(gradient)
+        weights = [weight.grad for weight in model.parameters()]
+        results.append([output.detach(), inputs.grad, *weights])
+    # Without linear layers a convolution is the last, which goes by its weights.
+    is_kept = not use_linear_projection
+    assert results[0][0].is_contiguous(memory_format=torch.channels_last) == is_kept
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
