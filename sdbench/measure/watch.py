@@ -89,7 +89,6 @@ class StepWatch:
         self.gpu: GpuReadings | None = None
         self.attention = AttentionLog()
         self.num_page_faults = self._num_page_faults_before = 0
-        timer.on_window(opens=self._window_opens, is_full=self._window_is_full)
         self._observers = observers
         self._gpu_monitor = gpu_monitor
         self._num_steps = num_steps
@@ -211,12 +210,14 @@ class StepWatch:
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()
 
-    def _window_opens(self) -> None:
+    def window_opens(self) -> None:
+        """The measured window opens: begin to watch the GPU and the page faults."""
         if self._gpu_monitor is not None:
             self._gpu_monitor.start()
         self._num_page_faults_before = num_page_faults()
 
-    def _window_is_full(self) -> None:
+    def window_is_full(self) -> None:
+        """The measured window is full, or has been extended: read both."""
         self.num_page_faults = num_page_faults() - self._num_page_faults_before
         if self._gpu_monitor is not None:
             self.gpu = self._gpu_monitor.read()
@@ -276,7 +277,7 @@ def make_watch(
         phases = PhaseClock(synchronize=lambda: torch.cuda.current_stream().synchronize())
         uuid = str(torch.cuda.get_device_properties(cuda_device).uuid)
         gpu_monitor = GpuMonitor(device_uuid=uuid)
-    return StepWatch(
+    watch = StepWatch(
         timer,
         phases=phases,
         observers=observers,
@@ -285,3 +286,5 @@ def make_watch(
         has_trace=has_trace,
         trace_file=trace_file,
     )
+    timer.on_window(opens=watch.window_opens, is_full=watch.window_is_full)
+    return watch
