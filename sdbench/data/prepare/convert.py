@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, blamed_on
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.data import read_columns
 from sdbench.data.prepare.chunk_formats import Row
@@ -17,6 +17,7 @@ from sdbench.data.prepare.flags import (
     MIN_SAMPLES_PER_SHARD,
     NUM_SHARDS_WANTED,
     ConvertFlags,
+    blamed_on_place,
 )
 from sdbench.data.prepare.pool import Shards, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
@@ -24,7 +25,6 @@ from sdbench.data.prepare.writers import Output, open_output
 from sdbench.data.remote import identify
 from sdbench.data.samples import BadSampleError
 from sdbench.settings.request import parse
-from sdbench.settings.setting import declarations
 
 EPILOG = """\
 examples:
@@ -141,8 +141,7 @@ def plan(flags: ConvertFlags) -> Conversion:
     Raises:
         ConfigError: The source has no samples of the kind asked for, or the target is taken.
     """
-    own = {declared.flag for declared in declarations(ConvertFlags).values()}
-    with blamed_on("SOURCE", own=own):
+    with blamed_on_place("SOURCE", ConvertFlags):
         source = describe_source(
             flags.source,
             data_format=flags.data_format,

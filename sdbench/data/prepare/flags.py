@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
+from sdbench.base.errors import blamed_on
 from sdbench.data import SOURCES
 from sdbench.data.prepare.chunk_formats import FORMATS, MAX_ROWS_PER_CHUNK
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, one_of, whole_number
-from sdbench.settings.setting import REQUIRED, setting, shared
+from sdbench.settings.setting import REQUIRED, declarations, setting, shared
 
 # Without --samples_per_shard there are about so many shards: that lets workers share a small data
 # set, and a training run that is far from its data begin with a part of it. None gets so small that
@@ -93,3 +95,13 @@ class ConvertFlags(StoredDataFlags):
     class_prompts: str | None = shared(DataSettings, "class_prompts")
     # What `latents` asks for, as in training.
     wants_latents = DataSettings.wants_latents
+
+
+def blamed_on_place(word: str, flags: type) -> contextlib.AbstractContextManager[None]:
+    """Let errors of a place name the word that it was given as, where they name flags of training.
+
+    Args:
+        word: The positional word, e.g. ``SOURCE``.
+        flags: Class of the command's flags; errors of these keep their names.
+    """
+    return blamed_on(word, own={declared.flag for declared in declarations(flags).values()})

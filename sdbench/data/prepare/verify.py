@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, read_bounds
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
-from sdbench.data.prepare.flags import VerifyFlags
+from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
 from sdbench.data.remote import explain, is_url
@@ -25,7 +25,6 @@ from sdbench.data.samples import BadSampleError, MissingLatentError
 from sdbench.data.source import SourceConfig
 from sdbench.settings.data import ONLINE, PRECOMPUTED
 from sdbench.settings.request import parse
-from sdbench.settings.setting import declarations
 
 EPILOG = """\
 examples:
@@ -53,8 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Compare the files of a data set with its index, and open its samples.",
         epilog=EPILOG,
     ).config
-    own = {declared.flag for declared in declarations(VerifyFlags).values()}
-    with blamed_on("PLACE", own=own):
+    with blamed_on_place("PLACE", VerifyFlags):
         config = describe_source(
             flags.place,
             data_format=flags.data_format,
