@@ -15,6 +15,7 @@ from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
+from sdbench.models.parameters import count_parameters
 from sdbench.tasks.profile.count import WorkCounter
 from sdbench.tasks.profile.events import StepEvents
 from sdbench.tasks.profile.result import Profile
@@ -97,6 +98,10 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     assert step["images_per_second_at_floor"] == pytest.approx(4e3 / floors_ms)
     peak_tflops = content["ceilings"]["tflops"]["float32"]
     assert step["ideal_floor_ms"] == pytest.approx(model_gflop / peak_tflops)
+    # Read: a gradient of 2 bytes, a weight and two moments of 4; written: these, and 2 bytes.
+    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    update_ms = 28 * num_trained / content["ceilings"]["gb_per_s"] / 1e6
+    assert step["needed_floor_ms"] == pytest.approx(step["ideal_floor_ms"] + update_ms)
 
     assert content["command"][:4] == ["python", "-m", "sdbench", "profile"]
     assert content["config"]["use_ema"] and content["versions"]["torch"]
@@ -231,8 +236,11 @@ def test_floors_and_shares_of_planted_work_are_exact():
         profiled_step_s=10.0,
         num_images=11,
         model_flop=2e12,
+        num_trained=10**9,
     )
     assert profile.floor_s == 5.5 and profile.counted_flop == 4 * 10**12
+    # 2 TFLOP at 1 TFLOP/s, and 28 GB at 10 GB/s.
+    assert profile.needed_floor_s == pytest.approx(2 + 2.8)
     assert (profile.explained_percent, profile.outside_s) == (92.5, 0.25)
     assert [row.name for row in profile.unmatched] == ["my::op"]
     backward, optimizer, rest = profile.by_phase
@@ -247,7 +255,7 @@ def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():
         (Operator("backward", "aten::mm", ((2, 4),)), "bfloat16"): Work(1, 3 * 10**12, 1),
     }
     rows = join(counted, {}, ceilings=CEILINGS)
-    profile = Profile(rows, {}, CEILINGS, 8.0, 10.0, num_images=1, model_flop=6e12)
+    profile = Profile(rows, {}, CEILINGS, 8.0, 10.0, num_images=1, model_flop=6e12, num_trained=1)
     assert (profile.main_dtype, profile.ideal_floor_s) == ("bfloat16", 1.5)
 
 

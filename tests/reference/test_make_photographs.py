@@ -13,7 +13,7 @@ from tests.reference import make_photographs
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, make_photographs.PHOTOGRAPHS)),
-    reason="scikit-image and scikit-learn, of requirements-dev.txt, are not installed",
+    reason="scikit-image and scikit-learn are not installed",
 )
 
 

@@ -99,6 +99,7 @@ def describe_floors(profile: Profile) -> str:
         ("as it is", profile.step_s),
         ("floor of its operators, one after the other", profile.floor_s),
         (f"floor of the model's FLOPs in {profile.main_dtype}", profile.ideal_floor_s),
+        ("floor of the same and of AdamW in one pass", profile.needed_floor_s),
     ]
     rows = [
         [
@@ -205,6 +206,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
             "ideal_floor_ms": 1e3 * profile.ideal_floor_s,
             "images_per_second_at_ideal_floor": profile.num_images / profile.ideal_floor_s,
             "ideal_floor_dtype": profile.main_dtype,
+            "needed_floor_ms": 1e3 * profile.needed_floor_s,
+            "images_per_second_at_needed_floor": profile.num_images / profile.needed_floor_s,
             "model_gflop": profile.model_flop / 1e9,
             "counted_gflop": profile.counted_flop / 1e9,
             "explained_percent": profile.explained_percent,

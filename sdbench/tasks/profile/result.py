@@ -10,6 +10,9 @@ from sdbench.measure.phases import PHASES
 from sdbench.tasks.profile.roofline import Ceilings, Operator, Row, Timing, group
 
 NO_OPERATOR = "no operator"
+# What AdamW must move of a weight: its gradient in bf16 and, in fp32, the weight and both moments
+# are read (2 + 3 x 4), and these three and the weight in bf16 written (3 x 4 + 2).
+BYTES_PER_UPDATE = 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Profile:
         profiled_step_s: Length of a step under the profiler, which shares refer to.
         num_images: Images of a step.
         model_flop: Operations of the model for these images, nothing computed a second time.
+        num_trained: Weights that the optimizer updates.
     """
 
     rows: Sequence[Row]
@@ -33,6 +37,7 @@ class Profile:
     profiled_step_s: float
     num_images: int
     model_flop: float
+    num_trained: int
 
     @property
     def by_phase(self) -> list[Row]:
@@ -69,6 +74,12 @@ class Profile:
     def ideal_floor_s(self) -> float:
         """Seconds that the model's operations take at the arithmetic ceiling of that type."""
         return self.model_flop / (self.ceilings.arithmetic[self.main_dtype].rate * 1e12)
+
+    @property
+    def needed_floor_s(self) -> float:
+        """Seconds of those operations and, at the memory ceiling, of one pass of AdamW."""
+        update_bytes = BYTES_PER_UPDATE * self.num_trained
+        return self.ideal_floor_s + update_bytes / (self.ceilings.memory.rate * 1e9)
 
     @property
     def explained_percent(self) -> float:

@@ -172,6 +172,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     with contextlib.closing(progress), steps:
         measurements = load_engine(config.engine)(job, config, watch)
     model_flop = config.batch_size * job.flops_per_image
+    num_trained = job.num_trainable_parameters
     del job, watch
     gc.collect()  # the ceilings need memory
     if device_type == "cuda":
@@ -190,6 +191,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
         profiled_step_s=steps.events.step_s,
         num_images=config.batch_size,
         model_flop=model_flop,
+        num_trained=num_trained,
     )
 
 
