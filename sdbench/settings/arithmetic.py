@@ -138,56 +138,6 @@ class ArithmeticSpeedups:
             Rung("fp16", "mosaicml/diffusion, encode_latents_in_fp16", (GPU,)),
         ),
     )
-    text_linear: str | None = setting(
-        one_of("torch", "packed"),
-        None,
-        "torch's linear layers in the frozen text encoder, or ones that lay their weights out for "
-        "a CPU once instead of in each step, in a copy that the memory estimate does not count",
-        seed="torch",
-        before="torch",
-        acts_with=ENCODERS,
-        rules=(
-            Rule(
-                ("packed",),
-                lambda s: not s.on_gpu,
-                "weights are packed for the kernels of a CPU",
-                "torch",
-            ),
-            Rule(
-                ("packed",),
-                lambda s: s.machine.has_fast_bf16,
-                "the device has no bf16 instructions",
-                "torch",
-            ),
-            Rule(
-                ("packed",),
-                lambda s: s.config.encoder_dtype == "bf16",
-                "only weights in bf16 are packed",
-                "torch, or --encoder_dtype bf16",
-            ),
-            Rule(
-                ("packed",),
-                lambda s: "text_encoder" not in s.config.trained_parts,
-                "a text encoder that is trained has other weights in each step",
-                "torch, or a frozen text encoder",
-            ),
-            Rule(
-                ("packed",),
-                lambda s: s.config.compile not in ("encoders", "all"),
-                "torch.compile cannot read packed weights",
-                "torch, or --compile none | unet",
-            ),
-        ),
-        rungs=(
-            Rung(
-                "packed",
-                "torch's Inductor, freezing",
-                (CPU,),
-                needs={"encoder_dtype": "bf16"},
-                loss_tolerance=BF16,
-            ),
-        ),
-    )
     encoder_batch_size: int | str | None = setting(
         positive_or("microbatch"),
         None,

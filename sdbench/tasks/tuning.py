@@ -11,7 +11,6 @@ from sdbench.base.cache import private_folder
 from sdbench.base.host_memory import keep_freed_memory
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
-from sdbench.models.packed_linear import pack_linear_layers
 from sdbench.models.stable_diffusion import StableDiffusion
 
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -68,8 +67,6 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
         blocks.keep_layout(model.unet)
     if config.convolution != "torch":
         use_matrix_products(model.unet, wide=config.convolution == "matmul_wide")
-    if config.text_linear == "packed" and model.text_encoder is not None:
-        pack_linear_layers(model.text_encoder)
     blocks.checkpoint_activations(model.unet, which=config.activation_checkpointing)
     compiled = {
         "none": [],
