@@ -115,8 +115,6 @@ REFUSED = [
         ONE,
         "max-autotune-no-cudagraphs",
     ),
-    (("--huge_pages",), H100, ONE, "--no_huge_pages"),
-    (("--huge_pages", "--engine", "ray"), CPU, ONE, "--engine composer | torch"),
     (("--flush_denormals",), H100, ONE, "--no_flush_denormals"),
     (("--encode_ahead", "--encoder_batch_size", "8"), CPU, ONE, "--copy_stream side"),
     (("--encode_ahead",), H100, ONE, "--encoder_batch_size"),

@@ -46,12 +46,6 @@ def losses_of(folder, *argv):
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.fixture(autouse=True)
-def begun_with_huge_pages(monkeypatch):
-    """--huge_pages would begin the process of the tests again; see tests/test_huge_pages.py."""
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Losses of the recipe without speed-ups, under Composer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sdbench.measure.matmul import dtype_of, make_matrices
+from sdbench.measure.matmul import make_matrices, make_numbers
 from sdbench.measure.timing import median_time_s
 
 # Bytes of each of three arrays. A GPU's last cache holds some 50 MB, a server CPU's up to 0.5 GB.
@@ -45,14 +45,15 @@ def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
     size = len(left)
     product = torch.empty_like(left)
     channels, width = CONVOLUTION_CHANNELS, CONVOLUTION_SIZE
-    images = torch.ones(
-        (CONVOLUTION_IMAGES[device_type], channels, width, width),
-        dtype=dtype_of(precision),
-        device=device_type,
-    ).contiguous(memory_format=torch.channels_last)
-    weights = torch.ones(
-        (channels, channels, 3, 3), dtype=images.dtype, device=device_type
-    ).contiguous(memory_format=torch.channels_last)
+    images, weights = (
+        make_numbers(shape, precision, device_type=device_type).contiguous(
+            memory_format=torch.channels_last
+        )
+        for shape in (
+            (CONVOLUTION_IMAGES[device_type], channels, width, width),
+            (channels, channels, 3, 3),
+        )
+    )
     shape = f"{size} x {size}"
     products = 2 * size**3
     convolution = 2 * len(images) * width**2 * 9 * channels**2

@@ -42,16 +42,19 @@ def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
 
 def make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Two large square matrices of random numbers in the type of a --precision."""
+    size = GPU_SIZE if device_type == "cuda" else CPU_SIZE
+    left, right = make_numbers((2, size, size), precision, device_type=device_type)
+    return left, right
+
+
+def make_numbers(shape: tuple[int, ...], precision: str, *, device_type: str) -> torch.Tensor:
+    """Random numbers in the type of a --precision; ones would cost a GPU less power."""
     import torch
 
-    size = GPU_SIZE if device_type == "cuda" else CPU_SIZE
     # A separate generator, so that the run's random numbers do not change.
     generator = torch.Generator(device_type).manual_seed(0)
-    left, right = (
-        torch.randn(size, size, device=device_type, generator=generator).to(dtype_of(precision))
-        for _ in range(2)
-    )
-    return left, right
+    numbers = torch.randn(shape, device=device_type, generator=generator)
+    return numbers.to(dtype_of(precision))
 
 
 def dtype_of(precision: str) -> torch.dtype:

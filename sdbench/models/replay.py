@@ -190,7 +190,7 @@ def _replay_step(
     alike: dict[str, Any] = {"seed": None, "precision": precision, "memory_format": "contiguous"}
     # All fused kernels keep the same tensors, and those of GPUs take no fake CPU tensors.
     attention, vae_attention = (
-        kind if kind == "eager" else "sdpa" for kind in (attention, vae_attention)
+        kind if kind in ("eager", "by_shape") else "sdpa" for kind in (attention, vae_attention)
     )
     # Without the weights of a folder, which are not needed.
     bare = dataclasses.replace(architecture, weights_folder=None, part_folders={})

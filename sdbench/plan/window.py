@@ -8,9 +8,9 @@ from sdbench.settings.compiling import NUM_GRAPH_STEPS
 from sdbench.settings.setting import PerDevice, of_device
 
 # A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. On a CPU
-# Composer's third step is still slow: 4.36 and then 3.56 s. A 2-core machine takes about 5 s an
-# image at 256 px: (4 + 10) steps x 2 images are 2.3 minutes, and at 8 images, as in the first
-# command of the README, 9 minutes at the most.
+# Composer's third step is still slow: 4.36 and then 3.56 s. (4 + 10 + 2 profiled) steps of 8 images
+# at 256 px, as in the first command of the README, are 3 to 6 minutes at the 0.7 to 0.4 images/s of
+# two cores.
 WARMUP_BATCHES = PerDevice(gpu=3, cpu=4)
 MEASURE_BATCHES = PerDevice(gpu=20, cpu=10)
 # Shares of a step hardly vary, so two profiled steps say enough.

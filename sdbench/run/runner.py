@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdbench.base.cause import report_cause
 from sdbench.base.errors import EXIT_FAILED, EXIT_OK, ConfigError, RunError
-from sdbench.base.host_memory import begin_with_huge_pages
 from sdbench.base.stop import (
     STOP_SIGNALS,
     ignore_terminations,
@@ -78,8 +77,6 @@ def run(
     ranks = Ranks.from_environment()
     try:
         request = parse(command)
-        if getattr(request.config, "huge_pages", False):
-            begin_with_huge_pages(argv)
         if launch is not None and request.config.engine == RAY and "RANK" not in os.environ:
             rank_main = functools.partial(run, entry, parse)
             return launch(request, command=command, rank_main=rank_main)

@@ -161,6 +161,7 @@ class ArithmeticSpeedups:
         "let the transformers of the U-Net hand on images channels_last, which diffusers makes "
         "contiguous",
         seed=False,
+        fast=PerDevice(gpu=False, cpu=True),
         before=False,
         rules=(
             Rule(
@@ -197,9 +198,9 @@ class ArithmeticSpeedups:
         None,
         "torch's convolutions, or products of matrices for those of the U-Net with at least twice "
         "as many output channels as pixels in a micro-batch; wide: also for those of single pixels "
-        "(1 x 1), and for the gradients where there are as many channels as pixels",
+        "(1 x 1), and for the gradients where there are at least as many channels as pixels",
         seed="torch",
-        fast=PerDevice(gpu="torch", cpu="matmul"),
+        fast=PerDevice(gpu="torch", cpu="matmul_wide"),
         before="torch",
         rules=(
             Rule(
@@ -228,6 +229,7 @@ class ArithmeticSpeedups:
         "eager matrices, torch's choice of kernel (sdpa), one of its kernels, or xformers; "
         "by_shape, in the U-Net on a CPU: eager for up to 1024 x 1024 scores of a head, else sdpa",
         seed="sdpa",
+        fast=PerDevice(gpu="sdpa", cpu="by_shape"),
         rules=(
             # https://github.com/pytorch/pytorch/issues/169849; the captions have 77 tokens.
             Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
-from sdbench.base.host_memory import can_keep_freed_memory, can_use_huge_pages
+from sdbench.base.host_memory import can_keep_freed_memory
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
 from sdbench.settings.parallel import is_ddp
 from sdbench.settings.setting import (
@@ -40,9 +40,9 @@ class UpdateSpeedups:
     optimizer: str | None = setting(
         one_of("adamw", "adamw_fused", "adamw_one_pass"),
         None,
-        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: bf16 weights, their "
-        "gradients and fp32 copies in one pass, which benchmark.py makes within the backward pass, "
-        "and counts there, where a step is one micro-batch of one rank",
+        "torch's default AdamW or its fused kernel; adamw_one_pass, on a CPU: one pass over bf16 "
+        "weights, their gradients and fp32 copies; where a step of benchmark.py is one micro-batch "
+        "of one rank, the backward pass makes it, and its time counts as backward",
         seed="adamw",
         fast="adamw_fused",
         rules=(
@@ -218,35 +218,6 @@ class HostSpeedups:
             ),
         ),
         rungs=(Rung("keep", "glibc, mallopt(3)", (CPU,), loss_tolerance=EXACT),),
-    )
-    huge_pages: bool = setting(
-        SWITCH,
-        False,
-        "have glibc ask for huge pages on a CPU, of which it is told before a process starts: the "
-        "program begins itself again with GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
-        seed=False,
-        before=False,
-        rules=(
-            Rule(
-                (True,),
-                lambda s: not s.on_gpu,
-                "main memory is not what a GPU waits for",
-                "--no_huge_pages",
-            ),
-            Rule(
-                (True,),
-                lambda s: s.config.engine != "ray",
-                "Ray has started the processes of the ranks",
-                "--no_huge_pages, or --engine composer | torch",
-            ),
-            Rule(
-                (True,),
-                lambda s: can_use_huge_pages(),
-                "this C library is no glibc of 2.35 or later, or the kernel never gives huge pages",
-                "--no_huge_pages",
-            ),
-        ),
-        rungs=(Rung(True, "glibc, glibc.malloc.hugetlb", (CPU,), loss_tolerance=EXACT),),
     )
     flush_denormals: bool = setting(
         SWITCH,

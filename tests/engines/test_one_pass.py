@@ -151,6 +151,7 @@ def test_a_compiler_that_fails_is_told_with_what_it_said(monkeypatch, tmp_path):
     compiler.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('g++: no such processor')\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    one_pass_adamw._compile.cache_clear()
     with pytest.raises(ConfigError) as caught:
-        one_pass_adamw._compile()
+        AdamWInOnePass([{"params": [nn.Parameter(torch.ones(4).bfloat16())]}])
     assert (caught.value.value, caught.value.flag) == ("g++: no such processor", "--optimizer")

@@ -111,6 +111,18 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     assert (tmp_path / "out" / "stdout.log").read_text() == output
 
 
+def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path):
+    recipe = ("--precision", "bf16", "--master_weights", "fp32", "--optimizer", "adamw_one_pass")
+    content, operators = profile_tiny(tmp_path / "out", *recipe)
+    rows = [row for row in operators if row["operator"] == "sdbench::adamw_one_pass"]
+    architecture, _ = resolve_architecture("tiny")
+    num_trained = sum(count.trainable for count in count_parameters(architecture))
+    assert sum(float(row["gb"]) for row in rows) == pytest.approx(28 * num_trained / 1e9)
+    assert {row["phase"] for row in rows} == {"backward"}
+    assert all(float(row["time_ms"]) > 0 for row in rows)
+    assert "optimizer" not in content["phases"] or content["phases"]["optimizer"]["gb"] == 0
+
+
 def make(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
@@ -239,8 +251,8 @@ def test_floors_and_shares_of_planted_work_are_exact():
         num_trained=10**9,
     )
     assert profile.floor_s == 5.5 and profile.counted_flop == 4 * 10**12
-    # 2 TFLOP at 1 TFLOP/s, and 28 GB at 10 GB/s.
-    assert profile.needed_floor_s == pytest.approx(2 + 2.8)
+    # 2 TFLOP at 4 TFLOP/s, and 28 GB at 10 GB/s.
+    assert profile.needed_floor_s == pytest.approx(0.5 + 2.8)
     assert (profile.explained_percent, profile.outside_s) == (92.5, 0.25)
     assert [row.name for row in profile.unmatched] == ["my::op"]
     backward, optimizer, rest = profile.by_phase

@@ -34,7 +34,7 @@ examples:
   python -m sdbench profile --batch_size 64 --device_train_microbatch_size 16 --folder before
       with four micro-batches to an optimizer step, into a folder of this name
 
-It prints three tables (by phase, by operator, by operator and shapes) and the floor of a step, and
+It prints three tables (by phase, by operator, by operator and shapes) and the floors of a step, and
 writes profile.json (figures, settings, versions), operators.csv (every operator) and stdout.log.
 With --compile the step is counted uncompiled, which may need more memory.
 

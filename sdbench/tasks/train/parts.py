@@ -26,6 +26,8 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "encoder_batch_size": (None, "microbatch"),
     "activation_checkpointing": (None, "none"),
     "compile": (None, "none"),
+    "keep_layout": (None, False),
+    "convolution": (None, "torch"),
     # FSDP gathers the weights for the forward pass alone, and a VAE has two methods.
     "sharding": (None, "none", "zero1"),
 }
