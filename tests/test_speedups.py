@@ -129,6 +129,13 @@ REFUSED = [
         ONE,
         "--no_encode_ahead",
     ),
+    (
+        ("--encode_ahead", "--encoder_batch_size", "8", "--compile_mode", "reduce-overhead"),
+        H100,
+        ONE,
+        "max-autotune-no-cudagraphs",
+    ),
+    (("--compile_unit", "block", "--compile_mode", "max-autotune"), H100, ONE, "no-cudagraphs"),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
     (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
 ]
