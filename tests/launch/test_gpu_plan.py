@@ -63,10 +63,10 @@ def test_the_parts_have_the_cells_of_the_plan_in_its_order():
         ],
         [
             lean,
-            lean | {"compile_mode": "max-autotune-no-cudagraphs"},
             lean | {"group_norm": "fused"},
             latents | {"compile_unit": "block"},
             {"device_train_microbatch_size": 64},
+            lean | {"compile_mode": "max-autotune-no-cudagraphs"},
         ],
     ]
 
