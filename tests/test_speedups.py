@@ -19,6 +19,7 @@ OLD_CUDNN = make_machine(cudnn_version=90501)  # 9.5.1, as torch 2.7.0 brings it
 ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 EIGHT = Ranks(rank=0, world_size=8, local_rank=0, local_world_size=8)
 TWO_NODES = Ranks(rank=0, world_size=16, local_rank=0, local_world_size=8)
+NODES_OF_ONE = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 
 
 def settled(*argv, machine=CPU, ranks=ONE):
@@ -86,6 +87,7 @@ REFUSED = [
     (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
     (("--sharding", "hybrid_grad_op"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "hybrid_zero1"), CPU, EIGHT, "none | zero1 | grad_op | full"),
+    (("--sharding", "hybrid"), H100, NODES_OF_ONE, "none | zero1 | grad_op | full"),
     (
         ("--master_weights", "fp32", "--precision", "bf16", "--lora_rank", "4"),
         CPU,

@@ -63,6 +63,12 @@ class RankSpeedups:
                 "none | zero1 | grad_op | full",
             ),
             Rule(
+                WITHIN_NODE,
+                lambda s: s.ranks.local_world_size > 1,
+                "it shares within each machine, and each has one rank",
+                "none | zero1 | grad_op | full",
+            ),
+            Rule(
                 FSDP,
                 lambda s: s.config.precision != "amp_fp16",
                 "weights that are shared out are not trained with a loss scale here",
