@@ -22,7 +22,7 @@ ZERO1 = ("zero1", "hybrid_zero1")
 SHARED = (*ZERO1, *FSDP)
 # Of these, shared within each machine; the machines hold the same.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
-SEVERAL_NODES_MIB = 200
+NODE_MIB, SEVERAL_NODES_MIB = 25, 200
 # FSDP that keeps the gathered weights until the step ends.
 GATHERED_ONCE = ("grad_op", "hybrid_grad_op")
 TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
@@ -173,11 +173,11 @@ class RankSpeedups:
         POSITIVE,
         None,
         "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
-        seed=25,
+        seed=NODE_MIB,
         # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
         # nodes; apex's DistributedFusedAdam, of NVIDIA's submissions, takes 100 MB. Not measured on
         # several nodes of GPUs; over slow links between CPUs large pieces hide less.
-        fast=PerDevice(gpu=SEVERAL_NODES_MIB, cpu=25),
+        fast=PerDevice(gpu=SEVERAL_NODES_MIB, cpu=NODE_MIB),
         acts_with=RANKS,
         rules=(
             Rule(
