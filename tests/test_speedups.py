@@ -85,6 +85,18 @@ REFUSED = [
     (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
     (("--gather_ahead", "--sharding", "full"), H100, EIGHT, "grad_op | hybrid_grad_op"),
     (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
+    (
+        ("--gather_ahead", "--sharding", "grad_op", "--latents", "precomputed"),
+        H100,
+        EIGHT,
+        "images to encode",
+    ),
+    (
+        ("--gather_ahead", "--sharding", "grad_op", "--encoder_batch_size", "8"),
+        H100,
+        EIGHT,
+        "--encoder_batch_size microbatch",
+    ),
     (("--sharding", "hybrid_grad_op"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "hybrid_zero1"), CPU, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "hybrid"), H100, NODES_OF_ONE, "none | zero1 | grad_op | full"),

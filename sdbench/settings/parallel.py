@@ -35,6 +35,14 @@ def is_ddp(situation: Situation) -> bool:
     return situation.config.sharding not in FSDP
 
 
+def _microbatch_has_encoders(situation: Situation) -> bool:
+    config = situation.config
+    if "text_encoder" in config.trained_parts:
+        return True
+    encodes_images = config.step_has_encoders and not config.has_subject
+    return encodes_images and config.encoder_batch_size == "microbatch"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSpeedups:
     """How ranks share a model and average its gradients."""
@@ -116,6 +124,12 @@ class RankSpeedups:
                 lambda s: s.config.sharding in GATHERED_ONCE,
                 "only weights that stay gathered for a step are gathered ahead of it",
                 "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
+            ),
+            Rule(
+                (True,),
+                _microbatch_has_encoders,
+                "no encoder runs in a micro-batch, and the weights are needed at once",
+                "--no_gather_ahead, or --encoder_batch_size microbatch with images to encode",
             ),
         ),
         rungs=(
