@@ -136,7 +136,11 @@ def forget_gathered(job: TrainJob) -> None:
 
 
 def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
-    """The modules that gather their weights on their own, in the order of the forward pass."""
+    """The modules that gather their weights on their own, in the order of their registration.
+
+    Which is not that of the forward pass: in diffusers' U-Net the middle block comes behind those
+    that go up, and attentions before residual blocks.
+    """
     for trained in job.trained.values():
         yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 
