@@ -81,7 +81,12 @@ REFUSED = [
     (("--copy_stream", "side"), CPU, ONE, "compute"),
     (("--sharding", "zero1"), CPU, ONE, "composer -n 2"),
     (("--sharding", "hybrid"), H100, EIGHT, "none | zero1 | grad_op | full"),
-    (("--sharding", "full", "--precision", "amp_fp16"), H100, EIGHT, "another --precision"),
+    (
+        ("--sharding", "full", "--precision", "amp_fp16"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1, or",
+    ),
     (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
     (("--gather_ahead", "--sharding", "full"), H100, EIGHT, "grad_op | hybrid_grad_op"),
     (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
@@ -114,9 +119,19 @@ REFUSED = [
     ),
     (("--ema_impl", "composer", "--engine", "torch"), CPU, ONE, "--engine composer"),
     (("--ema_impl", "composer", "--sharding", "full"), H100, EIGHT, "foreach"),
-    (("--gradient_as_bucket_view", "--sharding", "full"), H100, EIGHT, "none | zero1"),
-    (("--static_graph", "--sharding", "grad_op"), H100, EIGHT, "none | zero1"),
-    (("--grad_compression", "bf16", "--sharding", "full"), H100, EIGHT, "none | zero1"),
+    (
+        ("--gradient_as_bucket_view", "--sharding", "full"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1",
+    ),
+    (("--static_graph", "--sharding", "grad_op"), H100, EIGHT, "none | zero1 | hybrid_zero1"),
+    (
+        ("--grad_compression", "bf16", "--sharding", "full"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1",
+    ),
     (("--cuda_graph", "--engine", "torch"), CPU, ONE, "--no_cuda_graph"),
     (("--cuda_graph",), H100, ONE, "--engine torch"),
     (("--cuda_graph", "--engine", "torch", "--precision", "amp_fp16"), H100, ONE, "amp_bf16"),
@@ -151,7 +166,12 @@ REFUSED = [
     ),
     (("--compile_unit", "block", "--compile_mode", "max-autotune"), H100, ONE, "no-cudagraphs"),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
-    (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
+    (
+        ("--convolution", "matmul", "--sharding", "full"),
+        CPU,
+        EIGHT,
+        "--sharding none | zero1 | hybrid_zero1",
+    ),
 ]
 
 

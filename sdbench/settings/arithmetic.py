@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 
 from sdbench.settings.kinds import SWITCH, one_of, positive_or
-from sdbench.settings.parallel import is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
@@ -262,7 +262,7 @@ class ArithmeticSpeedups:
                 PRODUCTS,
                 is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
-                "torch, or --sharding none | zero1",
+                f"torch, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(

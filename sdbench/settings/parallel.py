@@ -19,6 +19,9 @@ from sdbench.settings.setting import (
 
 FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
 ZERO1 = ("zero1", "hybrid_zero1")
+# With these each rank holds all weights.
+WHOLE_WEIGHTS = ("none", *ZERO1)
+WHOLE_WEIGHTS_TEXT = " | ".join(WHOLE_WEIGHTS)
 SHARED = (*ZERO1, *FSDP)
 # Of these, shared within each machine; the machines hold the same.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
@@ -80,13 +83,13 @@ class RankSpeedups:
                 FSDP,
                 lambda s: s.config.precision != "amp_fp16",
                 "weights that are shared out are not trained with a loss scale here",
-                "none | zero1, or another --precision",
+                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
                 "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
-                "none | zero1, or another --precision",
+                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
             ),
             Rule(
                 SHARED,
@@ -161,7 +164,7 @@ class RankSpeedups:
                 (True,),
                 is_ddp,
                 "there are no buckets of DDP when the weights are shared out",
-                "--no_gradient_as_bucket_view, or --sharding none | zero1",
+                f"--no_gradient_as_bucket_view, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -178,7 +181,7 @@ class RankSpeedups:
                 (True,),
                 is_ddp,
                 "there is no DDP to tell when the weights are shared out",
-                "--no_static_graph, or --sharding none | zero1",
+                f"--no_static_graph, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -214,7 +217,7 @@ class RankSpeedups:
                 ("bf16",),
                 is_ddp,
                 "gradients travel in the type of the weights when these are shared out",
-                "none, or --sharding none | zero1",
+                f"none, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung("bf16", "torch DDP communication hooks"),),

@@ -8,7 +8,7 @@ import shutil
 from sdbench.base.host_memory import can_keep_freed_memory, can_use_huge_pages
 from sdbench.settings.compiling import GRAPH_MODES
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
-from sdbench.settings.parallel import is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16_WEIGHTS,
@@ -119,7 +119,7 @@ class UpdateSpeedups:
                 ("composer",),
                 is_ddp,
                 "Composer's moving average keeps whole weights on each rank",
-                "foreach, or --sharding none | zero1",
+                f"foreach, or --sharding {WHOLE_WEIGHTS_TEXT}",
                 "foreach",
             ),
         ),
