@@ -25,7 +25,6 @@ from sdbench.engines.optimizers import (
     update_early,
 )
 from sdbench.engines.sharding import (
-    WEIGHT_SHARDING,
     begin_microbatch,
     held_weights,
     make_ddp,
@@ -37,6 +36,7 @@ from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP
 
 
 def fit(
@@ -47,7 +47,7 @@ def fit(
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         shard_weights(job, config=config)
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
     update_early(optimizer, job, config, hooks)
@@ -119,7 +119,7 @@ def _loader_and_callbacks(
         callbacks = [FetchAheadCallback(loader)]
     elif job.prepare is not None:
         callbacks.append(PrepareCallback(job, device))
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         callbacks.append(GradientSyncCallback(job, config))
     return loader, callbacks
 
