@@ -329,8 +329,8 @@ class ArithmeticSpeedups:
         one_of("same", "sdpa", "eager"),
         None,
         "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
-        "attention and cuDNN: as --attention says, torch's choice among the others (sdpa), or "
-        "eager matrices",
+        "attention and cuDNN. same: eager matrices with --attention eager, else torch's choice of "
+        "kernel; sdpa: always that choice; eager: always matrices",
         seed="same",
         before="same",
         acts_with=ENCODERS,
