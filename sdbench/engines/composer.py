@@ -21,8 +21,7 @@ from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
 from sdbench.engines.sharding import (
     begin_microbatch,
@@ -49,8 +48,7 @@ def fit(
     model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 

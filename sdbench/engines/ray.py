@@ -26,8 +26,7 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
 from sdbench.engines.sharding import begin_microbatch, held_weights, shard_weights
 from sdbench.engines.state import TrainingHooks, TrainState
@@ -47,8 +46,7 @@ def fit(
     job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     scaler = None

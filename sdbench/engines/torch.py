@@ -21,8 +21,7 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
 from sdbench.engines.sharding import (
     begin_microbatch,
@@ -47,8 +46,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     training_step = TrainingStep(
         model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
     )
