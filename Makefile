@@ -54,7 +54,7 @@ rehearse-gpu: ## Make the runs of benchmark-gpu in miniature on a CPU, by the sa
 	@mkdir -p $(OUT)
 	$(WITH_WHEELS) $(PYTHON) tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_$(PART).yaml \
 	  > $(OUT)/rehearsal_$(PART).yaml
-	$(WITH_WHEELS) $(PYTHON) -m sdbench sweep $(OUT)/rehearsal_$(PART).yaml \
+	CUDA_VISIBLE_DEVICES= $(WITH_WHEELS) $(PYTHON) -m sdbench sweep $(OUT)/rehearsal_$(PART).yaml \
 	  --folder $(OUT)/rehearsal_$(PART) $(ARGS)
 
 # Three processes as root, one otherwise (tests/conftest.py); a file's tests stay together and in order.

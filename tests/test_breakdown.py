@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CLIPTextModel
 
 import benchmark
@@ -109,7 +110,23 @@ def test_the_profile_leaves_the_measured_steps_alone(tmp_path, monkeypatch, slee
     assert summary["window_s"] == 3
     with next(tmp_path.glob("*/steps.csv")).open() as file:
         phases = [row["phase"] for row in csv.DictReader(file)]
-    assert phases == ["warmup", "measured", "measured", "measured", "profiled", "profiled"]
+    assert phases == ["warmup", *("measured",) * 3, "profiled", "profiled", "after"]
+
+
+def test_no_step_of_the_breakdown_runs_under_the_profiler_that_sees_attention(
+    tmp_path, monkeypatch
+):
+    under_profiler, forward = [], UNet2DConditionModel.forward
+
+    def spied(self, sample, *args, **kwargs):
+        if not isinstance(sample, FakeTensor):  # the memory estimate replays a step
+            under_profiler.append(torch.autograd._profiler_enabled())
+        return forward(self, sample, *args, **kwargs)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", spied)
+    summary = run(tmp_path, "--profile_batches", "2", "--batch_size", "1")
+    assert summary["breakdown"]["num_steps"] == 2 and summary["attention_kernels"]
+    assert under_profiler == [False, False, False, True]
 
 
 def test_without_profiled_steps_there_is_no_breakdown(tmp_path):

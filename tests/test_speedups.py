@@ -19,6 +19,7 @@ OLD_CUDNN = make_machine(cudnn_version=90501)  # 9.5.1, as torch 2.7.0 brings it
 ONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 EIGHT = Ranks(rank=0, world_size=8, local_rank=0, local_world_size=8)
 TWO_NODES = Ranks(rank=0, world_size=16, local_rank=0, local_world_size=8)
+NODES_OF_ONE = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 
 
 def settled(*argv, machine=CPU, ranks=ONE):
@@ -77,12 +78,30 @@ REFUSED = [
     (("--copy_stream", "side"), CPU, ONE, "compute"),
     (("--sharding", "zero1"), CPU, ONE, "composer -n 2"),
     (("--sharding", "hybrid"), H100, EIGHT, "none | zero1 | grad_op | full"),
-    (("--sharding", "full", "--precision", "amp_fp16"), H100, EIGHT, "another --precision"),
+    (
+        ("--sharding", "full", "--precision", "amp_fp16"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1, or",
+    ),
     (("--sharding", "full", "--optimizer_params", "all"), H100, EIGHT, "trainable"),
     (("--gather_ahead", "--sharding", "full"), H100, EIGHT, "grad_op | hybrid_grad_op"),
     (("--gather_ahead",), CPU, ONE, "--no_gather_ahead"),
+    (
+        ("--gather_ahead", "--sharding", "grad_op", "--latents", "precomputed"),
+        H100,
+        EIGHT,
+        "images to encode",
+    ),
+    (
+        ("--gather_ahead", "--sharding", "grad_op", "--encoder_batch_size", "8"),
+        H100,
+        EIGHT,
+        "--encoder_batch_size microbatch",
+    ),
     (("--sharding", "hybrid_grad_op"), H100, EIGHT, "none | zero1 | grad_op | full"),
     (("--sharding", "hybrid_zero1"), CPU, EIGHT, "none | zero1 | grad_op | full"),
+    (("--sharding", "hybrid"), H100, NODES_OF_ONE, "none | zero1 | grad_op | full"),
     (
         ("--master_weights", "fp32", "--precision", "bf16", "--lora_rank", "4"),
         CPU,
@@ -97,9 +116,19 @@ REFUSED = [
     ),
     (("--ema_impl", "composer", "--engine", "torch"), CPU, ONE, "--engine composer"),
     (("--ema_impl", "composer", "--sharding", "full"), H100, EIGHT, "foreach"),
-    (("--gradient_as_bucket_view", "--sharding", "full"), H100, EIGHT, "none | zero1"),
-    (("--static_graph", "--sharding", "grad_op"), H100, EIGHT, "none | zero1"),
-    (("--grad_compression", "bf16", "--sharding", "full"), H100, EIGHT, "none | zero1"),
+    (
+        ("--gradient_as_bucket_view", "--sharding", "full"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1",
+    ),
+    (("--static_graph", "--sharding", "grad_op"), H100, EIGHT, "none | zero1 | hybrid_zero1"),
+    (
+        ("--grad_compression", "bf16", "--sharding", "full"),
+        H100,
+        EIGHT,
+        "none | zero1 | hybrid_zero1",
+    ),
     (("--cuda_graph", "--engine", "torch"), CPU, ONE, "--no_cuda_graph"),
     (("--cuda_graph",), H100, ONE, "--engine torch"),
     (("--cuda_graph", "--engine", "torch", "--precision", "amp_fp16"), H100, ONE, "amp_bf16"),
@@ -124,8 +153,20 @@ REFUSED = [
         ONE,
         "--no_encode_ahead",
     ),
+    (
+        ("--encode_ahead", "--encoder_batch_size", "8", "--compile_mode", "reduce-overhead"),
+        H100,
+        ONE,
+        "max-autotune-no-cudagraphs",
+    ),
+    (("--compile_unit", "block", "--compile_mode", "max-autotune"), H100, ONE, "no-cudagraphs"),
     (("--convolution", "matmul", "--preset", "seed"), CPU, ONE, "--memory_format channels_last"),
-    (("--convolution", "matmul", "--sharding", "full"), CPU, EIGHT, "--sharding none | zero1"),
+    (
+        ("--convolution", "matmul", "--sharding", "full"),
+        CPU,
+        EIGHT,
+        "--sharding none | zero1 | hybrid_zero1",
+    ),
 ]
 
 

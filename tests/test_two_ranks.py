@@ -25,8 +25,8 @@ TINY = (
     *("--model_name", "tiny", "--engine", "composer", "--use_synth_data", "--num_workers", "0"),
     *("--num_threads", "1", "--no_measure_peak"),
 )
-# The last of four steps is profiled.
-FOUR_STEPS = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "1")
+# The fourth step is profiled, and a fifth shows the kernels of attention.
+FIVE_STEPS = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "1")
 LONG = ("--warmup_batches", "1", "--measure_batches", "100000")
 # By the clock of the profiled step, which stands still but for the forward pass, that takes each
 # rank its own time, and the communication of the last gradients.
@@ -83,7 +83,7 @@ def spied(tmp_path_factory):
 
     def program():
         spy(folder)
-        return run(folder, *FOUR_STEPS)
+        return run(folder, *FIVE_STEPS)
 
     with forked_ranks(program, folder) as ranks:
         assert exit_codes(ranks) == [0, 0], log_of(folder, 0).read_text()
@@ -93,7 +93,7 @@ def spied(tmp_path_factory):
 def test_they_train_as_one_run(spied):
     record = only_record(spied)
     assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
-    assert record["workload"]["num_images"] == 4 * record["config"]["batch_size"]
+    assert record["workload"]["num_images"] == 5 * record["config"]["batch_size"]
     printed = log_of(spied, 0).read_text()
     assert f": 2 ranks on {record['machine']['device_name']}, global batch" in printed
     assert printed.count("Model has") == 1
@@ -116,7 +116,7 @@ def test_a_rank_that_is_slower_than_the_other_is_named(spied):
 
 def test_they_draw_different_noise_and_see_different_samples(spied):
     first, second = ((spied / f"seen-by-{rank}.txt").read_text().splitlines() for rank in (0, 1))
-    assert len(first) == len(second) == 4
+    assert len(first) == len(second) == 5
     for one, other in zip(first, second, strict=True):
         noise, sample, weights = one.split()
         other_noise, other_sample, other_weights = other.split()

@@ -21,11 +21,9 @@ from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
 from sdbench.engines.sharding import (
-    WEIGHT_SHARDING,
     begin_microbatch,
     held_weights,
     make_ddp,
@@ -37,6 +35,7 @@ from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP
 
 
 def fit(
@@ -47,10 +46,9 @@ def fit(
     device.batch_to_device = watch.phases.wrap(phases.HOST_TO_DEVICE, device.batch_to_device)
     reset_peak_memory()
     model = device.module_to_device(ComposerDiffusion(job))
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 
@@ -119,7 +117,7 @@ def _loader_and_callbacks(
         callbacks = [FetchAheadCallback(loader)]
     elif job.prepare is not None:
         callbacks.append(PrepareCallback(job, device))
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         callbacks.append(GradientSyncCallback(job, config))
     return loader, callbacks
 

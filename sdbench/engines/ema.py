@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sdbench.engines.job import EmaSpec
-from sdbench.ranks.distributed import Ranks, gather
 
 # Weights in other types are converted to fp32 in groups of this many: for SD2's U-Net (686 weights)
 # that takes about 160 MB at a time, where all at once take 3.46 GB.
@@ -84,33 +83,6 @@ class ForeachEma:
         self.num_steps = int(state["num_steps"])
         for name, average in zip(self._weights, self._averages, strict=True):
             average.copy_(_local(state["averages"][name]))
-
-    def gather(self) -> dict[str, Tensor]:
-        """Gather the whole averages on the CPU of the first rank; every rank has to call it.
-
-        Returns:
-            The averages by name; empty on the other ranks.
-        """
-        ranks = Ranks.from_environment()
-        own: dict[str, Tensor] = {}
-        for name, average in self.state_dict()["averages"].items():
-            if isinstance(average, DTensor):
-                average = average.full_tensor()
-                if ranks.rank > 0:
-                    continue
-            own[name] = average.cpu()
-        if ranks.world_size == 1:
-            return own
-        # Of ranks that have the same average, the first one sends it.
-        sent = set().union(*gather(set(own), ranks)[: ranks.rank])
-        missing = {name: average for name, average in own.items() if name not in sent}
-        of_ranks: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-        torch.distributed.gather_object(missing, of_ranks)
-        if of_ranks is None:
-            return {}
-        for of_rank in of_ranks:
-            own |= of_rank
-        return own
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -86,6 +86,13 @@ def make_optimizer(
     return optimizer_class(groups, **settings)
 
 
+def optimizer_of(job: TrainJob, config: Any, hooks: TrainingHooks | None) -> torch.optim.Optimizer:
+    """Make the optimizer of a job whose model has been placed or sharded."""
+    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    update_early(optimizer, job, config, hooks)
+    return optimizer
+
+
 def _group_of_node() -> torch.distributed.ProcessGroup:
     """The process group of this node's ranks; all ranks call it."""
     own, _ = torch.distributed.new_subgroups(Ranks.from_environment().local_world_size)
@@ -110,8 +117,9 @@ def update_early(
     """
     if not hasattr(optimizer, "update_in_backward"):
         return
+    is_alone = Ranks.from_environment().world_size == 1
     is_one_microbatch = config.device_train_microbatch_size >= job.images_per_step
-    if is_one_microbatch and job.max_gradient_norm is None and hooks is None:
+    if is_alone and is_one_microbatch and job.max_gradient_norm is None and hooks is None:
         optimizer.update_in_backward()
 
 

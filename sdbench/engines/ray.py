@@ -26,15 +26,15 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
-from sdbench.engines.sharding import WEIGHT_SHARDING, begin_microbatch, held_weights, shard_weights
+from sdbench.engines.sharding import begin_microbatch, held_weights, shard_weights
 from sdbench.engines.state import TrainingHooks, TrainState
 from sdbench.measure import phases
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP
 
 
 def fit(
@@ -44,10 +44,9 @@ def fit(
     ranks, device = Ranks.from_environment(), find_device()
     reset_peak_memory()
     job.model.to(device).train()
-    if ranks.world_size > 1 and config.sharding in WEIGHT_SHARDING:
+    if ranks.world_size > 1 and config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     scaler = None
@@ -124,7 +123,7 @@ def _make_strategy(config: Any, *, ranks: Ranks, device: torch.device) -> Strate
         return SingleDeviceStrategy(device)
     from sdbench.engines.ray_strategies import ConfiguredDDPStrategy, ShardedStrategy
 
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         return ShardedStrategy()
     return ConfiguredDDPStrategy(config)
 
@@ -249,7 +248,7 @@ class Diffusion(lightning.LightningModule):
         """A micro-batch begins."""
         if not self._losses:
             self._state.is_skipped = False
-        if self._config.sharding in WEIGHT_SHARDING:
+        if self._config.sharding in FSDP:
             begin_microbatch(self._job, config=self._config, is_last=batch.is_last)
 
     def training_step(self, batch: MicroBatch) -> Tensor:

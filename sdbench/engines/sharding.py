@@ -20,10 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sdbench.engines.job import TrainJob
 from sdbench.engines.torch_compat import let_cpus_average_between_nodes
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.parallel import FSDP, GATHERED_ONCE, WITHIN_NODE, ZERO1
-
-# Values of --sharding with which each rank holds a part of the weights between steps.
-WEIGHT_SHARDING = FSDP
+from sdbench.settings.parallel import GATHERED_ONCE, WITHIN_NODE, ZERO1
 
 
 class MicrobatchedDDP(DistributedDataParallel):
@@ -74,7 +71,7 @@ def shard_weights(job: TrainJob, *, config: Any) -> None:
     Args:
         job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;
             activations keep the layout of the images.
-        config: The resolved config; `sharding` is one of `WEIGHT_SHARDING`.
+        config: The resolved config; `sharding` is one of `FSDP`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -136,7 +133,11 @@ def forget_gathered(job: TrainJob) -> None:
 
 
 def _sharded_modules(job: TrainJob) -> Iterator[FSDPModule]:
-    """The modules that gather their weights on their own, in the order of the forward pass."""
+    """The modules that gather their weights on their own, in the order of their registration.
+
+    Which is not that of the forward pass: in diffusers' U-Net the middle block comes behind those
+    that go up, and attentions before residual blocks.
+    """
     for trained in job.trained.values():
         yield from (m for m in trained.module.modules() if isinstance(m, FSDPModule))
 

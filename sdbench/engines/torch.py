@@ -21,11 +21,9 @@ from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
     clip_gradients,
     make_schedule,
-    parameter_groups,
-    update_early,
+    optimizer_of,
 )
 from sdbench.engines.sharding import (
-    WEIGHT_SHARDING,
     begin_microbatch,
     held_weights,
     make_ddp,
@@ -37,6 +35,7 @@ from sdbench.measure.phases import PhaseClock
 from sdbench.measure.summary import Measurements, measurements_of
 from sdbench.measure.watch import StepWatch
 from sdbench.ranks.distributed import Ranks
+from sdbench.settings.parallel import FSDP
 
 
 def fit(
@@ -47,8 +46,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
-    optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
-    update_early(optimizer, job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks)
     training_step = TrainingStep(
         model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
     )
@@ -109,7 +107,7 @@ def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
     """Shard the model or wrap it in DDP; returns what the training step calls."""
     if ranks.world_size == 1:
         return job.model
-    if config.sharding in WEIGHT_SHARDING:
+    if config.sharding in FSDP:
         shard_weights(job, config=config)
         return job.model
     # Buffers are constants and equal on all ranks.
@@ -191,7 +189,7 @@ class TrainingStep:
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             if not is_last and self._config.grad_sync == "last":
                 return self._model.no_sync()
-        elif self._config.sharding in WEIGHT_SHARDING:
+        elif self._config.sharding in FSDP:
             begin_microbatch(self._job, config=self._config, is_last=is_last)
         return contextlib.nullcontext()
 

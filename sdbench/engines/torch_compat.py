@@ -64,6 +64,8 @@ def let_cpus_average_between_nodes() -> None:
     torch 2.7 asserts that the stream of an average between nodes has recorded an event. The streams
     of a CPU, where each operation has ended when it returns, record none; torch 2.11 knows that.
     """
+    if torch.__version__ >= "2.11":
+        return
     torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
 
 

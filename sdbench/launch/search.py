@@ -102,7 +102,7 @@ class Search:
             RunError: It failed for another reason than memory.
         """
         if micro_batch not in self.probes:
-            flags = [*self.flags_of(micro_batch), *SHORT]
+            flags = [FLAG, str(micro_batch), *SHORT]
             outcome = run_child(
                 [*without_flags(self._command, LONGER), *flags],
                 folder=self._folder / f"probe-{micro_batch}",
@@ -155,13 +155,6 @@ class Search:
         """The one with the highest rate in its few steps."""
         return max(self.fitting, key=lambda p: p.outcome.summary["images_per_second"])
 
-    def flags_of(self, micro_batch: int) -> list[str]:
-        """The flags of a run with a micro-batch."""
-        first = next(iter(self.probes.values()), None)
-        is_on_gpu = first is not None and first.outcome.record["machine"]["device_type"] == "cuda"
-        # A GPU says so itself when its memory is full; a machine without one would be killed.
-        return [FLAG, str(micro_batch), *(["--no_check_memory"] if is_on_gpu else [])]
-
 
 def _device_batch(record: dict[str, Any]) -> int | None:
     """A rank's share of the global batch; None on a CPU whose batch grows with the micro-batch."""
@@ -201,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         winner = search.fastest.micro_batch
         print(f"Measuring micro-batch {winner} again, with the command's own settings")
         final = run_child(
-            [*command, *search.flags_of(winner)],
+            [*command, FLAG, str(winner)],
             folder=folder / "winner",
             timeout_s=flags.timeout_s,
         )

@@ -47,7 +47,8 @@ class AttentionLog:
     def stop(self) -> None:
         """The step has ended: sets `kernels`, the record's `attention_kernels`.
 
-        Eager matrices, kernels of other libraries and what a CUDA graph replays are not among them.
+        Eager matrices, kernels of other libraries, what a CUDA graph replays and those of images
+        that were encoded in the step before are not among them.
         """
         self._profiler.stop()
         num_calls = collections.Counter(

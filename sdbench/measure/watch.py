@@ -53,7 +53,7 @@ class StepWatch:
     """Watches the steps of one rank.
 
     Attributes:
-        attention: Looks at the last profiled step.
+        attention: Looks at the step behind the profiled ones, which its profiler would slow down.
         is_stopped: Whether a signal has ended the run before its last step.
         gpu: Readings in the measured window; None without a GPU or NVML.
         num_page_faults: Of this process in the measured window.
@@ -78,7 +78,7 @@ class StepWatch:
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
             gpu_monitor: Is read when the window is full; None without a GPU.
-            num_steps: Length of the run; None ends it when all is measured.
+            num_steps: Length of the run; None ends it when all is measured and looked at.
             has_trace: Whether to train one more step under torch's profiler.
             trace_file: Where to write its trace; None on ranks that write none.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses`
@@ -126,7 +126,9 @@ class StepWatch:
         """Length of the run, as decided so far."""
         if self._num_steps is not None:
             return self._num_steps
-        return self.timer.num_steps_needed + self._has_trace
+        last = self.timer.num_steps_needed - 1
+        has_look = self.timer.phase_of(last) == PROFILED
+        return last + 1 + has_look + self._has_trace
 
     def loop_begins(self) -> None:
         """The loop is about to ask for its first batch."""
@@ -201,11 +203,10 @@ class StepWatch:
     def _next_step_begins(self) -> None:
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
-        if phase == PROFILED and self.timer.phase_of(index + 1) != PROFILED:
-            self.phases.stop()  # starting torch's profiler takes time that belongs to no phase
-            self.attention.start()
         if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
+        if phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED and not self.is_over:
+            self.attention.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()

@@ -24,9 +24,11 @@ from sdbench.models.compat import change_class
 SHARDED_BLOCKS = (BasicTransformerBlock, ResnetBlock2D)
 # Of all sub-models, the kinds of which each has several; they hold none of each other.
 COMPILED_BLOCKS = (*SHARDED_BLOCKS, CLIPEncoderLayer)
-# A step of SD2 has 25 of different kinds and shapes, and twice as many with a smaller last
-# micro-batch. torch keeps 8 codes unless told otherwise, and runs what is beyond without compiling.
-MAX_COMPILED_BLOCKS = 64
+# A step of SD2 has 25 of different kinds and shapes, all codes of `Module._call_impl`. There are as
+# many of a smaller last micro-batch, of a validation (evaluation mode, no gradients), and of its
+# smaller last batch: 100. torch keeps 8 unless told otherwise, and 256 in any case
+# (accumulated_recompile_limit); it runs what is beyond without compiling.
+MAX_COMPILED_BLOCKS = 256
 
 # Scores of a head (queries x keys): those of all pixels of SD2's largest level at 256 px.
 MAX_EAGER_SCORES = 1024 * 1024

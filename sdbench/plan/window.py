@@ -39,7 +39,7 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
         num_steps = steps_in_duration(draft, draft.config.max_duration, num_samples)
     _choose_window(draft, num_steps)
     config = draft.config
-    behind = config.profile_batches + config.profile_trace
+    behind = num_behind(config.profile_batches, has_trace=config.profile_trace)
     needed = config.warmup_batches + config.measure_batches + behind
     if num_steps is not None and needed > num_steps:
         raise ConfigError(
@@ -52,6 +52,11 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     _choose_bounds(draft, None if num_steps is None else num_steps - needed)
     longest = draft.config.max_warmup_batches + draft.config.max_measure_batches + behind
     return num_steps or needed, num_steps or longest
+
+
+def num_behind(num_profiled: int, *, has_trace: bool) -> int:
+    """Steps behind the window: profiled, one to look at attention in, one to trace."""
+    return num_profiled + (num_profiled > 0) + has_trace
 
 
 def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
@@ -92,10 +97,11 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
         warmup = max(0, min(warmup, num_steps - least))
         warmup = warmup if given.warmup_batches is None else given.warmup_batches
         wanted = measure if given.measure_batches is None else given.measure_batches
-        if num_steps < warmup + wanted + profile + given.profile_trace:
+        has_trace = given.profile_trace
+        if num_steps < warmup + wanted + num_behind(profile, has_trace=has_trace):
             profile = 0
         profile = profile if given.profile_batches is None else given.profile_batches
-        measure = max(1, num_steps - warmup - profile - given.profile_trace)
+        measure = max(1, num_steps - warmup - num_behind(profile, has_trace=has_trace))
     for name, value in (
         ("warmup_batches", warmup),
         ("measure_batches", measure),

@@ -84,7 +84,8 @@ What would sharing out, or hiding, the overhead of a step give on more GPUs? The
 record with --profile_batches, or of phases that you give: a micro-batch on one GPU. Optimizer,
 moving average, gradients and what is in no phase count once in a step, the encoders, the forward
 and the backward pass in each micro-batch. What gradients take between GPUs that the record did not
-have comes from the links. All of it is modelled: measure what matters.
+have comes from the links; the first row counts all of it, though DDP and FSDP hide a part. All of
+it is modelled: measure what matters.
 
 Changes: the GPUs of a node share out optimizer and moving average (shared); gradients travel in 16
 bits (16_bit), behind the backward pass (behind_backward), behind the encoders of the next step
@@ -230,7 +231,8 @@ class OverheadFlags:
     bucket_mib: int | None = setting(
         POSITIVE,
         None,
-        "size of the pieces in which gradients travel (default: that of the record, or 200)",
+        "size of the pieces in which gradients travel (default: within a node that of the record, "
+        "or 25; between nodes that of a record of several, or 200)",
     )
     changes: tuple[str, ...] = setting(
         one_of(*CHANGES),

@@ -22,15 +22,14 @@ from sdbench.scaling.changes import CHANGES, ENCODERS, Change
 from sdbench.scaling.command_line import OverheadFlags
 from sdbench.scaling.points import split_batch
 from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
-from sdbench.settings.parallel import SEVERAL_NODES_MIB, WITHIN_NODE
-from sdbench.settings.parallel import SHARED as SHARING
+from sdbench.settings.parallel import NODE_MIB, SEVERAL_NODES_MIB, SHARED, WITHIN_NODE
 from sdbench.statistics.law import Setup, communication_share
 
-AS_IT_IS = "as it is"
+AS_IT_IS = "as it is, nothing hidden"
 BYTES_PER_MIB = 2**20
 # Phases that every micro-batch goes through; the others count once in a step.
 WORK = (*ENCODERS, phases.UNET_FORWARD, phases.BACKWARD)
-SHARED = (phases.OPTIMIZER, phases.EMA)
+UPDATES = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
 
 
@@ -47,7 +46,8 @@ class Step:
         num_sharers: GPUs that shared out optimizer and moving average; 1: none did.
         gradient_bytes: That one GPU has to average with the others.
         is_16_bit: Whether these are of 16 bits each, and not of 32.
-        bucket_bytes: Of them, what travels in one piece.
+        bucket_bytes: Of them, what travels in one piece within a node.
+        bucket_bytes_of_nodes: The same between nodes.
     """
 
     source: str
@@ -59,6 +59,7 @@ class Step:
     gradient_bytes: float
     is_16_bit: bool
     bucket_bytes: float
+    bucket_bytes_of_nodes: float
 
     def of_micro_batch(self, *names: str) -> float:
         """Seconds of phases in one micro-batch."""
@@ -98,7 +99,8 @@ class Forecast:
     """A predicted step.
 
     Attributes:
-        name: Of the change, a key of `CHANGES`, or `AS_IT_IS`.
+        name: Of the change, a key of `CHANGES`, or `AS_IT_IS`: what gradients take between GPUs
+            that were not there is added in full, though DDP and FSDP hide a part of it.
         is_together: Whether those above it are made as well.
         setup: How the step is divided.
         work_s: Seconds of its micro-batches.
@@ -149,7 +151,7 @@ def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) ->
     share = step.num_sharers / min(num_gpus, cluster.gpus_per_node) if change.shares else 1.0
     rest_s = 0.0 if change.hides_rest else sum(step.seconds[name] for name in REST)
     return {
-        **{name: step.seconds[name] * share for name in SHARED},
+        **{name: step.seconds[name] * share for name in UPDATES},
         phases.GRADIENT_COMMUNICATION: _exposed(step, cluster, change, num_gpus=num_gpus),
         "rest": rest_s,
     }
@@ -166,7 +168,9 @@ def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> 
     if not change.hides_behind:
         return unhidden_s
     # The first piece is there when its gradients are, and the last one leaves when all are done.
-    piece = min(1.0, step.bucket_bytes / num_bytes)
+    has_nodes = num_gpus > cluster.gpus_per_node
+    bucket_bytes = step.bucket_bytes_of_nodes if has_nodes else step.bucket_bytes
+    piece = min(1.0, bucket_bytes / num_bytes)
     cover_s = sum(
         step.of_micro_batch(name) * (1 - piece if name == phases.BACKWARD else 1)
         for name in change.hides_behind
@@ -208,6 +212,8 @@ def read_step(arguments: OverheadFlags) -> Step:
     is_16_bit = "bf16" in (config["precision"], config.get("grad_compression"))
     num_bytes = record["workload"]["num_trainable_parameters"] * (2 if is_16_bit else 4)
     micro_batch = min(device_batch, config["device_train_microbatch_size"])
+    bucket_mib = config["ddp_bucket_mib"]
+    of_nodes_mib = bucket_mib if record["ranks"]["num_nodes"] > 1 else SEVERAL_NODES_MIB
     return Step(
         source=f"{arguments.record}, step {step_time_s:.4g} s on {num_gpus} ranks",
         micro_batch=micro_batch,
@@ -217,14 +223,15 @@ def read_step(arguments: OverheadFlags) -> Step:
         num_sharers=_count_sharers(record),
         gradient_bytes=num_bytes,
         is_16_bit=is_16_bit,
-        bucket_bytes=(arguments.bucket_mib or config["ddp_bucket_mib"]) * BYTES_PER_MIB,
+        bucket_bytes=(arguments.bucket_mib or bucket_mib) * BYTES_PER_MIB,
+        bucket_bytes_of_nodes=(arguments.bucket_mib or of_nodes_mib) * BYTES_PER_MIB,
     )
 
 
 def _count_sharers(record: Mapping[str, Any]) -> int:
     """GPUs among which a run has shared out its optimizer."""
     sharding, ranks = record["config"].get("sharding"), record["ranks"]
-    if sharding not in SHARING:
+    if sharding not in SHARED:
         return 1
     return ranks["ranks_per_node" if sharding in WITHIN_NODE else "world_size"]
 
@@ -258,7 +265,8 @@ def _given_step(arguments: OverheadFlags) -> Step:
         num_sharers=1,
         gradient_bytes=4 * arguments.num_parameters,
         is_16_bit=False,
-        bucket_bytes=(arguments.bucket_mib or SEVERAL_NODES_MIB) * BYTES_PER_MIB,
+        bucket_bytes=(arguments.bucket_mib or NODE_MIB) * BYTES_PER_MIB,
+        bucket_bytes_of_nodes=(arguments.bucket_mib or SEVERAL_NODES_MIB) * BYTES_PER_MIB,
     )
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 
 from sdbench.settings.kinds import SWITCH, one_of, positive_or
-from sdbench.settings.parallel import is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16,
@@ -213,7 +213,7 @@ class ArithmeticSpeedups:
                 PRODUCTS,
                 is_ddp,
                 "weights that are shared out are contiguous, and each product would copy them",
-                "torch, or --sharding none | zero1",
+                f"torch, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(
@@ -281,8 +281,8 @@ class ArithmeticSpeedups:
         one_of("same", "sdpa", "eager"),
         None,
         "attention of the VAE, whose one head of 512 is too wide for the kernels of flash "
-        "attention and cuDNN: as --attention says, torch's choice among the others (sdpa), or "
-        "eager matrices",
+        "attention and cuDNN. same: eager matrices with --attention eager, else torch's choice of "
+        "kernel; sdpa: always that choice; eager: always matrices",
         seed="same",
         before="same",
         acts_with=ENCODERS,

@@ -73,6 +73,12 @@ class CompilingSpeedups:
                 "nothing is compiled",
                 "model, or --compile unet | encoders | all",
             ),
+            Rule(
+                ("block",),
+                lambda s: s.config.compile_mode not in GRAPH_MODES,
+                "CUDA graphs of single blocks were never tried",
+                "model, or --compile_mode default | max-autotune-no-cudagraphs",
+            ),
         ),
         rungs=(
             Rung(

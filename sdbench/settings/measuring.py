@@ -93,7 +93,8 @@ class MeasuringSettings:
     profile_batches: int | None = setting(
         NOT_NEGATIVE,
         None,
-        "batches behind the window whose time is split into phases; 0: no breakdown",
+        "batches behind the window whose time is split into phases; one more shows the kernels of "
+        "attention; 0: no breakdown",
         only_measures=True,
     )
     profile_trace: bool = setting(

@@ -19,10 +19,13 @@ from sdbench.settings.setting import (
 
 FSDP = ("grad_op", "full", "hybrid", "hybrid_grad_op")
 ZERO1 = ("zero1", "hybrid_zero1")
+# With these each rank holds all weights.
+WHOLE_WEIGHTS = ("none", *ZERO1)
+WHOLE_WEIGHTS_TEXT = " | ".join(WHOLE_WEIGHTS)
 SHARED = (*ZERO1, *FSDP)
 # Of these, shared within each machine; the machines hold the same.
 WITHIN_NODE = ("hybrid", "hybrid_grad_op", "hybrid_zero1")
-SEVERAL_NODES_MIB = 200
+NODE_MIB, SEVERAL_NODES_MIB = 25, 200
 # FSDP that keeps the gathered weights until the step ends.
 GATHERED_ONCE = ("grad_op", "hybrid_grad_op")
 TORCH_FSDP = "torch FSDP; arXiv 2304.11277"
@@ -33,6 +36,14 @@ MASTERS = {**TRAINABLE, "precision": "bf16", "master_weights": "fp32"}
 def is_ddp(situation: Situation) -> bool:
     """Whether each rank holds all weights."""
     return situation.config.sharding not in FSDP
+
+
+def _microbatch_has_encoders(situation: Situation) -> bool:
+    config = situation.config
+    if "text_encoder" in config.trained_parts:
+        return True
+    encodes_images = config.step_has_encoders and not config.has_subject
+    return encodes_images and config.encoder_batch_size == "microbatch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +74,22 @@ class RankSpeedups:
                 "none | zero1 | grad_op | full",
             ),
             Rule(
+                WITHIN_NODE,
+                lambda s: s.ranks.local_world_size > 1,
+                "it shares within each machine, and each has one rank",
+                "none | zero1 | grad_op | full",
+            ),
+            Rule(
                 FSDP,
                 lambda s: s.config.precision != "amp_fp16",
                 "weights that are shared out are not trained with a loss scale here",
-                "none | zero1, or another --precision",
+                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
             ),
             Rule(
                 FSDP,
                 lambda s: s.config.lora_rank is None or s.config.precision != "bf16",
                 "weights are shared out in one type, and LoRA's are in fp32 beside bf16",
-                "none | zero1, or another --precision",
+                f"{WHOLE_WEIGHTS_TEXT}, or another --precision",
             ),
             Rule(
                 SHARED,
@@ -111,6 +128,12 @@ class RankSpeedups:
                 "only weights that stay gathered for a step are gathered ahead of it",
                 "--no_gather_ahead, or --sharding grad_op | hybrid_grad_op",
             ),
+            Rule(
+                (True,),
+                _microbatch_has_encoders,
+                "no encoder runs in a micro-batch, and the weights are needed at once",
+                "--no_gather_ahead, or --encoder_batch_size microbatch with images to encode",
+            ),
         ),
         rungs=(
             Rung(
@@ -141,7 +164,7 @@ class RankSpeedups:
                 (True,),
                 is_ddp,
                 "there are no buckets of DDP when the weights are shared out",
-                "--no_gradient_as_bucket_view, or --sharding none | zero1",
+                f"--no_gradient_as_bucket_view, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -158,7 +181,7 @@ class RankSpeedups:
                 (True,),
                 is_ddp,
                 "there is no DDP to tell when the weights are shared out",
-                "--no_static_graph, or --sharding none | zero1",
+                f"--no_static_graph, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung(True, "torch DDP"),),
@@ -167,11 +190,11 @@ class RankSpeedups:
         POSITIVE,
         None,
         "size of the pieces in which DDP averages gradients, in MiB; fast has 25 within a machine",
-        seed=25,
+        seed=NODE_MIB,
         # 3.46 GB of gradients are 132 pieces of 25 MiB, each of which waits for a ring through all
         # nodes; apex's DistributedFusedAdam, of NVIDIA's submissions, takes 100 MB. Not measured on
         # several nodes of GPUs; over slow links between CPUs large pieces hide less.
-        fast=PerDevice(gpu=SEVERAL_NODES_MIB, cpu=25),
+        fast=PerDevice(gpu=SEVERAL_NODES_MIB, cpu=NODE_MIB),
         acts_with=RANKS,
         rules=(
             Rule(
@@ -194,7 +217,7 @@ class RankSpeedups:
                 ("bf16",),
                 is_ddp,
                 "gradients travel in the type of the weights when these are shared out",
-                "none, or --sharding none | zero1",
+                f"none, or --sharding {WHOLE_WEIGHTS_TEXT}",
             ),
         ),
         rungs=(Rung("bf16", "torch DDP communication hooks"),),

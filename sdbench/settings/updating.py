@@ -6,8 +6,9 @@ import dataclasses
 import shutil
 
 from sdbench.base.host_memory import can_keep_freed_memory
+from sdbench.settings.compiling import GRAPH_MODES
 from sdbench.settings.kinds import POSITIVE, SWITCH, one_of
-from sdbench.settings.parallel import is_ddp
+from sdbench.settings.parallel import WHOLE_WEIGHTS_TEXT, is_ddp
 from sdbench.settings.setting import (
     ANY_NUMBER,
     BF16_WEIGHTS,
@@ -118,7 +119,7 @@ class UpdateSpeedups:
                 ("composer",),
                 is_ddp,
                 "Composer's moving average keeps whole weights on each rank",
-                "foreach, or --sharding none | zero1",
+                f"foreach, or --sharding {WHOLE_WEIGHTS_TEXT}",
                 "foreach",
             ),
         ),
@@ -177,6 +178,15 @@ class UpdateSpeedups:
                 lambda s: s.config.encoder_batch_size != "microbatch",
                 "what is encoded within a micro-batch is no part of the next step",
                 "--no_encode_ahead, or --encoder_batch_size with the images of a call",
+            ),
+            Rule(
+                (True,),
+                lambda s: (
+                    s.config.compile not in ("encoders", "all")
+                    or s.config.compile_mode not in GRAPH_MODES
+                ),
+                "CUDA graphs of the encoders would replay beside the step's, in the same memory",
+                "--no_encode_ahead, or --compile_mode default | max-autotune-no-cudagraphs",
             ),
             Rule(
                 (True,),

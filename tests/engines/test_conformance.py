@@ -282,7 +282,7 @@ def test_the_average_is_that_of_the_closed_form(engine, implementation, interval
     if implementation == "composer":
         average = kept[0].ema_model.named_parameters_dict["model.unet.weight"]
     else:
-        average = kept[0].gather()["unet.weight"]
+        average = kept[0].state_dict()["averages"]["unet.weight"]
     _, weights = train_by_hand()
     expected = average_by_hand(weights, half_life=HALF_LIFE_BATCHES, interval=interval)
     torch.testing.assert_close(average.detach()[0], expected)
@@ -318,7 +318,7 @@ def test_the_average_is_that_of_the_copies_that_the_optimizer_trains(engine, mon
     fit(job, make_config(), watch_with())
     assert len(copies) == NUM_STEPS + 1
     expected = average_by_hand(copies, half_life=HALF_LIFE_BATCHES, interval=1)
-    torch.testing.assert_close(kept[0].gather()["unet.weight"], expected)
+    torch.testing.assert_close(kept[0].state_dict()["averages"]["unet.weight"], expected)
     in_bf16 = average_by_hand(
         [copy.bfloat16().float() for copy in copies], half_life=HALF_LIFE_BATCHES, interval=1
     )
@@ -342,7 +342,7 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32():
     ema.update()
     weight += 1
     ema.update()
-    average = ema.gather()["weight"]
+    average = ema.state_dict()["averages"]["weight"]
     assert average.dtype == torch.float32
     # 1 + (1 - d), which bf16 would round to 1.
     torch.testing.assert_close(average, torch.full((3,), 2 - 0.5 ** (1 / 1000)))

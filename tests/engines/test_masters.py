@@ -16,6 +16,7 @@ from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.setting import BF16
+from tests.engines.averages import gather_average
 from tests.engines.linear import (
     NUM_STEPS,
     SCHEDULE,
@@ -76,7 +77,7 @@ def train(sharding):
         engine.fit(job, config, watch_with(), states)
     finally:
         engine.ForeachEma = original
-    return {"copies": states.copies, "model": states.model, "average": emas[0].gather()}
+    return {"copies": states.copies, "model": states.model, "average": gather_average(emas[0])}
 
 
 class States:

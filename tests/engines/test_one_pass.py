@@ -125,9 +125,13 @@ def test_a_state_goes_on_in_either_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("size", "norm", "hooks"), [(1, None, None), (2, 1.0, None), (2, None, object())]
+    ("size", "norm", "hooks", "num_ranks"),
+    [(1, None, None, 1), (2, 1.0, None, 1), (2, None, object(), 1), (2, None, None, 2)],
 )
-def test_gradients_that_are_not_complete_or_looked_at_stay(size, norm, hooks):
+def test_gradients_that_are_not_complete_or_looked_at_stay(
+    size, norm, hooks, num_ranks, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     job = make_job()
     job.max_gradient_norm = norm
     optimizer = AdamWInOnePass(parameter_groups(job, which="trainable"))

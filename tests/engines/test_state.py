@@ -11,16 +11,20 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from sdbench.engines import load_engine
 from sdbench.engines.device_batches import make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec
 from sdbench.engines.optimizers import AdamWOfMasterWeights
+from sdbench.measure.phases import VAE_ENCODE
+from sdbench.measure.watch import make_watch
 from tests.engines.linear import (
     BATCH_SIZE,
     NUM_STEPS,
     CountingLoader,
     Pairs,
     make_config,
+    make_parts,
     watch_with,
 )
 
@@ -108,3 +112,23 @@ def test_the_position_is_that_of_the_batch_in_training(copy_stream, encode_ahead
         assert len(prepared) == number + encode_ahead
         assert loader.num_images_delivered == (number + num_ahead) * BATCH_SIZE
         assert batches.state_dict() == {"num_images": number * BATCH_SIZE}
+
+
+def test_each_profiled_step_encodes_one_batch_also_ahead(fake_stream, sleep):
+    """The last of them that of the step that shows the kernels of attention."""
+    watch = make_watch(
+        num_warmup_steps=1,
+        num_measured_steps=1,
+        num_profiled_steps=2,
+        cuda_device=None,
+        observers=[],
+    )
+
+    def prepare(batch):
+        sleep(3)
+        return batch
+
+    job = make_parts(prepare=watch.phases.wrap(VAE_ENCODE, prepare))
+    config = make_config(copy_stream="side", encode_ahead=True)
+    breakdown = load_engine("torch")(job, config, watch).breakdown
+    assert (breakdown["num_steps"], breakdown["seconds"][VAE_ENCODE]) == (2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +64,10 @@ def test_the_parts_have_the_cells_of_the_plan_in_its_order():
         ],
         [
             lean,
-            lean | {"compile_mode": "max-autotune-no-cudagraphs"},
             lean | {"group_norm": "fused"},
             latents | {"compile_unit": "block"},
             {"device_train_microbatch_size": 64},
+            lean | {"compile_mode": "max-autotune-no-cudagraphs"},
         ],
     ]
 
@@ -115,6 +116,20 @@ def test_only_what_takes_a_gpu_is_left_out():
     (cell,) = left_out
     assert cell["cuda_graph"] is True
     assert len(STAND_INS) == sum(len(read(path)["list"]) for path in PARTS) - 1
+
+
+def test_a_rehearsal_hides_the_gpu(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$2 sees GPU <$CUDA_VISIBLE_DEVICES>"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "rehearse-gpu", f"PYTHON={python}", f"OUT={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "sdbench sees GPU <>\n" in done.stdout
 
 
 @pytest.mark.slow

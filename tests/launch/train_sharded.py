@@ -15,6 +15,7 @@ from sdbench.engines import ENGINES
 from sdbench.engines.job import EmaSpec, TrainedModule
 from sdbench.engines.optimizers import make_optimizer
 from sdbench.ranks.distributed import Ranks
+from tests.engines.averages import gather_average
 from tests.engines.linear import NUM_FEATURES, make_config, make_parts, watch_with
 
 MASTERS = {"precision": "bf16", "master_weights": "fp32"}
@@ -201,7 +202,7 @@ def train(engine, case, *, folder):
         "losses": [step.loss for step in measurements.timings.steps],
         "gradients": gradients,
         "weights": recorder.weights,
-        "average": {n.removeprefix("unet."): average for n, average in ema.gather().items()},
+        "average": {n.removeprefix("unet."): average for n, average in gather_average(ema).items()},
         "held": recorder.held,
         "was_gathering": parts.model.was_gathering,
         "shapes": recorder.shapes,

@@ -125,6 +125,11 @@ def test_refusals(flag, argv, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
+def test_a_vae_is_trained_wherever_each_rank_holds_all_weights(capsys):
+    run("one", 1, *VAE, "--sharding", "full", code=2)
+    assert printed_refusal(capsys.readouterr().err).allowed == "none | zero1 | hybrid_zero1"
+
+
 @pytest.mark.parametrize(
     "argv", [("--model_name", "tiny"), ("--train", "vae")], ids=["another size", "another part"]
 )

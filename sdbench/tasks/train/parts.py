@@ -8,6 +8,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.plan.resolve import Plan
 from sdbench.settings.data import ONLINE
+from sdbench.settings.parallel import WHOLE_WEIGHTS
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.request import Request
 
@@ -29,7 +30,7 @@ SUITS_VAE: dict[str, tuple[Any, ...]] = {
     "keep_layout": (None, False),
     "convolution": (None, "torch"),
     # FSDP gathers the weights for the forward pass alone, and a VAE has two methods.
-    "sharding": (None, "none", "zero1"),
+    "sharding": (None, *WHOLE_WEIGHTS),
 }
 
 
