@@ -103,6 +103,8 @@ class Samples(Protocol):
             They add up to the length.
         num_blocks_of_files: How many of the blocks each file has, where files are read from their
             first byte on and going back is dear; None where it is not.
+        num_lanes: Of how many runs of neighbours the samples are read in turn, which the reader of
+            batches sets: as many files or row groups are worth keeping at hand.
         num_dropped: Samples that are stored but left out because a flag says so.
         sample_type: Type of the samples that `read` gives.
         columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
@@ -111,6 +113,7 @@ class Samples(Protocol):
 
     blocks: Sequence[int]
     num_blocks_of_files: Sequence[int] | None
+    num_lanes: int
     num_dropped: int
     sample_type: SampleType
     columns: Mapping[str, str]

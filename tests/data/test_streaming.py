@@ -12,6 +12,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import data as script
@@ -203,6 +204,37 @@ def test_a_resumed_epoch_neither_repeats_nor_drops(kind, num_ranks, num_workers,
             after += indices(list(loader))
             assert loader.state_dict()["lanes"] == [other_ranks, max(other_workers, 1)]
         assert sorted(before + after) == sorted(epoch)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (2, 0), (1, 2)])
+def test_lanes_that_are_read_in_turn_have_a_reader_each(num_ranks, num_workers, folder, tmp_path):
+    path = folder("webdataset")
+    log = tmp_path / "log"
+    place = f"pipe:echo x >> {log}; exec cat {path}/{{00000..00002}}.tar"
+    options = {"num_workers": num_workers, "tar_sizes": str(path / "sizes.json")}
+    loaders = open_ranks(place, "webdataset", num_ranks=num_ranks, **options)
+    # As from 4 ranks with 3 workers: 12 lanes of 4 samples. One process reads all of them, each of
+    # two ranks half, and each of two workers all.
+    state = {**loaders[0].state_dict(), "num_images": 4, "lanes": [4, 3]}
+    found = []
+    for loader in loaders:
+        loader.load_state_dict(state)
+        found += indices(list(loader))
+    assert len(set(found)) == len(found) == 44
+    # Each lane opens the tar in which it begins, and those behind it.
+    assert len(log.read_text().split()) <= 12 * max(num_workers, 1) + 3
+
+
+def test_a_tar_that_was_left_is_closed(folder, tmp_path):
+    path = folder("webdataset")
+    place = f"pipe:exec cat {path}/{{00000..00002}}.tar"
+    options = {"num_workers": 0, "tar_sizes": str(path / "sizes.json")}
+    loader, _ = open_ranks(place, "webdataset", num_ranks=2, **options)
+    others, most = set(psutil.Process().children()), 0
+    for _ in range(4):
+        for _ in loader:
+            most = max(most, len(set(psutil.Process().children()) - others))
+    assert most == 1
 
 
 def test_past_samples_are_named_by_tar_and_position(place):

@@ -7,7 +7,7 @@ that took, and which samples were bad, travels with the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -110,6 +110,9 @@ class BatchReader:
 
     A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
     its place, so that every batch is full and all ranks take equally many steps.
+
+    Attributes:
+        num_lanes: As `StreamedOrder` has it.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class BatchReader:
         self.num_blocks_of_files = num_blocks_of_files
         self.num_dropped = num_dropped
         self.config = config
+        self.num_lanes: Mapping[int, int] = {}
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
 
     @property
@@ -198,6 +202,7 @@ class SampleBatchReader(BatchReader):
         report = BatchReport(num_images=len(keys))
         target, report.slot = self._slots.take(self._layout(len(keys)))
         self._begin(target)
+        self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
         good = []
         for key in keys:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -161,6 +162,10 @@ class StreamedOrder(EpochOrder):
     several processes each.
 
     Nothing here grows with the number of samples, only with that of blocks.
+
+    Attributes:
+        num_lanes: A resumed epoch to the number of lanes that each process of this rank reads in
+            turn; of all others it reads one.
     """
 
     _is_streamed = True
@@ -180,6 +185,7 @@ class StreamedOrder(EpochOrder):
         self._starts = np.cumsum(self._blocks) - self._blocks
         self._own_lanes = Lanes(config.world_size, max(config.num_workers, 1))
         self._resumed: tuple[int, Lanes] | None = None
+        self.num_lanes: dict[int, int] = {}
         self._line: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
@@ -203,7 +209,18 @@ class StreamedOrder(EpochOrder):
         """
         super().resume(state)
         if state["num_images"]:  # else the epoch has not begun
-            self._resumed = self.epoch, Lanes(*state[LANES])
+            lanes = Lanes(*state[LANES])
+            self._resumed = self.epoch, lanes
+            # A process makes each n-th batch, so it meets these workers' lanes of a rank.
+            own = self._own_lanes.num_workers
+            num_workers = lanes.num_workers // math.gcd(lanes.num_workers, own)
+            self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
+
+    def _ranks_of_batch(self, lanes: Lanes) -> range:
+        """The lanes' ranks whose samples this rank's part of a global batch has."""
+        size = self._config.global_batch_size // lanes.num_ranks
+        first = self._config.rank * self._config.device_batch_size
+        return range(first // size, -(-(first + self._config.device_batch_size) // size))
 
     def _lanes(self, epoch: int) -> Lanes:
         if self._resumed is not None and self._resumed[0] == epoch:
@@ -223,7 +240,7 @@ class StreamedOrder(EpochOrder):
         # This rank's part of the global batch, which the lanes' ranks may have cut elsewhere.
         first = config.rank * config.device_batch_size
         end = first + config.device_batch_size
-        for rank in range(first // size, -(-end // size)):
+        for rank in self._ranks_of_batch(lanes):
             begin = (rank * num_batches + num_before + turn) * size
             within = range(max(first - rank * size, 0), min(end - rank * size, size))
             parts.append(self._samples(epoch, begin + within.start, begin + within.stop))
