@@ -225,6 +225,17 @@ def test_lanes_that_are_read_in_turn_have_a_reader_each(num_ranks, num_workers, 
     assert len(log.read_text().split()) <= 12 * max(num_workers, 1) + 3
 
 
+def test_lanes_that_are_read_in_turn_keep_a_row_group_each(place, s3, tmp_path):  # noqa: F811
+    (loader,) = open_ranks(place("parquet"), "parquet", num_ranks=1, num_workers=0)
+    # 4 lanes of 12 samples, in groups of 8 and less: each reads two or three of the seven groups.
+    loader.load_state_dict({**loader.state_dict(), "num_images": 4, "lanes": [2, 2]})
+    s3.num_bytes = 0
+    assert len(set(indices(list(loader)))) == 44
+    num_bytes = num_stored_bytes(s3, f"{tmp_path.name}/parquet")
+    # All once, and again the three groups that a cut between lanes goes through.
+    assert s3.num_bytes < num_bytes * (7 + 3) / 7
+
+
 def test_a_tar_that_was_left_is_closed(folder, tmp_path):
     path = folder("webdataset")
     place = f"pipe:exec cat {path}/{{00000..00002}}.tar"

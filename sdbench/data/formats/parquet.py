@@ -48,6 +48,7 @@ class ParquetSamples:
     """The rows of one or several parquet files, by number over all of them."""
 
     num_dropped = 0
+    num_lanes = 1
 
     def __init__(self, files: Sequence[ParquetFile], *, config: SourceConfig) -> None:
         """Read the files' footers.
@@ -77,15 +78,15 @@ class ParquetSamples:
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
-        # The row group that was read last, as samples are read a block at a time.
-        self._block = -1
-        self._values: dict[str, Any] = {}
+        # Blocks to their row groups, as samples are read a block at a time; the one used last
+        # comes last.
+        self._read_groups: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_block": -1, "_values": {}}
+        return {**self.__dict__, "_read_groups": {}}
 
     def name(self, index: int) -> str:
         """File, row group and row of a sample."""
@@ -101,12 +102,15 @@ class ParquetSamples:
             RunError: The file is damaged.
         """
         block, row = self._find(index)
-        if block != self._block:
+        columns = self._read_groups.pop(block, None)
+        while len(self._read_groups) >= self.num_lanes:
+            del self._read_groups[next(iter(self._read_groups))]
+        if columns is None:
             file = self._files[self._groups[block][0]]
-            self._values = _read(file, lambda file: self._read_group(block))
-            self._block = block
+            columns = _read(file, lambda file: self._read_group(block))
+        self._read_groups[block] = columns
         name = self.name(index)
-        values = {part: column[row] for part, column in self._values.items()}
+        values = {part: column[row] for part, column in columns.items()}
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
             data = image.as_buffer().to_pybytes() if image.is_valid else None
