@@ -112,6 +112,7 @@ class BatchReader:
     its place, so that every batch is full and all ranks take equally many steps.
 
     Attributes:
+        num_samples: Of the data set.
         num_lanes: As `StreamedOrder` has it.
     """
 
@@ -135,16 +136,13 @@ class BatchReader:
         """
         self.sample_type = sample_type
         self.blocks = blocks
+        # Once: there may be millions of blocks.
+        self.num_samples = sum(blocks)
         self.num_blocks_of_files = num_blocks_of_files
         self.num_dropped = num_dropped
         self.config = config
         self.num_lanes: Mapping[int, int] = {}
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the data set."""
-        return sum(self.blocks)
 
     def name(self, index: int) -> str:
         """What a person finds a sample by."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -186,6 +187,7 @@ class StreamedOrder(EpochOrder):
         self._own_lanes = Lanes(config.world_size, max(config.num_workers, 1))
         self._resumed: tuple[int, Lanes] | None = None
         self.num_lanes: dict[int, int] = {}
+        self._keep_permutations(self._own_lanes)
         self._line: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
@@ -211,10 +213,20 @@ class StreamedOrder(EpochOrder):
         if state["num_images"]:  # else the epoch has not begun
             lanes = Lanes(*state[LANES])
             self._resumed = self.epoch, lanes
+            self._keep_permutations(lanes)
             # A process makes each n-th batch, so it meets these workers' lanes of a rank.
             own = self._own_lanes.num_workers
             num_workers = lanes.num_workers // math.gcd(lanes.num_workers, own)
             self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
+
+    def _keep_permutations(self, lanes: Lanes) -> None:
+        """Keep those of the blocks that this rank's lanes are in: they may have a million rows."""
+        num_lanes = len(self._ranks_of_batch(lanes)) * lanes.num_workers
+        self._permutation = functools.lru_cache(maxsize=num_lanes)(self._permute)
+
+    def _permute(self, epoch: int, block: int) -> np.ndarray:
+        generator = np.random.default_rng([self._config.seed, epoch, block])
+        return generator.permutation(self._blocks[block])
 
     def _ranks_of_batch(self, lanes: Lanes) -> range:
         """The lanes' ranks whose samples this rank's part of a global batch has."""
@@ -255,7 +267,7 @@ class StreamedOrder(EpochOrder):
             block = int(blocks[place])
             size = int(self._blocks[block])
             start = int(ends[place]) - size
-            shuffled = np.random.default_rng([self._config.seed, epoch, block]).permutation(size)
+            shuffled = self._permutation(epoch, block)
             parts.append(self._starts[block] + shuffled[max(begin - start, 0) : end - start])
         return np.concatenate(parts)
 
