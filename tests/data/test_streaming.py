@@ -26,7 +26,7 @@ from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, TAR_SIZES, indices
 from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
-from tests.refusals import printed_refusal, refused
+from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -256,6 +256,25 @@ def test_past_samples_are_named_by_tar_and_position(place):
         names = loader.names_before(loader.state_dict(), num_back=back)
         found = [name.rsplit("/", 1)[1].split(", sample ") for name in names]
         assert [starts[tar] + int(at) for tar, at in found] == indices([seen[-1 - back]])
+
+
+def test_a_position_is_not_taken_over_by_corrected_sizes(folder, tmp_path):
+    path = folder("webdataset")
+    sizes = tmp_path / "sizes.json"
+    place = f"pipe:cat {path}/{{00000..00002}}.tar"
+    states, loaders = [], []
+    for moved in (0, 1):  # with the same sum
+        sizes.write_text(json.dumps({**TAR_SIZES, "00000.tar": 5 + moved, "00001.tar": 30 - moved}))
+        loaders.append(data.build(make_config(place, tar_sizes=str(sizes))))
+        states.append(loaders[-1].state_dict())
+    before, after = (state["sizes_digest"] for state in states)
+    with refused(
+        f"--tar_sizes or {PLACE_FLAGS}",
+        value=f"sizes with the digest {after}",
+        allowed=f"those that the run began with (digest {before}), or a new run on these by "
+        "--init_from and another --run_name",
+    ):
+        loaders[1].load_state_dict(states[0])
 
 
 def test_a_position_in_copied_data_is_none_in_streamed_data(place):

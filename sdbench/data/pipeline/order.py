@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.source import SourceConfig
 
 # In the state of `StreamedOrder`.
 LANES = "lanes"
+SIZES_DIGEST = "sizes_digest"
 
 
 class Key(NamedTuple):
@@ -184,6 +187,8 @@ class StreamedOrder(EpochOrder):
         super().__init__(blocks, config=config)
         self._num_blocks = np.asarray(num_blocks_of_files, dtype=np.int64)
         self._starts = np.cumsum(self._blocks) - self._blocks
+        sizes = hashlib.sha256(self._num_blocks.tobytes() + self._blocks.tobytes())
+        self._sizes_digest = sizes.hexdigest()[:16]
         self._own_lanes = Lanes(config.world_size, max(config.num_workers, 1))
         self._resumed: tuple[int, Lanes] | None = None
         self.num_lanes: dict[int, int] = {}
@@ -197,7 +202,8 @@ class StreamedOrder(EpochOrder):
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """What `resume` needs, as `loader.Order.state` says."""
         state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
-        return {**state, LANES: list(self._lanes(state["epoch"]))}
+        lanes = list(self._lanes(state["epoch"]))
+        return {**state, LANES: lanes, SIZES_DIGEST: self._sizes_digest}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """The samples of a batch, as `loader.Order.batch` says."""
@@ -207,9 +213,17 @@ class StreamedOrder(EpochOrder):
         """Begin the next epoch where `state` was taken.
 
         Raises:
-            ConfigError: As for `EpochOrder`.
+            ConfigError: As for `EpochOrder`, or files have other sizes, and so other orders.
         """
         super().resume(state)
+        if state.get(SIZES_DIGEST) != self._sizes_digest:
+            raise ConfigError(
+                "the checkpoint has a position in streamed files of other sizes, or in other files",
+                value=f"sizes with the digest {self._sizes_digest}",
+                allowed=f"those that the run began with (digest {state.get(SIZES_DIGEST)}), or a "
+                "new run on these by --init_from and another --run_name",
+                flag=f"--tar_sizes or {PLACE_FLAGS}",
+            )
         if state["num_images"]:  # else the epoch has not begun
             lanes = Lanes(*state[LANES])
             self._resumed = self.epoch, lanes
