@@ -101,8 +101,9 @@ class Samples(Protocol):
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
-        num_blocks_of_files: How many of the blocks each file has, where files are read from their
-            first byte on and going back is dear; None where it is not.
+        num_blocks_of_files: How many of the blocks each file has, where a process is to read files
+            from their first byte on, as going back is dear or each block is a download; of such
+            blocks each is a file. None where any process may read any block.
         num_lanes: Of how many runs of neighbours the samples are read in turn, which the reader of
             batches sets: as many files or row groups are worth keeping at hand.
         num_dropped: Samples that are stored but left out because a flag says so.

@@ -157,6 +157,17 @@ def test_without_shuffling_the_order_is_the_stored_one(kind, num_workers, place)
     assert indices(list(data.build(config))) == list(range(48))
 
 
+def test_row_groups_are_shuffled_over_all_files(place):
+    loader = data.build(make_config(place("parquet"), "parquet"))
+    rows = indices([*loader, *loader])
+    # 30 rows and 19, in groups of 8.
+    groups = [(row // 8 if row < 30 else 4 + (row - 30) // 8) for row in rows]
+    order = [group for group, _ in itertools.groupby(groups)]
+    files = [group >= 4 for group in order]
+    # File by file there would be one change in each epoch, and one between them.
+    assert sum(one != other for one, other in itertools.pairwise(files)) > 3
+
+
 def test_the_next_part_comes_while_one_is_used(place, s3):  # noqa: F811
     samples = data.open_samples(make_config(place("webdataset")))
     num_before = s3.num_requests

@@ -62,9 +62,6 @@ class ParquetSamples:
         """
         self._files = files
         self._footers = _read_footers(files, ConfigError)
-        self.num_blocks_of_files = (
-            [footer.num_row_groups for footer in self._footers] if config.is_streamed else None
-        )
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
@@ -75,6 +72,8 @@ class ParquetSamples:
             for group in range(footer.num_row_groups):
                 self._groups.append((number, group))
                 self.blocks.append(footer.row_group(group).num_rows)
+        # A row group is one request wherever it lies: a file of its own to the order.
+        self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
