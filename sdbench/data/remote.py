@@ -351,6 +351,8 @@ def _get(url: str, *, part: str | None = None) -> Any:
         url,
         headers=headers if part is None else {**headers, "Range": part},
         preload_content=False,
+        # A part of what a server has packed cannot be unpacked, nor has it the length asked for.
+        decode_content=part is None,
         timeout=SILENCE_TIMEOUT_S,
         retries=retries,
     )

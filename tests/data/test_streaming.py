@@ -315,22 +315,37 @@ def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F
         assert indices(list(data.build(config))) == list(range(48))
 
 
+def sign(s3: S3Server, keys: list[str]) -> str:  # noqa: F811
+    """Web addresses of objects, in braces."""
+    urls = [
+        s3.client().generate_presigned_url("get_object", Params={"Bucket": BUCKET, "Key": key})
+        for key in keys
+    ]
+    return "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["webdataset", "parquet"])
 def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
     path = folder(kind)
     s3.upload(path, f"{tmp_path.name}/{kind}")
     files = sorted(file.name for file in path.iterdir() if file.suffix != ".json")
-    urls = [
-        s3.client().generate_presigned_url(
-            "get_object", Params={"Bucket": BUCKET, "Key": f"{tmp_path.name}/{kind}/{file}"}
-        )
-        for file in files
-    ]
-    place = "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
+    place = sign(s3, [f"{tmp_path.name}/{kind}/{file}" for file in files])
     sizes = str(path / "sizes.json") if kind == "webdataset" else None
     options = {"shuffle": False, "num_workers": num_workers, "tar_sizes": sizes}
     config = make_config(place, kind, **options)
+    assert indices(list(data.build(config))) == list(range(48))
+
+
+def test_web_files_that_their_server_calls_packed_are_streamed(s3, folder, tmp_path):  # noqa: F811
+    path = folder("webdataset")
+    keys = [f"{tmp_path.name}/{name}.gz" for name in TAR_SIZES]
+    for name, key in zip(TAR_SIZES, keys, strict=True):
+        packed = gzip.compress((path / name).read_bytes())
+        s3.client().put_object(Bucket=BUCKET, Key=key, Body=packed, ContentEncoding="gzip")
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text(json.dumps({f"{name}.gz": size for name, size in TAR_SIZES.items()}))
+    config = make_config(sign(s3, keys), shuffle=False, tar_sizes=str(sizes))
     assert indices(list(data.build(config))) == list(range(48))
 
 
