@@ -360,6 +360,16 @@ def test_parts_that_break_off_are_asked_for_again(kind, place, s3):  # noqa: F81
     assert len(set(indices(seen))) == 48
 
 
+def test_a_row_group_comes_in_parts(place, s3, monkeypatch):  # noqa: F811
+    small = datasets.make_png
+    noise = random.Random(0).randbytes(8_000)
+    monkeypatch.setattr(datasets, "make_png", lambda index: small(index) + noise)
+    where = place("parquet")
+    # A column of a row group has 64 kB, and no answer comes whole that is longer than a part.
+    s3.cut_after = PART_BYTES
+    assert len(set(indices(list(data.build(make_config(where, "parquet")))))) == 48
+
+
 def test_a_busy_server_is_waited_for(place, s3):  # noqa: F811
     loader = data.build(make_config(place("webdataset")))
     batches = iter(loader)
