@@ -29,6 +29,7 @@ from sdbench.base.progress import show_progress
 from sdbench.data.command_output import PIPE, CommandOutput
 
 S3 = "s3://"
+WEB = ("http://", "https://")
 # RFC 1952, section 2.3.1: the first two bytes.
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -47,6 +48,18 @@ Content = TypeVar("Content")
 def is_url(place: str) -> bool:
     """Whether a place is a URL or a command, not a path."""
     return "://" in place or place.startswith(PIPE)
+
+
+def path_of(place: str) -> str:
+    """The path of a place: of a URL without host and query, and of a web address as it is shown.
+
+    Args:
+        place: A URL or a path.
+    """
+    if not is_url(place):
+        return place
+    path = urlsplit(place).path
+    return unquote(path) if place.startswith(WEB) else path
 
 
 def must_be_copied(place: str) -> bool:
@@ -278,7 +291,7 @@ def _version(url: str) -> str:
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
-    if url.startswith(("http://", "https://")):
+    if url.startswith(WEB):
         # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
         answer = _get(url)
         answer.close()
@@ -311,7 +324,7 @@ def _copy(url: str, path: Path) -> None:
     elif url.startswith(S3):
         bucket, key = _split_s3(url)
         _s3_client().download_file(bucket, key, str(path))
-    elif url.startswith(("http://", "https://")):
+    elif url.startswith(WEB):
         _download(url, path)
     else:
         from streaming.base.storage import CloudDownloader

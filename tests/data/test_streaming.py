@@ -511,12 +511,41 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1]", '{"0.tar": -1}', '{"0.tar": 1.5}', '{"0.tar": true}', None]
+    "place",
+    [
+        "pipe:curl -s 'https://h/my-0.tar?sig=1&by=me'",
+        "pipe:curl -s https://h/my%2D0.tar | cat",
+        "https://h/my%2D0.tar?sig=1",
+        "s3://h/my-0.tar",
+    ],
+)
+def test_tars_are_known_by_the_end_of_their_path(place, tmp_path):
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text('{"my-0.tar": 8}')
+    assert data.check(make_config(place, tar_sizes=str(sizes))) == 8
+
+
+CUT_GZIP = gzip.compress(b'{"0.tar": 8}')[:-9]
+BROKEN_GZIP = gzip.compress(b"")[:10] + b"\xff" * 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[1]",
+        b'{"0.tar": -1}',
+        b'{"0.tar": 1.5}',
+        b'{"0.tar": true}',
+        CUT_GZIP,
+        BROKEN_GZIP,
+        None,
+    ],
 )
 def test_sizes_that_cannot_be_read_are_refused(content, tmp_path):
     sizes = tmp_path / "sizes.json"
     if content is not None:
-        sizes.write_text(content)
+        sizes.write_bytes(content)
     with refused("--tar_sizes", value=str(sizes)):
         data.check(make_config("s3://pictures/a/0.tar", tar_sizes=str(sizes)))
 
@@ -546,6 +575,13 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     assert files_below(temporary_folder) == []
     config = make_config(place, shuffle=False, tar_sizes=str(out))
     assert indices(list(data.build(config))) == list(range(48))
+    web = sign(s3, [f"{tmp_path.name}/counted/00000.tar"])
+    assert main(["count-samples", web, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"00000.tar": 5}
+    asked = tmp_path / "why?.tar"
+    asked.write_bytes((path / "00000.tar").read_bytes())
+    assert main(["count-samples", str(asked), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"why?.tar": 5}
     # Names that are not told apart by their last part.
     both = f"{{{path}/00000.tar,{place}/00000.tar}}"
     assert main(["count-samples", both, "--out", str(out)]) == 0

@@ -17,6 +17,8 @@ from sdbench.data.formats.listing import (
 )
 from sdbench.data.remote import (
     PIPE,
+    S3,
+    WEB,
     cache_folder,
     fetch_all,
     is_url,
@@ -139,7 +141,7 @@ def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
         )
     names = find_files(place, suffix=suffix, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
-    known = ("s3://", "http://", "https://", *([PIPE] if suffix == ".tar" else []))
+    known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))
     for name in names:
         if not name.startswith(known):
             raise ConfigError(

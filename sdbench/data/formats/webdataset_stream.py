@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.tar_members import Captions, Span, list_samples, read_span
 from sdbench.data.image_files import image_extensions
+from sdbench.data.remote import path_of
 from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, SampleType
 from sdbench.data.source import SourceConfig
@@ -242,10 +244,10 @@ def _file_beside(tar: str) -> str:
 def _names(tar: str) -> Iterator[str]:
     """What a tar may be called in a list of sizes: its place, or any end of its path."""
     if tar.startswith(PIPE):
-        paths = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
+        places = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
     else:
-        paths = [tar, urlsplit(tar).path]
-    for path in paths:
+        places = [tar]
+    for path in itertools.chain.from_iterable((place, path_of(place)) for place in places):
         parts = path.split("/")
         yield from ("/".join(parts[first:]) for first in range(len(parts)))
 
@@ -262,7 +264,7 @@ def _read_sizes_file(place: str) -> dict[str, int]:
         for name, size in sizes.items():
             if type(size) is not int or not 0 <= size <= MAX_COUNT:
                 raise ValueError(f"{name} has {size!r} samples")
-    except (OSError, ValueError, RunError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RunError) as error:
         raise ConfigError(
             f"The numbers of samples of the tars cannot be read ({str(error).rstrip('.')})",
             value=place,

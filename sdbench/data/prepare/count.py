@@ -14,7 +14,7 @@ from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
 from sdbench.data.formats.webdataset import SUFFIX
 from sdbench.data.image_files import image_extensions
 from sdbench.data.prepare.chunk_formats import write_exact_json
-from sdbench.data.remote import in_parallel
+from sdbench.data.remote import in_parallel, path_of
 from sdbench.data.remote_files import open_stream
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import PATH, TEXT
@@ -94,7 +94,7 @@ def _name(tars: Sequence[str]) -> list[str]:
             allowed="the files that it reads",
             flag="--remote or --local",
         )
-    paths = [tar.split("?")[0].split("/") for tar in tars]
+    paths = [path_of(tar).split("/") for tar in tars]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
