@@ -587,15 +587,28 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     assert main(["count-samples", both, "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"webdataset/00000.tar": 5, "counted/00000.tar": 5}
     (path / "00002.tar").write_bytes((path / "00002.tar").read_bytes()[:9000])
-    assert main(["count-samples", str(path), "--out", str(tmp_path / "none.json")]) == 1
-    assert f"{path}/00002.tar is damaged" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
+    capsys.readouterr()
+    assert main(["count-samples", str(path), "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert told.count(f"{path}/00002.tar is damaged") == 1
+    assert (
+        f"error: 1 of 3 tars cannot be counted, as is said above; {out} has the 2 others." in told
+    )
+    assert json.loads(out.read_text()) == {"00000.tar": 5, "00001.tar.gz": 30}
 
 
 @pytest.mark.parametrize("place", ["pipe:cat a.tar", "nowhere", "{s3://a/b.tar,s3://a/b.tar}"])
 def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
     assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "PLACE"
+
+
+@pytest.mark.parametrize("out", ["nowhere/sizes.json", "."])
+def test_numbers_that_cannot_be_written_are_bad_input(out, tmp_path, capsys):
+    argv = ["count-samples", "pipe:cat a.tar", "--out", str(tmp_path / out)]
+    assert main(argv) == 2  # before the tars are looked for
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--out", str(tmp_path / out))
 
 
 def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):  # noqa: F811
