@@ -50,6 +50,11 @@ def is_url(place: str) -> bool:
     return "://" in place or place.startswith(PIPE)
 
 
+def shown(place: str) -> str:
+    """What messages call a place: its name, and a command in quotes."""
+    return repr(place) if place.startswith(PIPE) else place
+
+
 def path_of(place: str) -> str:
     """The path of a place: of a URL without host and query, and of a web address as it is shown.
 
@@ -206,6 +211,11 @@ class RemoteObject(NamedTuple):
     num_bytes: int
     version: str
 
+    @property
+    def source(self) -> str:
+        """As of `StoredFile`."""
+        return self.url
+
     def __str__(self) -> str:
         return self.url
 
@@ -217,20 +227,27 @@ def find_object(url: str) -> RemoteObject:
         RunError: It cannot be had, or the store does not say.
     """
     try:
-        if url.startswith(S3):
-            bucket, key = _split_s3(url)
-            found = _s3_client().head_object(Bucket=bucket, Key=key)
-            return RemoteObject(url, found["ContentLength"], found["ETag"])
-        # GET, not HEAD, as for `_version`.
-        answer = _get(url)
-        answer.close()
-        if "Content-Length" not in answer.headers:
-            raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
-        return RemoteObject(url, int(answer.headers["Content-Length"]), _web_version(answer))
+        num_bytes, version = _ask(url)
     except RunError:
         raise
     except Exception as error:
         raise RunError(f"{url} cannot be read: {explain(error)}") from error
+    if num_bytes is None:
+        raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
+    return RemoteObject(url, num_bytes, version)
+
+
+def _ask(url: str) -> tuple[int | None, str]:
+    """Length and version of a file of S3 or the web; None where a server does not say how long."""
+    if url.startswith(S3):
+        bucket, key = _split_s3(url)
+        found = _s3_client().head_object(Bucket=bucket, Key=key)
+        return found["ContentLength"], found["ETag"]
+    # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
+    answer = _get(url)
+    answer.close()
+    num_bytes = answer.headers.get("Content-Length")
+    return None if num_bytes is None else int(num_bytes), _web_version(answer)
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
@@ -288,15 +305,7 @@ def _version(url: str) -> str:
     if not is_url(url):
         stat = os.stat(url)
         return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-    if url.startswith(S3):
-        bucket, key = _split_s3(url)
-        return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
-    if url.startswith(WEB):
-        # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
-        answer = _get(url)
-        answer.close()
-        return _web_version(answer)
-    return ""
+    return _ask(url)[1] if url.startswith((S3, *WEB)) else ""
 
 
 def _is_packed(path: Path) -> bool:

@@ -312,7 +312,7 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
             raise RunError(f"{what}.") from error
         raise ConfigError(
             what,
-            value=getattr(path, "source", None) or str(path),
+            value=path.source or str(path),
             allowed="whole parquet files",
             flag=PLACE_FLAGS,
         ) from error

@@ -17,9 +17,15 @@ from urllib.parse import urlsplit
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.tar_members import Captions, Span, list_samples, read_span
+from sdbench.data.formats.tar_members import (
+    Captions,
+    Span,
+    find_member,
+    list_samples,
+    read_span,
+)
 from sdbench.data.image_files import image_extensions
-from sdbench.data.remote import path_of
+from sdbench.data.remote import path_of, shown
 from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, SampleType
 from sdbench.data.source import SourceConfig
@@ -75,7 +81,7 @@ class StreamedTarSamples:
     def name(self, index: int) -> str:
         """Tar and position of a sample; its key is known only when it is read."""
         number, position = self._find(index)
-        return f"{_shown(self._tars[number])}, sample {position}"
+        return f"{shown(self._tars[number])}, sample {position}"
 
     def read(self, index: int) -> ImageSample:
         """Read one sample; those before it in the tar are read too, if they have not been.
@@ -88,8 +94,8 @@ class StreamedTarSamples:
         number, position = self._find(index)
         members = self._take(number, position)
         name = self.name(index)
-        image = next((members[kind] for kind in self._images if kind in members), None)
-        extension = self._captions.find(members)
+        image = members.get(find_member(members, self._images))
+        extension = find_member(members, self._captions.extensions)
         caption = None
         if extension is not None:
             caption = self._captions.read(extension, members[extension], name=name)
@@ -141,7 +147,7 @@ class _TarReader:
         def take(extension: str, span: Span) -> bytes | None:  # not of self, which would be a cycle
             return read_span(file, span) if extension in kinds else None
 
-        self._samples = list_samples(file, _shown(tar), kinds=kinds, take=take)
+        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
         self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
@@ -184,7 +190,7 @@ class _TarReader:
 
     def _differs(self, num_found: int) -> RunError:
         return RunError(
-            f"{_shown(self.tar)} holds {num_found} samples, not {self._num_samples} as is "
+            f"{shown(self.tar)} holds {num_found} samples, not {self._num_samples} as is "
             f"declared (--tar_sizes, or {SIZES_NAME} beside it)."
         )
 
@@ -192,10 +198,6 @@ class _TarReader:
         """Close the tar."""
         self._samples.close()
         self._file.close()
-
-
-def _shown(tar: str) -> str:
-    return repr(tar) if tar.startswith(PIPE) else tar
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
