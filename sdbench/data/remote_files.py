@@ -123,7 +123,7 @@ class _Onward:
     def seek(self, offset: int) -> int:
         self._back = max(self._end - offset, 0)
         if self._back > len(self._tail):
-            raise RunError(f"byte {offset} is asked for behind byte {self._end}")
+            raise RunError(f"cannot go back to byte {offset} from byte {self._end}")
         while self._end < offset and self._pull(min(offset - self._end, 2**20)):
             pass
         return self.tell()

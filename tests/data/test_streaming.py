@@ -293,9 +293,11 @@ def test_a_position_in_copied_data_is_none_in_streamed_data(place):
     copied, streamed = (
         data.build(make_config(where, remote_files=value)) for value in ("copy", "stream")
     )
-    for one, other in ((copied, streamed), (streamed, copied)):
-        with refused("--remote_files or --shuffle"):
-            one.load_state_dict(other.state_dict())
+    ways = {"by number": copied, "shuffled and streamed": streamed}
+    for here, there in itertools.permutations(ways):
+        allowed = f"{there}, as that run began"
+        with refused("--remote_files or --shuffle", value=here, allowed=allowed):
+            ways[here].load_state_dict(ways[there].state_dict())
 
 
 def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F811
@@ -490,8 +492,10 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
         data.check(make_config("gs://a/0.tar"))
     with refused("--remote_files", value="pipe:cat a"):
         data.check(make_config("pipe:cat a", "parquet"))
-    with refused("--remote_files", value="stream"):
+    with refused("--remote_files", value="stream") as caught:
         data.check(make_config("s3://pictures/a", "mds"))
+    told = "mds cannot be streamed by --remote_files (its shards are copied as they are needed): "
+    assert str(caught.value).startswith(told)
     with refused("--local", value="copies"):
         data.check(make_config(url, local="copies", tar_sizes=str(sizes)))
     with refused("--filters", value={"width": ">=5"}):

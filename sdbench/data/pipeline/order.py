@@ -129,10 +129,14 @@ class EpochOrder(DistributedSampler):
             ConfigError: It is a position in an order of another kind.
         """
         if self._is_streamed != (LANES in state):
+            # The way of the checkpoint is the other one.
+            here, there = "shuffled and streamed", "by number"
+            if not self._is_streamed:
+                here, there = there, here
             raise ConfigError(
-                "the checkpoint has a position in data that was read in another way",
-                value="shuffled and streamed" if self._is_streamed else "by number",
-                allowed="the values that the run began with",
+                "this run reads its data in another way than the run of the checkpoint",
+                value=here,
+                allowed=f"{there}, as that run began",
                 flag="--remote_files or --shuffle",
             )
         self.epoch = state["epoch"]
