@@ -529,10 +529,6 @@ def test_tars_are_known_by_the_end_of_their_path(place, tmp_path):
     assert data.check(make_config(place, tar_sizes=str(sizes))) == 8
 
 
-CUT_GZIP = gzip.compress(b'{"0.tar": 8}')[:-9]
-BROKEN_GZIP = gzip.compress(b"")[:10] + b"\xff" * 20
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -541,8 +537,8 @@ BROKEN_GZIP = gzip.compress(b"")[:10] + b"\xff" * 20
         b'{"0.tar": -1}',
         b'{"0.tar": 1.5}',
         b'{"0.tar": true}',
-        CUT_GZIP,
-        BROKEN_GZIP,
+        pytest.param(gzip.compress(b'{"0.tar": 8}')[:-9], id="cut gzip"),
+        pytest.param(gzip.compress(b"")[:10] + b"\xff" * 20, id="broken gzip"),
         None,
     ],
 )
