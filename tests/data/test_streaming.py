@@ -236,6 +236,26 @@ def test_lanes_that_are_read_in_turn_have_a_reader_each(num_ranks, num_workers, 
     assert len(log.read_text().split()) <= 12 * max(num_workers, 1) + 3
 
 
+def test_a_reader_that_is_left_takes_no_other_lanes_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(webdataset_stream, "SAMPLES_PER_BLOCK", 16)
+    sizes = {f"{number}.tar": 23 for number in range(12)}
+    for name in sizes:
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for index, kind in itertools.product(range(23), ("png", "txt")):
+                content = datasets.make_png(0) if kind == "png" else b"a"
+                member = tarfile.TarInfo(f"{index}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    place = f"pipe:echo x >> {tmp_path}/log; exec cat {tmp_path}/{{0..11}}.tar"
+    options = {"device_batch_size": 16, "tar_sizes": str(tmp_path / "sizes.json")}
+    loader = data.build(make_config(place, **options))
+    # Batches of two lanes, of which there are 6 in turn, go from one tar to the next.
+    loader.load_state_dict({**loader.state_dict(), "num_images": 80, "lanes": [2, 3]})
+    assert len(list(loader)) == 12
+    assert len((tmp_path / "log").read_text().split()) <= 12 + 6
+
+
 def test_lanes_that_are_read_in_turn_keep_a_row_group_each(place, s3, tmp_path):  # noqa: F811
     (loader,) = open_ranks(place("parquet"), "parquet", num_ranks=1, num_workers=0)
     # 4 lanes of 12 samples, in groups of 8 and less: each reads two or three of the seven groups.

@@ -32,6 +32,7 @@ from sdbench.data.samples import (
     LatentSample,
     SampleType,
     clean_caption,
+    max_kept,
 )
 from sdbench.data.source import SourceConfig
 
@@ -77,9 +78,9 @@ class ParquetSamples:
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
-        # Blocks to their row groups, as samples are read a block at a time; the one used last
-        # comes last.
-        self._read_groups: dict[int, dict[str, Any]] = {}
+        # Blocks to their columns and to how many rows have not been asked for, as samples are read
+        # a block at a time; the one used last comes last.
+        self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -101,13 +102,15 @@ class ParquetSamples:
             RunError: The file is damaged.
         """
         block, row = self._find(index)
-        columns = self._read_groups.pop(block, None)
-        while len(self._read_groups) >= self.num_lanes:
+        columns, num_left = self._read_groups.pop(block, (None, self.blocks[block]))
+        while len(self._read_groups) >= max_kept(self.num_lanes):
             del self._read_groups[next(iter(self._read_groups))]
         if columns is None:
             file = self._files[self._groups[block][0]]
             columns = _read(file, lambda file: self._read_group(block))
-        self._read_groups[block] = columns
+        # One alone stays until the next: it may be all that there is.
+        if num_left > 1 or self.num_lanes == 1:
+            self._read_groups[block] = columns, num_left - 1
         name = self.name(index)
         values = {part: column[row] for part, column in columns.items()}
         if self.sample_type is SampleType.IMAGES:

@@ -27,7 +27,7 @@ from sdbench.data.formats.tar_members import (
 from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import path_of, shown
 from sdbench.data.remote_files import open_stream
-from sdbench.data.samples import ImageSample, SampleType
+from sdbench.data.samples import ImageSample, SampleType, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
 
@@ -109,7 +109,7 @@ class StreamedTarSamples:
         reader = max(able, key=lambda one: one.num_read, default=None)
         if reader is not None:
             self._readers.remove(reader)
-        while len(self._readers) >= self.num_lanes:
+        while len(self._readers) >= max_kept(self.num_lanes):
             self._readers.pop(0).close()
         if reader is None:
             kinds = (*self._images, *self._captions.extensions)
