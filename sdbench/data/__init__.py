@@ -195,8 +195,10 @@ def check(config: SourceConfig) -> int | None:
     """
     source = SOURCES[config.data_format]
     if config.is_streamed and config.data_format not in ("webdataset", "parquet"):
+        is_mds = config.data_format == "mds"
+        how = " (its shards are copied as they are needed)" if is_mds else ""
         raise ConfigError(
-            f"Data of the format {config.data_format} is not copied whole before the first batch",
+            f"{config.data_format} cannot be streamed by --remote_files{how}",
             value=config.remote_files,
             allowed="copy, or --data_format webdataset or parquet",
             flag="--remote_files",
@@ -205,7 +207,7 @@ def check(config: SourceConfig) -> int | None:
         config.is_streamed and config.data_format == "webdataset"
     ):
         raise ConfigError(
-            "Only of tars that are streamed the sizes have to be known",
+            "--tar_sizes is used only for streamed tars",
             value=config.tar_sizes,
             allowed="none, or --remote_files stream and --data_format webdataset",
             flag="--tar_sizes",

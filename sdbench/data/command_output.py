@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import signal
 import subprocess
 import tempfile
 
@@ -29,7 +30,10 @@ class CommandOutput(io.RawIOBase):
         # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
         # a download that fails before a | would be taken for an empty file.
         shell = ["bash", "-o", "pipefail", "-c", command]
-        self._process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=self._errors)
+        # A session of its own, so that what the shell starts can be ended with it.
+        self._process = subprocess.Popen(
+            shell, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
+        )
         self._num_bytes = 0
 
     def readable(self) -> bool:
@@ -69,9 +73,10 @@ class CommandOutput(io.RawIOBase):
             raise RunError(f"{self._name} printed nothing: {said}")
 
     def close(self) -> None:
-        """End the command, if it has not ended."""
+        """End the command and all that it has started, if it has not ended."""
         if not self.closed:
-            self._process.kill()
+            if self._process.returncode is None:  # else its number may be another's
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.stdout.close()
             self._process.wait()
             self._errors.close()

@@ -29,6 +29,7 @@ from sdbench.base.progress import show_progress
 from sdbench.data.command_output import PIPE, CommandOutput
 
 S3 = "s3://"
+WEB = ("http://", "https://")
 # RFC 1952, section 2.3.1: the first two bytes.
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -47,6 +48,23 @@ Content = TypeVar("Content")
 def is_url(place: str) -> bool:
     """Whether a place is a URL or a command, not a path."""
     return "://" in place or place.startswith(PIPE)
+
+
+def shown(place: str) -> str:
+    """What messages call a place: its name, and a command in quotes."""
+    return repr(place) if place.startswith(PIPE) else place
+
+
+def path_of(place: str) -> str:
+    """The path of a place: of a URL without host and query, and of a web address as it is shown.
+
+    Args:
+        place: A URL or a path.
+    """
+    if not is_url(place):
+        return place
+    path = urlsplit(place).path
+    return unquote(path) if place.startswith(WEB) else path
 
 
 def must_be_copied(place: str) -> bool:
@@ -193,6 +211,11 @@ class RemoteObject(NamedTuple):
     num_bytes: int
     version: str
 
+    @property
+    def source(self) -> str:
+        """As of `StoredFile`."""
+        return self.url
+
     def __str__(self) -> str:
         return self.url
 
@@ -204,20 +227,27 @@ def find_object(url: str) -> RemoteObject:
         RunError: It cannot be had, or the store does not say.
     """
     try:
-        if url.startswith(S3):
-            bucket, key = _split_s3(url)
-            found = _s3_client().head_object(Bucket=bucket, Key=key)
-            return RemoteObject(url, found["ContentLength"], found["ETag"])
-        # GET, not HEAD, as for `_version`.
-        answer = _get(url)
-        answer.close()
-        if "Content-Length" not in answer.headers:
-            raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
-        return RemoteObject(url, int(answer.headers["Content-Length"]), _web_version(answer))
+        num_bytes, version = _ask(url)
     except RunError:
         raise
     except Exception as error:
         raise RunError(f"{url} cannot be read: {explain(error)}") from error
+    if num_bytes is None:
+        raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
+    return RemoteObject(url, num_bytes, version)
+
+
+def _ask(url: str) -> tuple[int | None, str]:
+    """Length and version of a file of S3 or the web; None where a server does not say how long."""
+    if url.startswith(S3):
+        bucket, key = _split_s3(url)
+        found = _s3_client().head_object(Bucket=bucket, Key=key)
+        return found["ContentLength"], found["ETag"]
+    # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
+    answer = _get(url)
+    answer.close()
+    num_bytes = answer.headers.get("Content-Length")
+    return None if num_bytes is None else int(num_bytes), _web_version(answer)
 
 
 def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
@@ -275,15 +305,7 @@ def _version(url: str) -> str:
     if not is_url(url):
         stat = os.stat(url)
         return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-    if url.startswith(S3):
-        bucket, key = _split_s3(url)
-        return _s3_client().head_object(Bucket=bucket, Key=key)["ETag"]
-    if url.startswith(("http://", "https://")):
-        # GET, not HEAD, which servers and signed URLs may refuse; the content is not taken.
-        answer = _get(url)
-        answer.close()
-        return _web_version(answer)
-    return ""
+    return _ask(url)[1] if url.startswith((S3, *WEB)) else ""
 
 
 def _is_packed(path: Path) -> bool:
@@ -311,7 +333,7 @@ def _copy(url: str, path: Path) -> None:
     elif url.startswith(S3):
         bucket, key = _split_s3(url)
         _s3_client().download_file(bucket, key, str(path))
-    elif url.startswith(("http://", "https://")):
+    elif url.startswith(WEB):
         _download(url, path)
     else:
         from streaming.base.storage import CloudDownloader
@@ -351,6 +373,8 @@ def _get(url: str, *, part: str | None = None) -> Any:
         url,
         headers=headers if part is None else {**headers, "Range": part},
         preload_content=False,
+        # A part of what a server has packed cannot be unpacked, nor has it the length asked for.
+        decode_content=part is None,
         timeout=SILENCE_TIMEOUT_S,
         retries=retries,
     )

@@ -27,7 +27,7 @@ TAIL_BYTES = 4096
 
 
 class RemoteFile(io.RawIOBase):
-    """A file behind a URL, read in parts from any place; each read is one request."""
+    """A file behind a URL, read from any place; a request is for `PART_BYTES` at most."""
 
     def __init__(self, found: RemoteObject) -> None:
         """Open it.
@@ -62,13 +62,14 @@ class RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         """Read as `read_part` does, up to the end of the file."""
-        end = min(self._position + len(buffer), self._found.num_bytes)
-        if end <= self._position:
-            return 0
-        content = self._read(self._position, end)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+        begin = self._position
+        end = min(begin + len(buffer), self._found.num_bytes)
+        while self._position < end:
+            content = self._read(self._position, min(self._position + PART_BYTES, end))
+            at = self._position - begin
+            buffer[at : at + len(content)] = content
+            self._position += len(content)
+        return self._position - begin
 
     def _read(self, begin: int, end: int) -> bytes:
         return read_part(self._found, begin, end)
@@ -82,8 +83,6 @@ class _FileReadAhead(RemoteFile):
         self._coming: tuple[int, int, Future[bytes]] | None = None
 
     def _read(self, begin: int, end: int) -> bytes:
-        # A larger member in several parts: what is coming is one of them.
-        end = min(end, begin + PART_BYTES)
         coming, self._coming = self._coming, None
         is_it = coming is not None and coming[:2] == (begin, end)
         content = coming[2].result() if is_it else super()._read(begin, end)
@@ -124,7 +123,7 @@ class _Onward:
     def seek(self, offset: int) -> int:
         self._back = max(self._end - offset, 0)
         if self._back > len(self._tail):
-            raise RunError(f"byte {offset} is asked for behind byte {self._end}")
+            raise RunError(f"cannot go back to byte {offset} from byte {self._end}")
         while self._end < offset and self._pull(min(offset - self._end, 2**20)):
             pass
         return self.tell()

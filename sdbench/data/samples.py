@@ -101,8 +101,11 @@ class Samples(Protocol):
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
             parquet, a shard); a single run of all samples where any order is as cheap as any other.
             They add up to the length.
-        num_blocks_of_files: How many of the blocks each file has, where files are read from their
-            first byte on and going back is dear; None where it is not.
+        num_blocks_of_files: How many of the blocks each file has, where a process is to read files
+            from their first byte on, as going back is dear or each block is a download; of such
+            blocks each is a file. None where any process may read any block.
+        num_lanes: Of how many runs of neighbours the samples are read in turn, which the reader of
+            batches sets: as `max_kept` says, files or row groups are kept at hand.
         num_dropped: Samples that are stored but left out because a flag says so.
         sample_type: Type of the samples that `read` gives.
         columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
@@ -111,6 +114,7 @@ class Samples(Protocol):
 
     blocks: Sequence[int]
     num_blocks_of_files: Sequence[int] | None
+    num_lanes: int
     num_dropped: int
     sample_type: SampleType
     columns: Mapping[str, str]
@@ -131,6 +135,16 @@ class Samples(Protocol):
             RunError: The file that holds it is missing or damaged; the file is named.
         """
         ...
+
+
+def max_kept(num_lanes: int) -> int:
+    """How many files or row groups to keep, the one used last longest, for lanes read in turn.
+
+    Each lane has one, and may have left one behind, of which others have the rest. That was used
+    last: with less room the next lane's would be thrown out for it, just before it is needed, and
+    so on for all of them.
+    """
+    return 2 * num_lanes - 1
 
 
 class BadSampleError(ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import http.server
+import os
+import select
 import threading
 from pathlib import Path
 
@@ -266,6 +268,20 @@ def test_the_user_and_password_of_a_url_are_sent(locked_server, tmp_path):
         with pytest.raises(RunError, match="the server answers 401"):
             fetch(f"http://{wrong}{locked_server}/a.tar", cache=tmp_path)
     assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == [copy]
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    # Open for writing as long as sleep lives.
+    held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    output = command_output.CommandOutput(f"(echo up; exec sleep 1000) 3> {fifo} | cat")
+    assert output.read(3) == b"up\n"
+    output.close()
+    ended = select.poll()
+    ended.register(held, 0)
+    assert ended.poll(10_000) == [(held, select.POLLHUP)]
+    os.close(held)
 
 
 def test_each_place_has_its_own_cache(tmp_path):

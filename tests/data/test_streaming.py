@@ -12,6 +12,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import data as script
@@ -25,7 +26,7 @@ from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, TAR_SIZES, indices
 from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
-from tests.refusals import printed_refusal, refused
+from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -156,6 +157,17 @@ def test_without_shuffling_the_order_is_the_stored_one(kind, num_workers, place)
     assert indices(list(data.build(config))) == list(range(48))
 
 
+def test_row_groups_are_shuffled_over_all_files(place):
+    loader = data.build(make_config(place("parquet"), "parquet"))
+    rows = indices([*loader, *loader])
+    # 30 rows and 19, in groups of 8.
+    groups = [(row // 8 if row < 30 else 4 + (row - 30) // 8) for row in rows]
+    order = [group for group, _ in itertools.groupby(groups)]
+    files = [group >= 4 for group in order]
+    # File by file there would be one change in each epoch, and one between them.
+    assert sum(one != other for one, other in itertools.pairwise(files)) > 3
+
+
 def test_the_next_part_comes_while_one_is_used(place, s3):  # noqa: F811
     samples = data.open_samples(make_config(place("webdataset")))
     num_before = s3.num_requests
@@ -205,6 +217,68 @@ def test_a_resumed_epoch_neither_repeats_nor_drops(kind, num_ranks, num_workers,
         assert sorted(before + after) == sorted(epoch)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (2, 0), (1, 2)])
+def test_lanes_that_are_read_in_turn_have_a_reader_each(num_ranks, num_workers, folder, tmp_path):
+    path = folder("webdataset")
+    log = tmp_path / "log"
+    place = f"pipe:echo x >> {log}; exec cat {path}/{{00000..00002}}.tar"
+    options = {"num_workers": num_workers, "tar_sizes": str(path / "sizes.json")}
+    loaders = open_ranks(place, "webdataset", num_ranks=num_ranks, **options)
+    # As from 4 ranks with 3 workers: 12 lanes of 4 samples. One process reads all of them, each of
+    # two ranks half, and each of two workers all.
+    state = {**loaders[0].state_dict(), "num_images": 4, "lanes": [4, 3]}
+    found = []
+    for loader in loaders:
+        loader.load_state_dict(state)
+        found += indices(list(loader))
+    assert len(set(found)) == len(found) == 44
+    # Each lane opens the tar in which it begins, and those behind it.
+    assert len(log.read_text().split()) <= 12 * max(num_workers, 1) + 3
+
+
+def test_a_reader_that_is_left_takes_no_other_lanes_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(webdataset_stream, "SAMPLES_PER_BLOCK", 16)
+    sizes = {f"{number}.tar": 23 for number in range(12)}
+    for name in sizes:
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for index, kind in itertools.product(range(23), ("png", "txt")):
+                content = datasets.make_png(0) if kind == "png" else b"a"
+                member = tarfile.TarInfo(f"{index}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    place = f"pipe:echo x >> {tmp_path}/log; exec cat {tmp_path}/{{0..11}}.tar"
+    options = {"device_batch_size": 16, "tar_sizes": str(tmp_path / "sizes.json")}
+    loader = data.build(make_config(place, **options))
+    # Batches of two lanes, of which there are 6 in turn, go from one tar to the next.
+    loader.load_state_dict({**loader.state_dict(), "num_images": 80, "lanes": [2, 3]})
+    assert len(list(loader)) == 12
+    assert len((tmp_path / "log").read_text().split()) <= 12 + 6
+
+
+def test_lanes_that_are_read_in_turn_keep_a_row_group_each(place, s3, tmp_path):  # noqa: F811
+    (loader,) = open_ranks(place("parquet"), "parquet", num_ranks=1, num_workers=0)
+    # 4 lanes of 12 samples, in groups of 8 and less: each reads two or three of the seven groups.
+    loader.load_state_dict({**loader.state_dict(), "num_images": 4, "lanes": [2, 2]})
+    s3.num_bytes = 0
+    assert len(set(indices(list(loader)))) == 44
+    num_bytes = num_stored_bytes(s3, f"{tmp_path.name}/parquet")
+    # All once, and again the three groups that a cut between lanes goes through.
+    assert s3.num_bytes < num_bytes * (7 + 3) / 7
+
+
+def test_a_tar_that_was_left_is_closed(folder, tmp_path):
+    path = folder("webdataset")
+    place = f"pipe:exec cat {path}/{{00000..00002}}.tar"
+    options = {"num_workers": 0, "tar_sizes": str(path / "sizes.json")}
+    loader, _ = open_ranks(place, "webdataset", num_ranks=2, **options)
+    others, most = set(psutil.Process().children()), 0
+    for _ in range(4):
+        for _ in loader:
+            most = max(most, len(set(psutil.Process().children()) - others))
+    assert most == 1
+
+
 def test_past_samples_are_named_by_tar_and_position(place):
     loader = data.build(make_config(place("webdataset"), num_workers=2))
     seen = [*loader, *itertools.islice(loader, 3)]
@@ -215,14 +289,35 @@ def test_past_samples_are_named_by_tar_and_position(place):
         assert [starts[tar] + int(at) for tar, at in found] == indices([seen[-1 - back]])
 
 
+def test_a_position_is_not_taken_over_by_corrected_sizes(folder, tmp_path):
+    path = folder("webdataset")
+    sizes = tmp_path / "sizes.json"
+    place = f"pipe:cat {path}/{{00000..00002}}.tar"
+    states, loaders = [], []
+    for moved in (0, 1):  # with the same sum
+        sizes.write_text(json.dumps({**TAR_SIZES, "00000.tar": 5 + moved, "00001.tar": 30 - moved}))
+        loaders.append(data.build(make_config(place, tar_sizes=str(sizes))))
+        states.append(loaders[-1].state_dict())
+    before, after = (state["sizes_digest"] for state in states)
+    with refused(
+        f"--tar_sizes or {PLACE_FLAGS}",
+        value=f"sizes with the digest {after}",
+        allowed=f"those that the run began with (digest {before}), or a new run on these by "
+        "--init_from and another --run_name",
+    ):
+        loaders[1].load_state_dict(states[0])
+
+
 def test_a_position_in_copied_data_is_none_in_streamed_data(place):
     where = place("webdataset")
     copied, streamed = (
         data.build(make_config(where, remote_files=value)) for value in ("copy", "stream")
     )
-    for one, other in ((copied, streamed), (streamed, copied)):
-        with refused("--remote_files or --shuffle"):
-            one.load_state_dict(other.state_dict())
+    ways = {"by number": copied, "shuffled and streamed": streamed}
+    for here, there in itertools.permutations(ways):
+        allowed = f"{there}, as that run began"
+        with refused("--remote_files or --shuffle", value=here, allowed=allowed):
+            ways[here].load_state_dict(ways[there].state_dict())
 
 
 def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F811
@@ -242,22 +337,37 @@ def test_packed_tars_and_commands_are_streamed(s3, folder, tmp_path):  # noqa: F
         assert indices(list(data.build(config))) == list(range(48))
 
 
+def sign(s3: S3Server, keys: list[str]) -> str:  # noqa: F811
+    """Web addresses of objects, in braces."""
+    urls = [
+        s3.client().generate_presigned_url("get_object", Params={"Bucket": BUCKET, "Key": key})
+        for key in keys
+    ]
+    return "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["webdataset", "parquet"])
 def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
     path = folder(kind)
     s3.upload(path, f"{tmp_path.name}/{kind}")
     files = sorted(file.name for file in path.iterdir() if file.suffix != ".json")
-    urls = [
-        s3.client().generate_presigned_url(
-            "get_object", Params={"Bucket": BUCKET, "Key": f"{tmp_path.name}/{kind}/{file}"}
-        )
-        for file in files
-    ]
-    place = "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
+    place = sign(s3, [f"{tmp_path.name}/{kind}/{file}" for file in files])
     sizes = str(path / "sizes.json") if kind == "webdataset" else None
     options = {"shuffle": False, "num_workers": num_workers, "tar_sizes": sizes}
     config = make_config(place, kind, **options)
+    assert indices(list(data.build(config))) == list(range(48))
+
+
+def test_web_files_that_their_server_calls_packed_are_streamed(s3, folder, tmp_path):  # noqa: F811
+    path = folder("webdataset")
+    keys = [f"{tmp_path.name}/{name}.gz" for name in TAR_SIZES]
+    for name, key in zip(TAR_SIZES, keys, strict=True):
+        packed = gzip.compress((path / name).read_bytes())
+        s3.client().put_object(Bucket=BUCKET, Key=key, Body=packed, ContentEncoding="gzip")
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text(json.dumps({f"{name}.gz": size for name, size in TAR_SIZES.items()}))
+    config = make_config(sign(s3, keys), shuffle=False, tar_sizes=str(sizes))
     assert indices(list(data.build(config))) == list(range(48))
 
 
@@ -270,6 +380,16 @@ def test_parts_that_break_off_are_asked_for_again(kind, place, s3):  # noqa: F81
     seen += batches
     assert s3.num_cuts == 0
     assert len(set(indices(seen))) == 48
+
+
+def test_a_row_group_comes_in_parts(place, s3, monkeypatch):  # noqa: F811
+    small = datasets.make_png
+    noise = random.Random(0).randbytes(8_000)
+    monkeypatch.setattr(datasets, "make_png", lambda index: small(index) + noise)
+    where = place("parquet")
+    # A column of a row group has 64 kB, and no answer comes whole that is longer than a part.
+    s3.cut_after = PART_BYTES
+    assert len(set(indices(list(data.build(make_config(where, "parquet")))))) == 48
 
 
 def test_a_busy_server_is_waited_for(place, s3):  # noqa: F811
@@ -392,8 +512,10 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
         data.check(make_config("gs://a/0.tar"))
     with refused("--remote_files", value="pipe:cat a"):
         data.check(make_config("pipe:cat a", "parquet"))
-    with refused("--remote_files", value="stream"):
+    with refused("--remote_files", value="stream") as caught:
         data.check(make_config("s3://pictures/a", "mds"))
+    told = "mds cannot be streamed by --remote_files (its shards are copied as they are needed): "
+    assert str(caught.value).startswith(told)
     with refused("--local", value="copies"):
         data.check(make_config(url, local="copies", tar_sizes=str(sizes)))
     with refused("--filters", value={"width": ">=5"}):
@@ -413,12 +535,37 @@ def test_what_cannot_be_streamed_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1]", '{"0.tar": -1}', '{"0.tar": 1.5}', '{"0.tar": true}', None]
+    "place",
+    [
+        "pipe:curl -s 'https://h/my-0.tar?sig=1&by=me'",
+        "pipe:curl -s https://h/my%2D0.tar | cat",
+        "https://h/my%2D0.tar?sig=1",
+        "s3://h/my-0.tar",
+    ],
+)
+def test_tars_are_known_by_the_end_of_their_path(place, tmp_path):
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text('{"my-0.tar": 8}')
+    assert data.check(make_config(place, tar_sizes=str(sizes))) == 8
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[1]",
+        b'{"0.tar": -1}',
+        b'{"0.tar": 1.5}',
+        b'{"0.tar": true}',
+        pytest.param(gzip.compress(b'{"0.tar": 8}')[:-9], id="cut gzip"),
+        pytest.param(gzip.compress(b"")[:10] + b"\xff" * 20, id="broken gzip"),
+        None,
+    ],
 )
 def test_sizes_that_cannot_be_read_are_refused(content, tmp_path):
     sizes = tmp_path / "sizes.json"
     if content is not None:
-        sizes.write_text(content)
+        sizes.write_bytes(content)
     with refused("--tar_sizes", value=str(sizes)):
         data.check(make_config("s3://pictures/a/0.tar", tar_sizes=str(sizes)))
 
@@ -448,20 +595,40 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     assert files_below(temporary_folder) == []
     config = make_config(place, shuffle=False, tar_sizes=str(out))
     assert indices(list(data.build(config))) == list(range(48))
+    web = sign(s3, [f"{tmp_path.name}/counted/00000.tar"]).strip("{}")
+    assert main(["count-samples", web, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"00000.tar": 5}
+    asked = tmp_path / "why?.tar"
+    asked.write_bytes((path / "00000.tar").read_bytes())
+    assert main(["count-samples", str(asked), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"why?.tar": 5}
     # Names that are not told apart by their last part.
     both = f"{{{path}/00000.tar,{place}/00000.tar}}"
     assert main(["count-samples", both, "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"webdataset/00000.tar": 5, "counted/00000.tar": 5}
     (path / "00002.tar").write_bytes((path / "00002.tar").read_bytes()[:9000])
-    assert main(["count-samples", str(path), "--out", str(tmp_path / "none.json")]) == 1
-    assert f"{path}/00002.tar is damaged" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
+    capsys.readouterr()
+    assert main(["count-samples", str(path), "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert told.count(f"{path}/00002.tar is damaged") == 1
+    assert (
+        f"error: 1 of 3 tars cannot be counted, as is said above; {out} has the 2 others." in told
+    )
+    assert json.loads(out.read_text()) == {"00000.tar": 5, "00001.tar.gz": 30}
 
 
 @pytest.mark.parametrize("place", ["pipe:cat a.tar", "nowhere", "{s3://a/b.tar,s3://a/b.tar}"])
 def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
     assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "PLACE"
+
+
+@pytest.mark.parametrize("out", ["nowhere/sizes.json", "."])
+def test_numbers_that_cannot_be_written_are_bad_input(out, tmp_path, capsys):
+    argv = ["count-samples", "pipe:cat a.tar", "--out", str(tmp_path / out)]
+    assert main(argv) == 2  # before the tars are looked for
+    refusal = printed_refusal(capsys.readouterr().err)
+    assert (refusal.flag, refusal.value) == ("--out", str(tmp_path / out))
 
 
 def test_converted_tars_have_their_sizes_beside_them(s3, mds_folder, tmp_path):  # noqa: F811

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
-from sdbench.data.remote import PIPE, fetch
+from sdbench.data.remote import fetch, shown
 
 Content = TypeVar("Content")
 
@@ -32,9 +32,7 @@ class StoredFile(os.PathLike):
         return str(self.path)
 
     def __str__(self) -> str:
-        if self.source is None:
-            return str(self.path)
-        return repr(self.source) if self.source.startswith(PIPE) else self.source
+        return str(self.path) if self.source is None else shown(self.source)
 
 
 def state_of(stat: os.stat_result) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import PLACE_FLAGS, endings
 from sdbench.data.formats.copies import StoredFile
 from sdbench.data.formats.listing import (
@@ -16,7 +17,8 @@ from sdbench.data.formats.listing import (
     tell_other_splits,
 )
 from sdbench.data.remote import (
-    PIPE,
+    S3,
+    WEB,
     cache_folder,
     fetch_all,
     is_url,
@@ -54,7 +56,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
-        if is_url(name) and not name.startswith((PIPE, "http")) and not name.endswith(known):
+        if is_url(name) and not name.startswith((PIPE, *WEB)) and not name.endswith(known):
             found, others = take_training_split(list_urls(name, endings=known), folder=name)
             _check_once(found, endings=known)
         elif not is_url(name) and Path(name).is_dir():
@@ -139,7 +141,7 @@ def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
         )
     names = find_files(place, suffix=suffix, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
-    known = ("s3://", "http://", "https://", *([PIPE] if suffix == ".tar" else []))
+    known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))
     for name in names:
         if not name.startswith(known):
             raise ConfigError(

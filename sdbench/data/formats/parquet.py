@@ -32,6 +32,7 @@ from sdbench.data.samples import (
     LatentSample,
     SampleType,
     clean_caption,
+    max_kept,
 )
 from sdbench.data.source import SourceConfig
 
@@ -48,6 +49,7 @@ class ParquetSamples:
     """The rows of one or several parquet files, by number over all of them."""
 
     num_dropped = 0
+    num_lanes = 1
 
     def __init__(self, files: Sequence[ParquetFile], *, config: SourceConfig) -> None:
         """Read the files' footers.
@@ -61,9 +63,6 @@ class ParquetSamples:
         """
         self._files = files
         self._footers = _read_footers(files, ConfigError)
-        self.num_blocks_of_files = (
-            [footer.num_row_groups for footer in self._footers] if config.is_streamed else None
-        )
         self._groups: list[tuple[int, int]] = []
         self.blocks: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
@@ -74,18 +73,20 @@ class ParquetSamples:
             for group in range(footer.num_row_groups):
                 self._groups.append((number, group))
                 self.blocks.append(footer.row_group(group).num_rows)
+        # A row group is one request wherever it lies: a file of its own to the order.
+        self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
         self.sample_type = SampleType(tuple(self.columns))
         self._shapes = self.sample_type.array_shapes(config)
-        # The row group that was read last, as samples are read a block at a time.
-        self._block = -1
-        self._values: dict[str, Any] = {}
+        # Blocks to their columns and to how many rows have not been asked for, as samples are read
+        # a block at a time; the one used last comes last.
+        self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_block": -1, "_values": {}}
+        return {**self.__dict__, "_read_groups": {}}
 
     def name(self, index: int) -> str:
         """File, row group and row of a sample."""
@@ -101,12 +102,17 @@ class ParquetSamples:
             RunError: The file is damaged.
         """
         block, row = self._find(index)
-        if block != self._block:
+        columns, num_left = self._read_groups.pop(block, (None, self.blocks[block]))
+        while len(self._read_groups) >= max_kept(self.num_lanes):
+            del self._read_groups[next(iter(self._read_groups))]
+        if columns is None:
             file = self._files[self._groups[block][0]]
-            self._values = _read(file, lambda file: self._read_group(block))
-            self._block = block
+            columns = _read(file, lambda file: self._read_group(block))
+        # One alone stays until the next: it may be all that there is.
+        if num_left > 1 or self.num_lanes == 1:
+            self._read_groups[block] = columns, num_left - 1
         name = self.name(index)
-        values = {part: column[row] for part, column in self._values.items()}
+        values = {part: column[row] for part, column in columns.items()}
         if self.sample_type is SampleType.IMAGES:
             image, caption = values["image"], values["caption"]
             data = image.as_buffer().to_pybytes() if image.is_valid else None
@@ -309,7 +315,7 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
             raise RunError(f"{what}.") from error
         raise ConfigError(
             what,
-            value=getattr(path, "source", None) or str(path),
+            value=path.source or str(path),
             allowed="whole parquet files",
             flag=PLACE_FLAGS,
         ) from error

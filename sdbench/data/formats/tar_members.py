@@ -127,6 +127,11 @@ def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]
     return pieces
 
 
+def find_member(members: Mapping[str, object], kinds: Sequence[str]) -> str | None:
+    """The first of some extensions that a sample has a member of, if it has one."""
+    return next((kind for kind in kinds if kind in members), None)
+
+
 def read_span(file: BinaryIO, span: Span | None) -> bytes | None:
     """The content of a member; None where there is none."""
     if span is None:
@@ -161,10 +166,6 @@ class Captions:
         self.extensions = (
             CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
         )
-
-    def find(self, members: Mapping[str, object]) -> str | None:
-        """The extension of the member that a sample's caption comes from, if it has one."""
-        return next((name for name in self.extensions if name in members), None)
 
     def read(self, extension: str, data: bytes, *, name: str) -> str | None:
         """The caption that a member holds.

@@ -30,6 +30,7 @@ from sdbench.data.formats.tar_members import (
     CAPTION_EXTENSIONS,
     Captions,
     Span,
+    find_member,
     list_samples,
     read_span,
 )
@@ -234,8 +235,8 @@ def _make_index(
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue
-            image = next((spans[name] for name in images if name in spans), None)
-            caption = next((name for name in captions if name in spans), None)
+            image = spans.get(find_member(spans, images))
+            caption = find_member(spans, captions)
             entries.append((key, image, caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,10 +17,17 @@ from urllib.parse import urlsplit
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.tar_members import Captions, Span, list_samples, read_span
+from sdbench.data.formats.tar_members import (
+    Captions,
+    Span,
+    find_member,
+    list_samples,
+    read_span,
+)
 from sdbench.data.image_files import image_extensions
+from sdbench.data.remote import path_of, shown
 from sdbench.data.remote_files import open_stream
-from sdbench.data.samples import ImageSample, SampleType
+from sdbench.data.samples import ImageSample, SampleType, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
 
@@ -29,9 +37,6 @@ MAX_SIZES_BYTES = 64 * 2**20
 # So many neighbours are shuffled among themselves. Their files are held in memory: 50 MB for
 # pictures of 100 kB.
 SAMPLES_PER_BLOCK = 512
-# An epoch that is resumed with other ranks or workers takes the samples of several tars in turn, of
-# as many as there were workers for it.
-MAX_OPEN_TARS = 16
 
 
 class StreamedTarSamples:
@@ -40,6 +45,7 @@ class StreamedTarSamples:
     sample_type = SampleType.IMAGES
     columns: Mapping[str, str] = {}
     num_dropped = 0
+    num_lanes = 1
 
     def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
         """Read how many samples the tars hold; no tar is opened.
@@ -63,19 +69,19 @@ class StreamedTarSamples:
         ]
         self.blocks = list(itertools.chain.from_iterable(blocks_of_tars))
         self.num_blocks_of_files = list(map(len, blocks_of_tars))
-        # Tar to its reader; the one used last comes last.
-        self._open: dict[int, _TarReader] = {}
+        # The one used last comes last.
+        self._readers: list[_TarReader] = []
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+        return {**self.__dict__, "_readers": []}
 
     def name(self, index: int) -> str:
         """Tar and position of a sample; its key is known only when it is read."""
         number, position = self._find(index)
-        return f"{_shown(self._tars[number])}, sample {position}"
+        return f"{shown(self._tars[number])}, sample {position}"
 
     def read(self, index: int) -> ImageSample:
         """Read one sample; those before it in the tar are read too, if they have not been.
@@ -86,12 +92,28 @@ class StreamedTarSamples:
                 is declared.
         """
         number, position = self._find(index)
-        reader = self._open.pop(number, None)
-        if reader is None or not reader.can_take(position):
-            if reader is not None:
-                reader.close()
+        members = self._take(number, position)
+        name = self.name(index)
+        image = members.get(find_member(members, self._images))
+        extension = find_member(members, self._captions.extensions)
+        caption = None
+        if extension is not None:
+            caption = self._captions.read(extension, members[extension], name=name)
+        return ImageSample(name, image, caption)
+
+    def _take(self, number: int, position: int) -> dict[str, bytes | None]:
+        """The members of a sample, from a reader of each lane."""
+        tar = self._tars[number]
+        able = [one for one in self._readers if one.tar == tar and one.can_take(position)]
+        # Lanes may share a tar: of theirs the one that has come farthest, as the others' go on.
+        reader = max(able, key=lambda one: one.num_read, default=None)
+        if reader is not None:
+            self._readers.remove(reader)
+        while len(self._readers) >= max_kept(self.num_lanes):
+            self._readers.pop(0).close()
+        if reader is None:
             kinds = (*self._images, *self._captions.extensions)
-            reader = _TarReader(self._tars[number], num_samples=self._sizes[number], kinds=kinds)
+            reader = _TarReader(tar, num_samples=self._sizes[number], kinds=kinds)
         try:
             members = reader.take(position)
         except BaseException:
@@ -100,16 +122,8 @@ class StreamedTarSamples:
         if reader.is_done:
             reader.close()
         else:
-            self._open[number] = reader
-        if len(self._open) > MAX_OPEN_TARS:
-            self._open.pop(next(iter(self._open))).close()
-        name = self.name(index)
-        image = next((members[kind] for kind in self._images if kind in members), None)
-        extension = self._captions.find(members)
-        caption = None
-        if extension is not None:
-            caption = self._captions.read(extension, members[extension], name=name)
-        return ImageSample(name, image, caption)
+            self._readers.append(reader)
+        return members
 
     def _find(self, index: int) -> tuple[int, int]:
         """The number of a sample's tar, and the sample's position there."""
@@ -118,28 +132,33 @@ class StreamedTarSamples:
 
 
 class _TarReader:
-    """Reads a tar from its first byte on; samples of one block may be taken in any order."""
+    """Reads a tar from its first byte on; samples of one block may be taken in any order.
+
+    Attributes:
+        tar: URL or command.
+        num_read: Samples that have been read.
+    """
 
     def __init__(self, tar: str, *, num_samples: int, kinds: Sequence[str]) -> None:
-        self._tar = tar
+        self.tar = tar
         self._num_samples = num_samples
-        self._file = open_stream(tar)
+        self._file = file = open_stream(tar)
 
-        def take(extension: str, span: Span) -> bytes | None:
-            return read_span(self._file, span) if extension in kinds else None
+        def take(extension: str, span: Span) -> bytes | None:  # not of self, which would be a cycle
+            return read_span(file, span) if extension in kinds else None
 
-        self._samples = list_samples(self._file, _shown(tar), kinds=kinds, take=take)
-        self._num_read = 0
+        self._samples = list_samples(file, shown(tar), kinds=kinds, take=take)
+        self.num_read = 0
         self._kept: dict[int, dict[str, bytes | None]] = {}
 
     @property
     def is_done(self) -> bool:
         """Whether every sample of the last block has been taken."""
-        return self._num_read == self._num_samples and not self._kept
+        return self.num_read == self._num_samples and not self._kept
 
     def can_take(self, position: int) -> bool:
         """Whether that sample has not been passed."""
-        return position in self._kept or position >= self._num_read
+        return position in self._kept or position >= self.num_read
 
     def take(self, position: int) -> dict[str, bytes | None]:
         """The members of a sample.
@@ -149,19 +168,19 @@ class _TarReader:
         """
         block = position // SAMPLES_PER_BLOCK * SAMPLES_PER_BLOCK
         self._kept = {number: kept for number, kept in self._kept.items() if number >= block}
-        while self._num_read <= position:
+        while self.num_read <= position:
             members = self._next()
-            if self._num_read >= block:
-                self._kept[self._num_read] = members
-            self._num_read += 1
-            if self._num_read == self._num_samples:
+            if self.num_read >= block:
+                self._kept[self.num_read] = members
+            self.num_read += 1
+            if self.num_read == self._num_samples:
                 self._check_end()
         return self._kept.pop(position)
 
     def _next(self) -> dict[str, bytes | None]:
         for _, members in self._samples:
             return members
-        raise self._differs(self._num_read)
+        raise self._differs(self.num_read)
 
     def _check_end(self) -> None:
         """Read what is behind the last sample, which tells whether the tar is whole."""
@@ -171,17 +190,14 @@ class _TarReader:
 
     def _differs(self, num_found: int) -> RunError:
         return RunError(
-            f"{_shown(self._tar)} holds {num_found} samples, not {self._num_samples} as is "
+            f"{shown(self.tar)} holds {num_found} samples, not {self._num_samples} as is "
             f"declared (--tar_sizes, or {SIZES_NAME} beside it)."
         )
 
     def close(self) -> None:
         """Close the tar."""
+        self._samples.close()
         self._file.close()
-
-
-def _shown(tar: str) -> str:
-    return repr(tar) if tar.startswith(PIPE) else tar
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
@@ -230,10 +246,10 @@ def _file_beside(tar: str) -> str:
 def _names(tar: str) -> Iterator[str]:
     """What a tar may be called in a list of sizes: its place, or any end of its path."""
     if tar.startswith(PIPE):
-        paths = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
+        places = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
     else:
-        paths = [tar, urlsplit(tar).path]
-    for path in paths:
+        places = [tar]
+    for path in itertools.chain.from_iterable((place, path_of(place)) for place in places):
         parts = path.split("/")
         yield from ("/".join(parts[first:]) for first in range(len(parts)))
 
@@ -250,7 +266,7 @@ def _read_sizes_file(place: str) -> dict[str, int]:
         for name, size in sizes.items():
             if type(size) is not int or not 0 <= size <= MAX_COUNT:
                 raise ValueError(f"{name} has {size!r} samples")
-    except (OSError, ValueError, RunError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RunError) as error:
         raise ConfigError(
             f"The numbers of samples of the tars cannot be read ({str(error).rstrip('.')})",
             value=place,

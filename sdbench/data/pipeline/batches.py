@@ -7,7 +7,7 @@ that took, and which samples were bad, travels with the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -110,6 +110,10 @@ class BatchReader:
 
     A bad sample stops the run, or with ``--on_bad_sample skip`` another sample of its batch takes
     its place, so that every batch is full and all ranks take equally many steps.
+
+    Attributes:
+        num_samples: Of the data set.
+        num_lanes: As `StreamedOrder` has it.
     """
 
     def __init__(
@@ -132,15 +136,13 @@ class BatchReader:
         """
         self.sample_type = sample_type
         self.blocks = blocks
+        # Once: there may be millions of blocks.
+        self.num_samples = sum(blocks)
         self.num_blocks_of_files = num_blocks_of_files
         self.num_dropped = num_dropped
         self.config = config
+        self.num_lanes: Mapping[int, int] = {}
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the data set."""
-        return sum(self.blocks)
 
     def name(self, index: int) -> str:
         """What a person finds a sample by."""
@@ -198,6 +200,7 @@ class SampleBatchReader(BatchReader):
         report = BatchReport(num_images=len(keys))
         target, report.slot = self._slots.take(self._layout(len(keys)))
         self._begin(target)
+        self.samples.num_lanes = self.num_lanes.get(keys[0].epoch, 1)
         good = []
         for key in keys:
             try:

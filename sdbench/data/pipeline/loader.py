@@ -232,6 +232,8 @@ class CheckedLoader(DataLoader):
                 flag=PLACE_FLAGS,
             )
         self._order.resume(state)
+        if isinstance(self._order, StreamedOrder):
+            self._reader.num_lanes = self._order.num_lanes
         self._num_resumed = state["num_images"] // self._config.world_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

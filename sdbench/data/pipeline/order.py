@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +12,12 @@ import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.source import SourceConfig
 
 # In the state of `StreamedOrder`.
 LANES = "lanes"
+SIZES_DIGEST = "sizes_digest"
 
 
 class Key(NamedTuple):
@@ -124,10 +129,14 @@ class EpochOrder(DistributedSampler):
             ConfigError: It is a position in an order of another kind.
         """
         if self._is_streamed != (LANES in state):
+            # The way of the checkpoint is the other one.
+            here, there = "shuffled and streamed", "by number"
+            if not self._is_streamed:
+                here, there = there, here
             raise ConfigError(
-                "the checkpoint has a position in data that was read in another way",
-                value="shuffled and streamed" if self._is_streamed else "by number",
-                allowed="the values that the run began with",
+                "this run reads its data in another way than the run of the checkpoint",
+                value=here,
+                allowed=f"{there}, as that run began",
                 flag="--remote_files or --shuffle",
             )
         self.epoch = state["epoch"]
@@ -161,6 +170,10 @@ class StreamedOrder(EpochOrder):
     several processes each.
 
     Nothing here grows with the number of samples, only with that of blocks.
+
+    Attributes:
+        num_lanes: A resumed epoch to the number of lanes that each process of this rank reads in
+            turn; of all others it reads one.
     """
 
     _is_streamed = True
@@ -178,8 +191,12 @@ class StreamedOrder(EpochOrder):
         super().__init__(blocks, config=config)
         self._num_blocks = np.asarray(num_blocks_of_files, dtype=np.int64)
         self._starts = np.cumsum(self._blocks) - self._blocks
+        sizes = hashlib.sha256(self._num_blocks.tobytes() + self._blocks.tobytes())
+        self._sizes_digest = sizes.hexdigest()[:16]
         self._own_lanes = Lanes(config.world_size, max(config.num_workers, 1))
         self._resumed: tuple[int, Lanes] | None = None
+        self.num_lanes: dict[int, int] = {}
+        self._keep_permutations(self._own_lanes)
         self._line: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
@@ -189,7 +206,8 @@ class StreamedOrder(EpochOrder):
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
         """What `resume` needs, as `loader.Order.state` says."""
         state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
-        return {**state, LANES: list(self._lanes(state["epoch"]))}
+        lanes = list(self._lanes(state["epoch"]))
+        return {**state, LANES: lanes, SIZES_DIGEST: self._sizes_digest}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
         """The samples of a batch, as `loader.Order.batch` says."""
@@ -199,11 +217,40 @@ class StreamedOrder(EpochOrder):
         """Begin the next epoch where `state` was taken.
 
         Raises:
-            ConfigError: As for `EpochOrder`.
+            ConfigError: As for `EpochOrder`, or files have other sizes, and so other orders.
         """
         super().resume(state)
+        if state.get(SIZES_DIGEST) != self._sizes_digest:
+            raise ConfigError(
+                "the checkpoint has a position in streamed files of other sizes, or in other files",
+                value=f"sizes with the digest {self._sizes_digest}",
+                allowed=f"those that the run began with (digest {state.get(SIZES_DIGEST)}), or a "
+                "new run on these by --init_from and another --run_name",
+                flag=f"--tar_sizes or {PLACE_FLAGS}",
+            )
         if state["num_images"]:  # else the epoch has not begun
-            self._resumed = self.epoch, Lanes(*state[LANES])
+            lanes = Lanes(*state[LANES])
+            self._resumed = self.epoch, lanes
+            self._keep_permutations(lanes)
+            # A process makes each n-th batch, so it meets these workers' lanes of a rank.
+            own = self._own_lanes.num_workers
+            num_workers = lanes.num_workers // math.gcd(lanes.num_workers, own)
+            self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
+
+    def _keep_permutations(self, lanes: Lanes) -> None:
+        """Keep those of the blocks that this rank's lanes are in: they may have a million rows."""
+        num_lanes = len(self._ranks_of_batch(lanes)) * lanes.num_workers
+        self._permutation = functools.lru_cache(maxsize=num_lanes)(self._permute)
+
+    def _permute(self, epoch: int, block: int) -> np.ndarray:
+        generator = np.random.default_rng([self._config.seed, epoch, block])
+        return generator.permutation(self._blocks[block])
+
+    def _ranks_of_batch(self, lanes: Lanes) -> range:
+        """The lanes' ranks whose samples this rank's part of a global batch has."""
+        size = self._config.global_batch_size // lanes.num_ranks
+        first = self._config.rank * self._config.device_batch_size
+        return range(first // size, -(-(first + self._config.device_batch_size) // size))
 
     def _lanes(self, epoch: int) -> Lanes:
         if self._resumed is not None and self._resumed[0] == epoch:
@@ -223,7 +270,7 @@ class StreamedOrder(EpochOrder):
         # This rank's part of the global batch, which the lanes' ranks may have cut elsewhere.
         first = config.rank * config.device_batch_size
         end = first + config.device_batch_size
-        for rank in range(first // size, -(-end // size)):
+        for rank in self._ranks_of_batch(lanes):
             begin = (rank * num_batches + num_before + turn) * size
             within = range(max(first - rank * size, 0), min(end - rank * size, size))
             parts.append(self._samples(epoch, begin + within.start, begin + within.stop))
@@ -238,7 +285,7 @@ class StreamedOrder(EpochOrder):
             block = int(blocks[place])
             size = int(self._blocks[block])
             start = int(ends[place]) - size
-            shuffled = np.random.default_rng([self._config.seed, epoch, block]).permutation(size)
+            shuffled = self._permutation(epoch, block)
             parts.append(self._starts[block] + shuffled[max(begin - start, 0) : end - start])
         return np.concatenate(parts)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.errors import ConfigError, RunError, blamed_on
+from sdbench.base.files import replace_file
+from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.files import find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
 from sdbench.data.formats.webdataset import SUFFIX
 from sdbench.data.image_files import image_extensions
-from sdbench.data.prepare.chunk_formats import write_exact_json
-from sdbench.data.remote import in_parallel
+from sdbench.data.remote import in_parallel, path_of
 from sdbench.data.remote_files import open_stream
 from sdbench.settings.data import DataSettings
 from sdbench.settings.kinds import PATH, TEXT
@@ -29,7 +32,8 @@ examples:
   stream them:  python data.py --remote 's3://bucket/{00..15}.tar' \\
                   --remote_files stream --tar_sizes sizes.json
 
-Every tar is read once, from its first byte to its last, and nothing of it is kept.
+Every tar is read once, from its first byte to its last, and nothing of it is kept. One that cannot
+be read is named, and left out of the file; each call counts all of its tars anew.
 
 exit codes: 0 ok, 1 a tar cannot be read, 2 bad input, 130 Ctrl-C
 """
@@ -50,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Count as the command line says; return the exit code.
 
     Raises:
-        ConfigError: There is no tar at that place, or two have the same name.
-        RunError: A tar cannot be read, or is damaged.
+        ConfigError: There is no tar at that place, or two have the same name, or there is no folder
+            for the file.
+        RunError: Tars cannot be read, or are damaged; the others have been counted.
     """
     flags = parse(
         CountFlags,
@@ -60,14 +65,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Count the samples of tars, so that they can be streamed.",
         epilog=EPILOG,
     ).config
+    _check_folder(flags.out)
     with blamed_on("PLACE"):
         tars = find_files(flags.place, suffix=SUFFIX, is_told=True)
         names = _name(tars)
     kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
-    sizes = in_parallel(functools.partial(count_samples, kinds=kinds), tars)
-    write_exact_json(flags.out, dict(zip(names, sizes, strict=True)))
-    print(f"{sum(sizes)} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")
+    counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
+    found = dict(zip(names, counted, strict=True))
+    sizes = {name: size for name, size in found.items() if size is not None}
+    # Not by `write_json`, which removes what may be a secret.
+    replace_file(flags.out, json.dumps(sizes, sort_keys=True).encode())
+    if len(sizes) < len(tars):
+        raise RunError(
+            f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted, as is said above; "
+            f"{flags.out} has the {len(sizes)} others. The next call counts all of its tars."
+        )
+    print(f"{sum(sizes.values())} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")
     return 0
+
+
+def _check_folder(out: Path) -> None:
+    """Check that a file can be written there, before hours of reading.
+
+    Raises:
+        ConfigError: Its folder is missing, or it is a folder itself.
+    """
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(
+            "The numbers cannot be written there",
+            value=str(out),
+            allowed="a file in a folder that exists",
+            flag="--out",
+        )
+
+
+def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
+    """How many samples a tar holds; None, and a line, where it cannot be read."""
+    try:
+        return count_samples(tar, kinds=kinds)
+    except (OSError, RunError) as error:
+        print(redact(str(error)), file=sys.stderr)
+        return None
 
 
 def count_samples(tar: str, *, kinds: Sequence[str]) -> int:
@@ -94,7 +132,7 @@ def _name(tars: Sequence[str]) -> list[str]:
             allowed="the files that it reads",
             flag="--remote or --local",
         )
-    paths = [tar.split("?")[0].split("/") for tar in tars]
+    paths = [path_of(tar).split("/") for tar in tars]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
