@@ -26,6 +26,7 @@ from sdbench.report import (
 from sdbench.report.ladder import read_configurations
 from sdbench.report.ladder_pairs import make_pair_tables
 from sdbench.report.ladder_tables import make_ladder_tables, make_pending_tables
+from sdbench.report.limits import load_profile, make_limit_tables
 from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
@@ -38,7 +39,7 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 RUNS, NUMERICS = "runs", "numerics"
-LADDER_PAGE = "ladder.md"
+LADDER_PAGE, LIMITS_PAGE = "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
 PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
@@ -87,7 +88,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
     Args:
         results: The folder. It has README.md and may have runs/, quoted/, modelled/, numerics/,
-            pages/ and ladder.md.
+            profiles/, pages/, ladder.md and limits.md.
 
     Returns:
         What was made, and which plots have no data, in words; and the files that are left out.
@@ -104,6 +105,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     quoted, bad_quoted = load_figures(results / "quoted", kind="quoted")
     modelled, bad_modelled = load_figures(results / "modelled", kind="modelled")
     losses, bad_losses = load_losses(results)
+    profiles, bad_profiles = use_each(sorted(results.glob("profiles/*/profile.json")), load_profile)
     figures = [
         row
         for rows in (*quoted.values(), *modelled.values())
@@ -112,7 +114,7 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     ]
 
     plots, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
-    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_steps]
+    left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
     time_table = training_times.make_time_table(times)
     with plain_style():
@@ -121,7 +123,9 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
     data_table = feed_table.make_data_table(loaded)
     ladder = _make_ladder(ended_well, losses)
-    sections = _make_sections(tables, data_table, time_table, ladder, make_other_tables(quoted))
+    limits = make_limit_tables(profiles)
+    others = make_other_tables(quoted)
+    sections = _make_sections(tables, data_table, time_table, ladder, limits, others)
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
@@ -139,12 +143,13 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
         results / "data.csv": feed_table.format_csv(loaded),
         results / "index.html": format_page(sections, plots),
     }
-    if ladder_page.exists():
-        generated = {
-            name: to_captioned_markdown(group) if group else NO_RUNS
-            for name, group in ladder.items()
-        }
-        texts[ladder_page] = fill_blocks(_read_text(ladder_page), generated, path=ladder_page)
+    for path, groups in ((ladder_page, ladder), (results / LIMITS_PAGE, {"limits": limits})):
+        if path.exists():
+            generated = {
+                name: to_captioned_markdown(group) if group else NO_RUNS
+                for name, group in groups.items()
+            }
+            texts[path] = fill_blocks(_read_text(path), generated, path=path)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
@@ -255,6 +260,7 @@ def _make_sections(
     data_table: Table,
     time_table: Table | None,
     ladder: Mapping[str, Sequence[Table]],
+    limits: Sequence[Table],
     other_tables: Sequence[Table],
 ) -> list[Section]:
     sections = [
@@ -270,6 +276,12 @@ def _make_sections(
             "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
             "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
             [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
+        ),
+        Section(
+            "Limits",
+            "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
+            "AdamW at the ceilings of the machine.",
+            limits,
         ),
         Section(
             "Data",

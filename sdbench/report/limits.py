@@ -1,0 +1,117 @@
+"""Tables of published profiles: the floor of a step, what is reached, and where the rest goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.outside import read_json
+from sdbench.record.configuration import describe_other_settings, place_of_encoders
+from sdbench.record.store import PROFILE
+from sdbench.report.runs import describe_devices
+from sdbench.report.tables import Table, make_table
+
+CASTS = ("aten::_to_copy", "aten::copy_")
+ONE_PASS = "sdbench::adamw_one_pass"
+
+
+def load_profile(path: Path) -> dict[str, Any]:
+    """Read a profile.json.
+
+    Raises:
+        ConfigError: If it cannot be read, or is not that of a profile which ended well.
+    """
+    try:
+        profile = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"a profile cannot be read ({error})",
+            value=str(path),
+            allowed="profile.json as python -m sdbench profile wrote it",
+            flag="--folder",
+        ) from None
+    is_profile = isinstance(profile, dict) and profile.get("kind") == PROFILE
+    if not is_profile or not isinstance(profile.get("step"), dict):
+        raise ConfigError(
+            "this is no profile of a step",
+            value=str(path),
+            allowed="profile.json as python -m sdbench profile wrote it",
+            flag="--folder",
+        )
+    return profile
+
+
+def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
+    """Floors and what is reached, and what the rest of the step is made of, a row for each profile.
+
+    Args:
+        profiles: Of `load_profile`. Those that name no floor of what a step needs are left out.
+    """
+    known = [profile for profile in profiles if "needed_floor_ms" in profile["step"]]
+    if not known:
+        return []
+    return [
+        make_table([_work(one) | _floors(one) for one in known], caption="Floors of a step"),
+        make_table(
+            [_work(one) | _rest(one) for one in known],
+            caption="The profiled step above the floor that it needs, in ms",
+        ),
+    ]
+
+
+def _work(profile: Mapping[str, Any]) -> dict[str, Any]:
+    config = profile["config"]
+    return {
+        "device": describe_devices(profile),
+        "encoders": place_of_encoders(config),
+        "px": config["image_size"],
+        "preset": config["preset"],
+        "images": profile["step"]["num_images"],
+        "other settings": describe_other_settings(profile) or "none",
+    }
+
+
+def _floors(profile: Mapping[str, Any]) -> dict[str, Any]:
+    step = profile["step"]
+    ceilings = profile["ceilings"]
+    return {
+        "TFLOP/s": ceilings["tflops"][step["ideal_floor_dtype"]],
+        "GB/s": ceilings["gb_per_s"],
+        "floor of the FLOPs, ms": step["ideal_floor_ms"],
+        "needed floor, ms": step["needed_floor_ms"],
+        "step, ms": step["step_ms"],
+        "images/s": step["images_per_second"],
+        "reached, %": 100 * step["needed_floor_ms"] / step["step_ms"],
+    }
+
+
+def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
+    """What the profiled step takes above its needed floor; the parts add up to it."""
+    step = profile["step"]
+    parts: dict[str, list[Mapping[str, Any]]] = {"update": [], "products": [], "casts": []}
+    others: list[Mapping[str, Any]] = []
+    for row in profile["operators"]:
+        if row["phase"] == "optimizer" or row["operator"] == ONE_PASS:
+            parts["update"].append(row)
+        elif row["gflop"]:
+            parts["products"].append(row)
+        elif row["operator"] in CASTS:
+            parts["casts"].append(row)
+        else:
+            others.append(row)
+    return {
+        "above the floor": step["profiled_step_ms"] - step["needed_floor_ms"],
+        "products and convolutions": _sum_ms(parts["products"]) - step["ideal_floor_ms"],
+        "casts and copies": _sum_ms(parts["casts"]),
+        "the optimizer": _sum_ms(parts["update"])
+        - (step["needed_floor_ms"] - step["ideal_floor_ms"]),
+        "other operators": _sum_ms(others),
+        "no operator: Python, autograd": step["outside_operators_ms"],
+    }
+
+
+def _sum_ms(rows: Sequence[Mapping[str, Any]]) -> float:
+    return math.fsum(row["time_ms"] or 0.0 for row in rows)

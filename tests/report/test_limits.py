@@ -1,0 +1,79 @@
+"""Floors of published profiles, and what a step takes above them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from sdbench.cli import main
+from tests.report.results_folder import RESULTS, make_results
+
+PROFILES = sorted(RESULTS.glob("profiles/*/profile.json"))
+(ONLINE,) = (path for path in PROFILES if "20261123T082754Z" in str(path))
+PAGE = "# Limits\n<!-- begin generated: limits -->\n<!-- end generated: limits -->\n"
+
+
+def make_page(tmp_path, **changes):
+    """The page of a results folder with one profile, changed, and the exit code."""
+    results = make_results(tmp_path)
+    (results / "limits.md").write_text(PAGE)
+    folder = results / "profiles" / "one"
+    folder.mkdir(parents=True)
+    profile = json.loads(ONLINE.read_text())
+    profile["step"] |= changes.pop("step", {})
+    (folder / "profile.json").write_text(json.dumps(profile | changes))
+    exit_code = main(["report", "--folder", str(results)])
+    return (results / "limits.md").read_text(), exit_code
+
+
+def row(phase, operator, time_ms, gflop=0.0):
+    return {"phase": phase, "operator": operator, "time_ms": time_ms, "gflop": gflop}
+
+
+def test_the_parts_above_the_floor_add_up_to_it(tmp_path):
+    operators = [
+        row("backward", "aten::mm", 70.0, 9.0),
+        row("unet_forward", "aten::convolution", 10.0, 1.0),
+        row("backward", "aten::_to_copy", 6.0),
+        row("optimizer", "aten::_foreach_copy_", 5.0),
+        row("optimizer", "aten::_fused_adamw_", 8.0),
+        row("backward", "sdbench::adamw_one_pass", 4.0),
+        row("backward", "aten::silu_backward", 3.0),
+        row("backward", "aten::view", None),
+    ]
+    step = {
+        "ideal_floor_ms": 50.0,
+        "needed_floor_ms": 60.0,
+        "step_ms": 100.0,
+        "images_per_second": 20.0,
+        "profiled_step_ms": 110.0,
+        "outside_operators_ms": 4.0,
+    }
+    page, exit_code = make_page(tmp_path, operators=operators, step=step)
+    assert exit_code == 0
+    floors, rest = (line for line in page.splitlines() if line.startswith("| 1 x AMD EPYC"))
+    # 60 of 100 ms; of the 50 ms above: 80 - 50, 6, 5 + 8 + 4 - 10, 3 and 4.
+    assert floors.endswith("| 50 | 60 | 100 | 20 | 60 |")
+    assert rest.endswith("| 50 | 30 | 6 | 7 | 3 | 4 |")
+
+
+def test_a_profile_without_that_floor_is_in_no_table(tmp_path):
+    older = {"step": json.loads(PROFILES[0].read_text())["step"]}
+    assert "needed_floor_ms" not in older["step"]
+    results = make_results(tmp_path)
+    (results / "limits.md").write_text(PAGE)
+    shutil.copytree(PROFILES[0].parent, results / "profiles" / "older")
+    assert main(["report", "--folder", str(results)]) == 0
+    assert "No runs yet." in (results / "limits.md").read_text()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"kind": "profile"}'])
+def test_what_is_no_profile_is_named_and_left_out(tmp_path, capsys, content):
+    results = make_results(tmp_path)
+    (results / "profiles" / "one").mkdir(parents=True)
+    path = results / "profiles" / "one" / "profile.json"
+    path.write_text(content)
+    assert main(["report", "--folder", str(results)]) == 1
+    assert str(path) in capsys.readouterr().err
