@@ -53,7 +53,7 @@ class PixelConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (B, C, H, W)."""
         pixels = x.permute(0, 2, 3, 1)
-        result = nn.functional.linear(pixels, self.weight.flatten(1), self.bias)
+        result = nn.functional.linear(pixels, _as_matrix(self.weight), self.bias)
         return result.permute(0, 3, 1, 2)
 
 
@@ -110,7 +110,10 @@ class _ProductGradients(_Product):
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
-    """Weights (O, C, 3, 3) as a matrix (O, 9 C): a view if they are channels_last."""
+    """Weights (O, C, 3, 3) as a matrix (O, 9 C): a view if they are channels_last.
+
+    Their gradient then has their layout too, as DDP wants it for its buckets.
+    """
     return weight.permute(0, 2, 3, 1).flatten(1)
 
 
