@@ -89,7 +89,10 @@ def shard_weights(job: TrainJob, *, config: Any) -> None:
     device_type = weights[0].device.type
     reduce_dtype = None
     if device_type == "cpu":
-        let_cpus_average_between_nodes()
+        # Only there: where a gathered weight is not used, as in the backward pass of a LoRA, torch
+        # waits for that event on an accelerator.
+        if config.sharding in WITHIN_NODE:
+            let_cpus_average_between_nodes()
         # For fp32 and bf16 FSDP2 asks for a reduction by mean, for which gloo returns the sum or an
         # error (pytorch issue 162338). For fp64 it asks for a sum and divides.
         reduce_dtype = torch.float64

@@ -1,7 +1,7 @@
 """Prints a sweep for a GPU as one for a CPU: the same cells with the miniature and few steps.
 
-What a CPU has no part of is left out and named in a comment; so that the other paths are those of
-a GPU, the preset's `compile` is that of a GPU. `make rehearse-gpu` makes the runs:
+What a CPU has no part of is left out and named in a comment; the preset's `compile` and `attention`
+are those of a GPU, so that the other paths are too. `make rehearse-gpu` makes the runs:
 
     python tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_1.yaml > stand-in.yaml
 """
@@ -46,6 +46,7 @@ def stand_in(sweep: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
     for cell in cells:
         if cell.get("preset") != "seed":
             cell["compile"] = "unet" if cell.get("latents") == "precomputed" else "all"
+            cell.setdefault("attention", "sdpa")
     base = {"model_name": "tiny", "num_workers": 0, **_smaller(sweep["base"])}
     return {"launcher": sweep["launcher"], "timeout_s": TIMEOUT_S, "base": base, "list": cells}, (
         left_out

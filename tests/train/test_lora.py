@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import benchmark
@@ -102,6 +105,10 @@ def test_lora_alone_is_trained_and_saved_and_the_export_has_it_in_its_weights(
     assert unchanged == [f"{ONE_POSITION}.{layer}" for layer in ("to_k", "to_q")]
 
 
+def pixels_of(png):
+    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
+
+
 def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path, capsys):
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
     plain = picture(tmp_path / "plain", "--model_name", "tiny")
@@ -112,18 +119,21 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
         file = place / f"{name}.safetensors"
         with_file = ("--model_name", "tiny", "--lora", file)
         out = tmp_path / f"out-{form}"
-        assert picture(out, *with_file) == expected
+        with_adapters = picture(out, *with_file)
+        # W x + B A x is rounded otherwise than (W + B A) x: a step of 255 between two of them.
+        difference = np.abs(pixels_of(with_adapters) - pixels_of(expected))
+        assert difference.max() <= 1 and (difference > 0).mean() < 0.001
         assert picture(tmp_path / f"none-{form}", *with_file[:-1], f"{file}:0") == plain
         assert f'weight_name="{file.name}"' in (place / "README.md").read_text()
     # The same file again is the same job, another share of it is not.
-    assert picture(out, *with_file) == expected
+    assert picture(out, *with_file) == with_adapters
     capsys.readouterr()
     half = (*with_file[:-1], f"{file}:0.5")
     options = ("--prompts", "a cat", "--num_steps", 2, "--seed", SEED, "--folder", out)
     assert generate.main([*map(str, (*options, *half))]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
     assert refusal.flag == "--folder" and "lora" in refusal.what
-    assert (out / "pictures" / "00000.png").read_bytes() == expected
+    assert (out / "pictures" / "00000.png").read_bytes() == with_adapters
 
 
 def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
