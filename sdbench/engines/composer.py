@@ -14,7 +14,7 @@ from composer.utils import get_device
 
 from sdbench.engines.breakdown import LastGradient
 from sdbench.engines.composer_compat import TrainerThatDoesNotWait, trainer_is_made
-from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
+from sdbench.engines.device import find_device, reset_peak_memory
 from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainJob
@@ -97,11 +97,7 @@ def fit(
         trainer.fit()
     # Not after an error: it waits for all ranks, and one that failed would never come.
     trainer.close()
-    return measurements_of(
-        watch,
-        num_images=job.loader.num_images_delivered,
-        peak_memory_gib=peak_memory_gib(),
-    )
+    return measurements_of(watch, num_images=job.loader.num_images_delivered)
 
 
 def _loader_and_callbacks(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
 from sdbench.engines.breakdown import LastGradient
-from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
+from sdbench.engines.device import find_device, reset_peak_memory
 from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
@@ -101,11 +101,7 @@ def fit(
                 trainer.fit(model, microbatches)
             except SystemExit as end:  # Lightning's answer to Ctrl-C
                 raise KeyboardInterrupt from end
-    return measurements_of(
-        watch,
-        num_images=job.loader.num_images_delivered,
-        peak_memory_gib=peak_memory_gib(),
-    )
+    return measurements_of(watch, num_images=job.loader.num_images_delivered)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sdbench.engines.breakdown import LastGradient
-from sdbench.engines.device import find_device, peak_memory_gib, reset_peak_memory
+from sdbench.engines.device import find_device, reset_peak_memory
 from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
@@ -96,11 +96,7 @@ def fit(
                 hooks.step_ended(state)
             if watch.is_over:
                 break
-    return measurements_of(
-        watch,
-        num_images=job.loader.num_images_delivered,
-        peak_memory_gib=peak_memory_gib(),
-    )
+    return measurements_of(watch, num_images=job.loader.num_images_delivered)
 
 
 def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:

@@ -153,6 +153,15 @@ def num_page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+def peak_memory_gib() -> float:
+    """Peak memory in GiB: what torch has reserved on a GPU, or resident memory on a CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / BYTES_PER_GIB
+    return peak_resident_memory_gib()
+
+
 def peak_resident_memory_gib() -> float:
     """Largest resident size of this process so far, as the kernel counted it, in GiB."""
     import resource

@@ -48,13 +48,12 @@ class Measurements:
     num_page_faults: int = 0
 
 
-def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float) -> Measurements:
+def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
     """The measurements of a rank after its training loop.
 
     Args:
         watch: Has watched every step.
         num_images: As in `Measurements`.
-        peak_memory_gib: As in `Measurements`.
     """
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
@@ -62,7 +61,7 @@ def measurements_of(watch: StepWatch, *, num_images: int, peak_memory_gib: float
     return Measurements(
         timings,
         num_images,
-        peak_memory_gib,
+        watch.peak_memory_gib,
         watch.gpu,
         breakdown,
         watch.attention.kernels,

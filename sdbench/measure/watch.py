@@ -16,7 +16,7 @@ from sdbench.base.errors import RunError
 from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
-from sdbench.measure.hardware import num_page_faults
+from sdbench.measure.hardware import num_page_faults, peak_memory_gib
 from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
@@ -98,6 +98,7 @@ class StepWatch:
         self._profiler: Any = None
         self._ranks = Ranks.from_environment()
         self._request = StopRequest()
+        self._peak_memory_gib: float | None = None
         self.is_stopped = False
 
     @contextlib.contextmanager
@@ -110,6 +111,11 @@ class StepWatch:
         """
         with stop_signals_ask() as self._request:
             yield
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Peak memory of this rank in GiB, as `Measurements` has it: without the profiler's."""
+        return peak_memory_gib() if self._peak_memory_gib is None else self._peak_memory_gib
 
     @property
     def is_over(self) -> bool:
@@ -206,6 +212,7 @@ class StepWatch:
         if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
         if phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED and not self.is_over:
+            self._peak_memory_gib = peak_memory_gib()  # on a CPU it cannot be reset
             self.attention.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:

@@ -253,7 +253,7 @@ def test_page_faults_are_those_of_the_measured_window():
         watch.step_ends(loss=torch.tensor(1.0))
     written = (12 << 20) // mmap.PAGESIZE
     assert written <= watch.num_page_faults < written + 500  # and those of the loop
-    measurements = measurements_of(watch, num_images=3, peak_memory_gib=1.0)
+    measurements = measurements_of(watch, num_images=3)
     other = dataclasses.replace(measurements, num_page_faults=10**6)
     merged = merge_measurements([measurements, other])
     config = {"batch_size": 1, "latents": "online"}
