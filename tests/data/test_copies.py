@@ -10,6 +10,7 @@ import pytest
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.cli import main
+from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
@@ -114,3 +115,37 @@ def test_a_bad_sample_of_a_copy_is_named_by_its_source(tmp_path, temporary_folde
     place = f"pipe:cat {path}"
     with pytest.raises(RunError, match=f"'{place}': 000000: the image cannot be decoded"):
         read("webdataset", place, tmp_path / "cache")
+
+
+def test_a_copy_that_another_process_throws_away_is_refused_for_its_damage(tmp_path, capsys):
+    path = tmp_path / "shard.mds"
+    path.write_text("damaged")
+    copies = []
+
+    def load(file):
+        if len(copies) in (1, 2):  # the other process has been here between the copy and this
+            path.unlink()
+        raise RunError(f"{path.read_text()} {len(copies)}")
+
+    def copy_again(file):
+        copies.append(file)
+        path.write_text("damaged")
+
+    with pytest.raises(RunError, match="damaged 3"):
+        read_whole(StoredFile(path, source="s3://bucket/shard.mds"), load, copy_again=copy_again)
+    assert len(copies) == 3
+    assert not path.exists()
+    assert capsys.readouterr().err.count("damaged 0") == 1
+
+
+def test_a_copy_that_is_never_there_is_refused_with_the_first_damage(tmp_path):
+    path = tmp_path / "shard.mds"
+    path.write_text("damaged")
+
+    def load(file):
+        raise RunError(path.read_text())
+
+    with pytest.raises(RunError, match="damaged"):
+        read_whole(StoredFile(path, source="s3://b/shard.mds"), load, copy_again=lambda file: None)
+    with pytest.raises(RunError, match="cannot be read any more"):
+        read_whole(StoredFile(path), load)

@@ -15,6 +15,9 @@ from sdbench.data.remote import fetch, shown
 
 Content = TypeVar("Content")
 
+# Of reading a copy: loader processes that find it damaged throw it away beside each other.
+MAX_ATTEMPTS = 10
+
 
 @dataclass(frozen=True)
 class StoredFile(os.PathLike):
@@ -60,31 +63,35 @@ def read_whole(
         ConfigError: As `read`.
         RunError: As `read`, or the file cannot be copied again.
     """
-    try:
-        return _read_or_throw_away(file, read)
-    except (ConfigError, RunError) as error:
-        if file.source is None:
-            raise
-        # Also from processes of the loader, whose output nobody looks through.
-        print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
-    (copy_again or _fetch_again)(file)
-    return _read_or_throw_away(file, read)
+    damage: ConfigError | RunError | None = None
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            return _read_or_throw_away(file, read)
+        except FileNotFoundError as error:
+            gone = error
+            if file.source is None:
+                break
+        except (ConfigError, RunError) as error:
+            if file.source is None or damage is not None:
+                raise
+            damage = error
+            # Also from processes of the loader, whose output nobody looks through.
+            print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
+        (copy_again or _fetch_again)(file)
+    raise damage or RunError(f"{file} cannot be read any more: {gone}.") from gone
 
 
 def _read_or_throw_away(file: StoredFile, read: Callable[[StoredFile], Content]) -> Content:
-    state = None
+    state = state_of(os.stat(file))
     try:
-        state = state_of(os.stat(file))
         return read(file)
-    except FileNotFoundError as error:
-        raise RunError(f"{file} cannot be read any more: {error}.") from error
     except (ConfigError, RunError):
         if file.source is not None:
             _throw_away(file.path, state)
         raise
 
 
-def _throw_away(path: Path, state: tuple[int, ...] | None) -> None:
+def _throw_away(path: Path, state: tuple[int, ...]) -> None:
     """Remove a damaged copy, unless another process has made a new one of that name."""
     if path.is_file() and state_of(path.stat()) == state:
         path.unlink(missing_ok=True)
