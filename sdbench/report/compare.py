@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.report.compare_match import GUARDED, Match, match
+from sdbench.report.compare_match import GUARDED, Match, Pair, match
 from sdbench.report.compare_output import FORMATS, describe_settings, varying_columns
 from sdbench.report.compare_sides import (
     UNREADABLE,
@@ -24,6 +24,7 @@ from sdbench.report.figures import parse_conditions, select_rows, write_out
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
+from sdbench.statistics.intervals import NOT_TESTED
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
@@ -168,8 +169,7 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
         if comparison.interval is not None and comparison.interval.high < 1 - threshold
     ]
     failures += [
-        f"not tested: too few runs (n={len(pair.baseline)} and n={len(pair.candidate)}; 2 or more "
-        f"on each side are needed): {describe_settings(pair.baseline[0], columns)}"
+        f"{_tell_why_untested(pair)}: {describe_settings(pair.baseline[0], columns)}"
         for pair in match.pairs
         if pair.comparison.interval is None
     ]
@@ -178,6 +178,13 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
         for runs in match.only_baseline
     ]
     return failures
+
+
+def _tell_why_untested(pair: Pair) -> str:
+    if pair.comparison.verdict != NOT_TESTED:
+        return pair.comparison.verdict
+    num_runs = f"n={len(pair.baseline)} and n={len(pair.candidate)}"
+    return f"{NOT_TESTED}: too few runs ({num_runs}; 2 or more on each side are needed)"
 
 
 def _match_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> Match:

@@ -1,4 +1,4 @@
-"""Comparisons of runs that were made on several occasions, and the change that one could have shown.
+"""Comparisons of runs of several occasions, and the change that a comparison could have shown.
 
 Runs that follow each other share what the machine is like then: its clock, neighbours and memory.
 Runs of one occasion are therefore one sample, and two occasions are no two settings.
@@ -35,7 +35,8 @@ def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[li
 
     An occasion is a stretch of runs with no run of the other side between them and no pause of more
     than an hour. Where the sides take turns, each run is one: what changes slowly on the machine
-    meets both sides. Runs of which one does not tell its time are one occasion.
+    meets both sides. They do as well in rounds with one run of each, whichever is first: A B, B A.
+    Runs of which one does not tell its time are one occasion.
 
     Args:
         runs: Of this side, in any order.
@@ -51,6 +52,11 @@ def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[li
         [(run.start_s, 0, index) for index, run in enumerate(runs)]
         + [(other.start_s, 1, 0) for other in others if other.start_s is not None]
     )
+    rounds = [
+        {is_other for _, is_other, _ in events[at : at + 2]} for at in range(0, len(events), 2)
+    ]
+    if all(len(sides) == 2 for sides in rounds):
+        return [[index] for _, is_other, index in events if not is_other]
     occasions: list[list[int]] = []
     end_s = -math.inf
     for start_s, is_other, index in events:
