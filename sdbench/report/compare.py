@@ -50,8 +50,8 @@ A run counts once, however many copies of its record there are, and cannot be on
 
 EPILOG = """\
 examples:
-  python -m sdbench compare runs/before runs/after
-  python -m sdbench compare runs/before runs/after --fail_if_slower 5%
+  python -m sdbench repeat 5 --against "composer benchmark.py" -- composer benchmark.py --use_ema
+  python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate --fail_if_slower 5%
   python -m sdbench compare results/quoted/aws_p4de_p5_single_node.csv --between gpu
   python -m sdbench compare results/quoted/mlperf_training_sd2.csv --between gpu \\
       --where submitter=NVIDIA global_batch=256 --baseline H100 --candidate B200
@@ -93,8 +93,8 @@ class CompareFlags:
         SHARE,
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
-        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, a row "
-        "that B has no figure for, no row on both sides",
+        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, sides "
+        "measured apart, a row that B has no figure for, no row on both sides",
     )
     format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
     all: bool = setting(

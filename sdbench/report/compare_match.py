@@ -328,8 +328,8 @@ def _differing_origins(
             for side in (baseline, candidate)
         )
         is_one_each = len(ours) == len(theirs) == 1
-        is_told = is_one_each if column in NAMES else True
-        if is_told and not (is_one_each and ours == theirs):
+        is_same = is_one_each and ours == theirs
+        if not is_same and (is_one_each or column not in NAMES):
             origins[column] = (_list_values(ours), _list_values(theirs))
     return origins
 
