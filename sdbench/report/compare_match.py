@@ -71,7 +71,7 @@ class Pair:
         num_occasions: On which the baseline and the candidate were measured.
         machine: Ratio of each figure of `MACHINE_FIGURES` in which the sides differ by more than
             5 %, as far as that is known.
-        detectable_change: That 80 % of such comparisons would find; None if it is not tested.
+        detectable_change: That 80 % of such comparisons would find; None if that cannot be told.
     """
 
     baseline: Sequence[Row]

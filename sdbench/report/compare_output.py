@@ -307,7 +307,7 @@ def _remarks_on_occasions(match: Match) -> list[str]:
         )
     if (changed := _tell_verdict(match, MACHINE_CHANGED)) is not None:
         lines.append(
-            f"{changed}: by more than {MAX_MACHINE_CHANGE:.0%}, and nothing that "
+            f"{changed}: by more than {100 * MAX_MACHINE_CHANGE:g} %, and nothing that "
             "is compared explains it."
         )
     for number, pair in enumerate(match.pairs, start=1):
@@ -341,7 +341,7 @@ def _tell_machine(pair: Pair) -> str:
     for name, ratio in pair.machine.items():
         what, unit = MACHINE_FIGURES[name]
         means = [mean_rate([row[name] for row in side]) for side in (pair.baseline, pair.candidate)]
-        ours, theirs = (f"{mean:.3g}" for mean in means)
+        ours, theirs = (f"{mean:.4g}" for mean in means)
         told.append(f"{what} {ours} -> {theirs} {unit}, {ratio:.2f}x")
     return "; ".join(told)
 

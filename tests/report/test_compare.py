@@ -852,7 +852,7 @@ def test_a_clock_that_nothing_explains_takes_the_verdict_back(capsys, tmp_path, 
     assert row["verdict"] == "not comparable: the machine changed"
     # Another setting is another load.
     found = compare_as_json(capsys, a, measure("c", 1700.0, compile=True))["rows"][0]
-    assert (found["verdict"], found["machine"]) == ("slower", "clock 1.9e+03 -> 1.7e+03 MHz, 0.89x")
+    assert (found["verdict"], found["machine"]) == ("slower", "clock 1900 -> 1700 MHz, 0.89x")
 
 
 GPU_READINGS = (
@@ -864,16 +864,16 @@ GPU_READINGS = (
 
 def test_the_change_that_would_have_been_found_is_told(capsys, tmp_path, a_record):
     # Logs of 100 e^d, 100, 100 e^-d on both sides, d = 0.01: variance d^2, of the difference
-    # 2 d^2 / 3 on 4 degrees of freedom; t(0.975, 4) = 2.776445. A non-central t on 4 degrees of
-    # freedom with the parameter 3.7610603 lies below it in 20 % (scipy.stats.nct).
+    # 2 d^2 / 3 on 4 degrees of freedom, 10/3 without the share of half a run.
     rates = [100 * math.exp(deviation) for deviation in (0.01, 0.0, -0.01)]
-    assert stats.nct.cdf(2.776445, 4, 3.7610603) == pytest.approx(0.2, abs=1e-6)
     a = write_runs(tmp_path / "a", a_record, *rates)
     b = write_runs(tmp_path / "b", a_record, *rates)
     row = compare_as_json(capsys, a, b)["rows"][0]
-    change = math.expm1(3.7610603 * 0.01 * math.sqrt(2 / 3))
-    assert row["detectable_percent"] == pytest.approx(100 * change, rel=1e-5)
-    assert "a change of 3.1 % would be found in 80 % of comparisons" in compare(capsys, a, b)
+    shift = math.log1p(row["detectable_percent"] / 100) / (0.01 * math.sqrt(2 / 3))
+    quantile = stats.t.ppf(0.975, 10 / 3)
+    assert stats.nct.cdf(quantile, 10 / 3, shift) == pytest.approx(0.2, abs=1e-6)
+    told = f"a change of {row['detectable_percent']:.1f} % would be found in 80 % of comparisons"
+    assert told in words(compare(capsys, a, b))
 
 
 def test_the_published_seed_runs_of_three_occasions_have_no_verdict(capsys, repository, tmp_path):
@@ -891,7 +891,7 @@ def test_the_published_seed_runs_of_three_occasions_have_no_verdict(capsys, repo
     ]
     assert [round(row["ratio"], 2) for row in rows] == [0.90, 0.75, 0.83]
     assert {row["verdict"] for row in rows} == {"not comparable: measured apart"}
-    assert rows[2]["machine"] == "matrix product 0.375 -> 0.264 TFLOP/s, 0.70x"
+    assert rows[2]["machine"] == "matrix product 0.3752 -> 0.2643 TFLOP/s, 0.70x"
 
 
 # What differs otherwise.
