@@ -24,6 +24,12 @@ SEED = 20261123
 NUM_COMPARISONS = 2000
 RUN_CV = 0.01
 OCCASION_CVS = (0.01, 0.015, 0.02)
+# As the help of `python -m sdbench compare` has them, by the variation between occasions.
+STATED_WRONG_PERCENT = {
+    "in turn": (0.15, 0.10, 0.15),
+    "two occasions of each": (0.95, 1.25, 2.50),
+    "five occasions of each": (0.60, 2.55, 4.35),
+}
 WRONG_ONE_AFTER_THE_OTHER = {0.01: 20, 0.015: 36, 0.02: 49}
 RUN_S = 300.0
 PAUSE_S = 5 * 3600.0
@@ -91,6 +97,9 @@ def test_a_verdict_is_seldom_false(schedule, occasion_cv):
     print(f"{schedule}, {occasion_cv:.1%}: {len(judged)} verdicts, {wrong:.2%} false")
     assert len(judged) >= (NUM_COMPARISONS / 2 if schedule == "at random" else NUM_COMPARISONS)
     assert wrong <= 0.07
+    if schedule in STATED_WRONG_PERCENT:
+        stated = STATED_WRONG_PERCENT[schedule][OCCASION_CVS.index(occasion_cv)]
+        assert round(100 * wrong, 2) == stated
 
 
 @pytest.mark.parametrize("occasion_cv", OCCASION_CVS)
@@ -100,7 +109,6 @@ def test_one_after_the_other_has_no_verdict_and_would_have_false_ones(occasion_c
     wrong = share_wrong([by_run for _, by_run in found])
     print(f"{occasion_cv:.1%}: {wrong:.1%} would be false")
     assert all(one.interval is None for one, _ in found)
-    # Rounded to whole percents, as the help of `python -m sdbench compare` has it.
     assert round(100 * wrong) == WRONG_ONE_AFTER_THE_OTHER[occasion_cv]
 
 

@@ -45,6 +45,21 @@ brackets 0.5:
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
 A change of 5 % is found with 5 runs on each side in more than 99 %.
 
+When the runs were made counts. An hour later a machine differs by more than two runs beside each
+other do. Where the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
+sample. Where they do not, the occasion is: runs with no run of the other side and no pause of more
+than an hour between them. With one occasion on a side there is no verdict: measured apart. Nor is
+there one where the machine's matrix product differs by more than 5 % beyond chance, or, with the
+same settings, software and code, its clock or temperature. Of 2,000 simulated pairs of equal sides,
+whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), are wrongly said to
+differ:
+  five runs of each, in turn                  0.15 %  0.10 %  0.15 %
+  two occasions of each, of three runs        0.95 %  1.25 %  2.50 %
+  five occasions of each, of three runs       0.60 %  2.55 %  4.35 %
+  five, then five, if each run were a sample    20 %    36 %    49 %
+With three samples or more on each side, the change is told that 80 % of comparisons would find if
+runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
+
 A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
 
