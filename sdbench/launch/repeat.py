@@ -40,9 +40,9 @@ CANDIDATE, BASELINE = "candidate", "baseline"
 EPILOG = """\
 examples:
   python -m sdbench repeat 3 -- composer benchmark.py --model_name tiny --use_synth_data
-  python -m sdbench repeat 5 --against "composer benchmark.py --use_synth_data" \\
+  python -m sdbench repeat 5 --against 'composer benchmark.py --use_synth_data' \\
       -- composer benchmark.py --use_synth_data --use_ema
-  python -m sdbench repeat 5 --against "composer ../before/benchmark.py --use_synth_data" \\
+  python -m sdbench repeat 5 --against 'composer ../before/benchmark.py --use_synth_data' \\
       -- composer benchmark.py --use_synth_data
   python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate    (once more)
 

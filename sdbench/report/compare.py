@@ -65,7 +65,7 @@ A run counts once, however many copies of its record there are, and cannot be on
 
 EPILOG = """\
 examples:
-  python -m sdbench repeat 5 --against "composer benchmark.py" -- composer benchmark.py --use_ema
+  python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
   python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate --fail_if_slower 5%
   python -m sdbench compare results/quoted/aws_p4de_p5_single_node.csv --between gpu
   python -m sdbench compare results/quoted/mlperf_training_sd2.csv --between gpu \\

@@ -17,6 +17,7 @@ from sdbench.record.row import COLUMNS
 from sdbench.report.compare_sides import (
     FACTS,
     MACHINE_FIGURES,
+    PRODUCT,
     VARIABLE_PREFIX,
     VERSION_PREFIX,
     WHEN,
@@ -210,7 +211,7 @@ def _compare_runs(
 
     def over_occasions(name: str) -> Comparison | None:
         figures = [[row.get(name) for row in side] for side in (candidate, baseline)]
-        if any(figure is None for side in figures for figure in side):
+        if not all(_is_figure(figure) for side in figures for figure in side):
             return None
         return compare_occasions(*figures, occasions=occasions)
 
@@ -234,6 +235,11 @@ def _compare_runs(
     )
 
 
+def _is_figure(value: Any) -> bool:
+    """Whether a cell has a figure; a sensor without a reading may say 0, and a table anything."""
+    return isinstance(value, int | float) and value > 0
+
+
 def _has_changed(figure: Comparison | None) -> bool:
     """Whether a figure of the machine differs, beyond chance where that is known."""
     if figure is None or abs(figure.ratio - 1) <= MAX_MACHINE_CHANGE:
@@ -254,7 +260,7 @@ def _explains(
         for column, (ours, theirs) in origins.items()
         if column not in NAMES and ours != theirs
     ]
-    if name == "matmul_tflops":
+    if name == PRODUCT:
         return not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
             column.startswith(ORIGIN_PREFIXES) for column in between
         )

@@ -29,16 +29,23 @@ Row = dict[str, Any]
 VERSION_PREFIX = "version of "
 VARIABLE_PREFIX = "variable "
 NOT_INSTALLED = "not installed"
-# Where a row has its `Time`, if it tells one.
-WHEN = "when"
-# What the machine could do at the time, with its unit, and what a record tells beside its settings.
-MACHINE_FIGURES = {
-    "matmul_tflops": ("matrix product", "TFLOP/s"),
-    "sm_clock_mhz": ("clock", "MHz"),
-    "temperature_c": ("temperature", "C"),
+# Columns that a record has beside those of tables, by names that no table has: when it was, ...
+WHEN = "time of the run"
+# ... what the machine could do then, with the name of the reading in the record and its unit, ...
+PRODUCT = "matmul_tflops"
+GPU_READINGS = {
+    "clock of the GPU": ("sm_clock_mhz", "MHz"),
+    "temperature of the GPU": ("temperature_c", "C"),
 }
+MACHINE_FIGURES = {
+    PRODUCT: ("matrix product", "TFLOP/s"),
+    **{name: (name, unit) for name, (_, unit) in GPU_READINGS.items()},
+}
+# ... and what else it tells that is no setting.
 UNCOMMITTED = "uncommitted changes"
-FACTS = (UNCOMMITTED, "weights", "power_limit_w")
+WEIGHTS = "weights of the model"
+POWER_LIMIT = "power limit of the GPU in W"
+FACTS = (UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 UNREADABLE = "record that cannot be read"
 
 
@@ -208,9 +215,10 @@ def _load_run(file: Path) -> Row:
         **make_row(record),
         **{f"{VERSION_PREFIX}{name}": version for name, version in versions.items()},
         **{f"{VARIABLE_PREFIX}{name}": value for name, value in record["environment"].items()},
-        **{name: gpu.get(name) for name in ("sm_clock_mhz", "temperature_c", "power_limit_w")},
+        **{name: gpu.get(reading) for name, (reading, _) in GPU_READINGS.items()},
         UNCOMMITTED: record["git"]["dirty"],
-        "weights": record["workload"]["weights"],
+        WEIGHTS: record["workload"]["weights"],
+        POWER_LIMIT: gpu.get("power_limit_w"),
         **_tell_time(record["started_utc"], duration_s=record["duration_s"] or 0.0),
     }
 

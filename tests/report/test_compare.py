@@ -852,7 +852,10 @@ def test_a_clock_that_nothing_explains_takes_the_verdict_back(capsys, tmp_path, 
     assert row["verdict"] == "not comparable: the machine changed"
     # Another setting is another load.
     found = compare_as_json(capsys, a, measure("c", 1700.0, compile=True))["rows"][0]
-    assert (found["verdict"], found["machine"]) == ("slower", "clock 1900 -> 1700 MHz, 0.89x")
+    assert (found["verdict"], found["machine"]) == (
+        "slower",
+        "clock of the GPU 1900 -> 1700 MHz, 0.89x",
+    )
 
 
 GPU_READINGS = (
@@ -891,7 +894,7 @@ def test_the_published_seed_runs_of_three_occasions_have_no_verdict(capsys, repo
     ]
     assert [round(row["ratio"], 2) for row in rows] == [0.90, 0.75, 0.83]
     assert {row["verdict"] for row in rows} == {"not comparable: measured apart"}
-    assert rows[2]["machine"] == "matrix product 0.3752 -> 0.2643 TFLOP/s, 0.70x"
+    assert rows[2]["machine"] == "matrix product 0.3752 -> 0.2641 TFLOP/s, 0.70x"
 
 
 # What differs otherwise.
@@ -918,7 +921,7 @@ def test_what_differs_beside_the_settings_is_named(capsys, tmp_path, a_record):
         "version of diffusers": ["0.39.0", "not installed"],
         "variable LD_PRELOAD": ["not set", "/lib/libjemalloc.so"],
         "uncommitted changes": ["false", "true"],
-        "weights": ["random", "loaded"],
+        "weights of the model": ["random", "loaded"],
     }
     assert "Also different: git_commit" in compare(capsys, a, b)
 
@@ -936,3 +939,22 @@ def test_two_changed_checkouts_may_not_be_the_same(capsys, tmp_path, a_record):
     a = write_runs(tmp_path / "a", a_record, *RATES, facts=changed)
     b = write_runs(tmp_path / "b", a_record, *SLOWER, facts=changed)
     assert "Both sides had uncommitted changes" in compare(capsys, a, b)
+
+
+@pytest.mark.parametrize("product", ["unknown", 0, -1, None, True])
+def test_a_matrix_product_that_is_no_figure_is_not_looked_at(capsys, tmp_path, product):
+    def side(name, *rates):
+        rows = [
+            {
+                "source": f"{name}{index}",
+                "kind": "measured",
+                "started_utc": at_minute(5 * index),
+                "matmul_tflops": product if name == "b" else 1.0,
+                "images_per_second": rate,
+            }
+            for index, rate in enumerate(rates)
+        ]
+        return write_table(tmp_path / f"{name}.csv", *rows)
+
+    row = compare_as_json(capsys, side("a", *RATES), side("b", *SLOWER))["rows"][0]
+    assert (row["verdict"], row["machine"]) == ("slower", None)
