@@ -30,7 +30,7 @@ from sdbench.report.tables import (
     to_markdown,
     to_terminal,
 )
-from sdbench.statistics.intervals import Comparison, mean_rate
+from sdbench.statistics.intervals import MIN_RUNS, Comparison, mean_rate
 from sdbench.statistics.occasions import PAUSE_S, POWER
 
 FIGURE_COLUMNS = (
@@ -273,7 +273,7 @@ def _remarks(match: Match) -> list[str]:
             f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
         ]
         lines.append(f"Also different: {'; '.join(differences)}.")
-    elif any(pair.baseline[0].get(UNCOMMITTED) for pair in match.pairs):
+    if UNCOMMITTED not in match.origins and match.pairs[0].baseline[0].get(UNCOMMITTED):
         lines.append("Both sides had uncommitted changes, which may not be the same.")
     lines += [
         f"Left out of {side.name}: {side.describe_left_out()}."
@@ -293,6 +293,8 @@ def _remarks_on_occasions(match: Match) -> list[str]:
             f"With this variation a change of {' to '.join(sizes)} % would be found in "
             f"{100 * POWER:g} % of comparisons."
         )
+    elif any(pair.comparison.interval is not None for pair in match.pairs):
+        lines.append(f"What change would be found, {MIN_RUNS} runs or more on each side can tell.")
     if (apart := _tell_verdict(match, APART)) is not None:
         pause = f"pauses of more than {PAUSE_S / 3600:g} h"
         remedy = "measure each side on several occasions, with"
@@ -313,7 +315,7 @@ def _remarks_on_occasions(match: Match) -> list[str]:
     for number, pair in enumerate(match.pairs, start=1):
         row = f", row {number}" if len(match.pairs) > 1 else ""
         if pair.machine:
-            lines.append(f"The machine was not the same{row}: {_tell_machine(pair)}.")
+            lines.append(f"Figures of the machine differ{row}: {_tell_machine(pair)}.")
         if pair.comparison.interval is not None and pair.has_samples_of_several_runs:
             lines.append(
                 f"Runs of one occasion are one sample{row}: {len(pair.baseline)} and "

@@ -937,8 +937,17 @@ def test_versions_that_differ_within_a_side_are_named(capsys, tmp_path, a_record
 def test_two_changed_checkouts_may_not_be_the_same(capsys, tmp_path, a_record):
     changed = {"git": {"dirty": True}}
     a = write_runs(tmp_path / "a", a_record, *RATES, facts=changed)
-    b = write_runs(tmp_path / "b", a_record, *SLOWER, facts=changed)
-    assert "Both sides had uncommitted changes" in compare(capsys, a, b)
+    b = write_runs(tmp_path / "b", a_record, *SLOWER, facts=changed, versions={"torch": "2.8.0"})
+    text = words(compare(capsys, a, b))
+    assert "Both sides had uncommitted changes" in text
+    assert "Also different: version of torch 2.7.0 -> 2.8.0." in text
+
+
+def test_two_runs_on_each_side_cannot_tell_what_would_be_found(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, 100.0, 101.0)
+    b = write_runs(tmp_path / "b", a_record, 90.0, 91.0)
+    assert compare_as_json(capsys, a, b)["rows"][0]["detectable_percent"] is None
+    assert "What change would be found, 3 runs or more" in words(compare(capsys, a, b))
 
 
 @pytest.mark.parametrize("product", ["unknown", 0, -1, None, True])
