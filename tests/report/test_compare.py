@@ -967,3 +967,21 @@ def test_a_matrix_product_that_is_no_figure_is_not_looked_at(capsys, tmp_path, p
 
     row = compare_as_json(capsys, side("a", *RATES), side("b", *SLOWER))["rows"][0]
     assert (row["verdict"], row["machine"]) == ("slower", None)
+
+
+def test_rows_that_share_occasions_have_no_interval_of_their_mean(capsys, tmp_path, a_record):
+    def measure(minutes, other_minutes):
+        folder = tmp_path / str(minutes[1])
+        for batch in (2, 4):
+            write_runs(folder / "a", a_record, *RATES, 98.0, minutes=minutes, batch_size=batch)
+            write_runs(
+                folder / "b", a_record, *SLOWER, 88.0, minutes=other_minutes, batch_size=batch
+            )
+        return compare_as_json(capsys, folder / "a", folder / "b")["rows"]
+
+    *_, mean = measure((0, 10, 20, 30), (5, 15, 25, 35))
+    assert mean["verdict"] == "slower"
+    *rows, mean = measure((0, 5, 300, 305), (600, 605, 900, 905))
+    assert [row["num_candidate_occasions"] for row in rows] == [2, 2]
+    assert None not in [row["ratio_low"] for row in rows]
+    assert (mean["verdict"], mean["ratio_low"]) == ("not tested", None)
