@@ -111,11 +111,11 @@ examples:
   torchrun --nproc_per_node 8 -m sdbench precompute --remote my-mds/ --folder my-latents/
   srun python -m sdbench doctor
   python -m sdbench dreambooth --help
-  python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data
+  python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench render eks --help
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
-  python -m sdbench compare runs/before runs/after
+  python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate
   python -m sdbench convert --help
 """
 

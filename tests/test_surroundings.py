@@ -33,6 +33,21 @@ def test_the_commit_of_another_user_s_checkout_is_told(repository, monkeypatch):
     assert len(before["commit"]) == 40
 
 
+def test_code_that_git_does_not_know_makes_a_checkout_dirty(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.org"]
+    subprocess.run(
+        ["git", "-C", tmp_path, *who, "commit", "--quiet", "--allow-empty", "-m", "x"], check=True
+    )
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    (tmp_path / "notes.txt").touch()
+    assert git_state()["dirty"] is False
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "sitecustomize.py").touch()
+    assert git_state()["dirty"] is True
+
+
 def test_a_record_that_names_no_commit_is_announced(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     monkeypatch.delenv("SDBENCH_GIT_COMMIT", raising=False)

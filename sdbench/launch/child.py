@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
@@ -25,6 +25,8 @@ from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
 from sdbench.settings.kinds import PATH, SECONDS
 from sdbench.settings.setting import setting
+
+Item = TypeVar("Item")
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
@@ -72,6 +74,16 @@ class Outcome:
     def summary(self) -> dict[str, Any]:
         """The record's summary; empty unless the status is ok."""
         return self.record["summary"] if self.status == OK and self.record else {}
+
+
+def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
+    """Every item once, then every item again: what changes slowly on a machine meets all alike.
+
+    Returns:
+        The number of the round, from 1, with each item.
+    """
+    items = list(items)
+    return [(number, item) for number in range(1, times + 1) for item in items]
 
 
 def measuring_command(command: Sequence[str]) -> list[str]:
@@ -267,13 +279,20 @@ def run_guarded(
     return End(exit_code, time.perf_counter() - started_s, has_timed_out)
 
 
-def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None = None) -> Outcome:
+def run_child(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    timeout_s: float | None = None,
+    alone_in: Path | None = None,
+) -> Outcome:
     """Run a measuring command as `run_guarded`, one at a time in the same parent folder.
 
     Args:
         command: Program and arguments; ``--results_dir FOLDER`` is added.
         folder: Made for it; gets the run's folder and output.log.
         timeout_s: The command is ended after so many seconds; None waits.
+        alone_in: A folder in which one runs at a time; None: the parent folder.
 
     Returns:
         How it ended.
@@ -283,7 +302,7 @@ def run_child(command: Sequence[str], *, folder: Path, timeout_s: float | None =
     with log.open("wb") as output:
         end = run_guarded(
             [*command, "--results_dir", str(folder)],
-            lock_file=folder.parent / LOCK_NAME,
+            lock_file=(alone_in or folder.parent) / LOCK_NAME,
             cause_file=folder / CAUSE_NAME,
             output=output,
             timeout_s=timeout_s,

@@ -1,17 +1,20 @@
 """The command `python -m sdbench repeat`: one measurement several times, each in fresh processes.
 
-The run is the unit of replication: only an interval over runs predicts the next run.
+The run is the unit of replication: only an interval over runs predicts the next run. Two commands
+take turns, since what the machine is like an hour later is no difference between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import EXIT_INTERRUPTED
+from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
@@ -19,26 +22,33 @@ from sdbench.base.stop import STOPS
 from sdbench.launch.child import (
     ChildFlags,
     Outcome,
+    in_rounds,
     measuring_command,
     new_folder,
     run_child,
     tail,
 )
 from sdbench.record.store import OK
+from sdbench.report import compare
 from sdbench.report.terminal import format_number, format_rate
-from sdbench.settings.kinds import REPEATS
+from sdbench.settings.kinds import REPEATS, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 from sdbench.statistics.intervals import MIN_RUNS, between_runs_interval
 
+CANDIDATE, BASELINE = "candidate", "baseline"
 EPILOG = """\
 examples:
   python -m sdbench repeat 3 -- composer benchmark.py --model_name tiny --use_synth_data
-  python -m sdbench repeat 5 -- composer benchmark.py --use_synth_data --use_ema
-  python -m sdbench compare runs/repeat_A runs/repeat_B      (two such folders)
+  python -m sdbench repeat 5 --against 'composer benchmark.py --use_synth_data' \\
+      -- composer benchmark.py --use_synth_data --use_ema
+  python -m sdbench repeat 5 --against 'composer ../before/benchmark.py --use_synth_data' \\
+      -- composer benchmark.py --use_synth_data
+  python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate    (once more)
 
-Three runs or more give an interval between runs. The exit code is 1 if a run failed; the others are
-kept.
+Three runs or more give an interval between runs. With --against the two commands take turns, and
+are compared: the same command five times now and five times an hour later differs by more than
+chance. The exit code is 1 if a run failed; the others are kept.
 """
 
 
@@ -46,7 +56,15 @@ kept.
 class RepeatFlags(ChildFlags):
     """Flags of repeat."""
 
-    times: int = setting(REPEATS, REQUIRED, "how many runs", is_positional=True, spelling="N")
+    times: int = setting(
+        REPEATS, REQUIRED, "how many runs of each command", is_positional=True, spelling="N"
+    )
+    against: str | None = setting(
+        TEXT,
+        None,
+        "a second command, in one pair of quotes: the baseline, with which COMMAND takes turns and "
+        "is compared",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,32 +80,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         RepeatFlags,
         argv,
         prog="python -m sdbench repeat",
-        description="Run one measuring command N times, each in fresh processes.",
+        description="Run a measuring command N times, each in fresh processes, or two of them in "
+        "turn.",
         epilog=EPILOG,
         rest="COMMAND ...",
     )
-    flags, command = request.config, measuring_command(request.rest)
+    flags = request.config
+    commands = {CANDIDATE: measuring_command(request.rest)}
+    if flags.against is not None:
+        commands = {BASELINE: measuring_command(_split(flags.against)), **commands}
     folder = new_folder(flags.folder, prefix="repeat")
-    outcomes: list[Outcome] = []
+    # One command alone has no side: its runs are in the folder itself.
+    folders = {side: folder / side if flags.against else folder for side in commands}
+    outcomes: dict[str, list[Outcome]] = {side: [] for side in commands}
     is_interrupted = False
     try:
-        with Progress(flags.times, unit="run") as progress:
-            for number in range(1, flags.times + 1):
-                outcome = run_child(command, folder=folder / str(number), timeout_s=flags.timeout_s)
-                outcomes.append(outcome)
-                progress.report(_describe(outcome))
+        with Progress(flags.times * len(commands), unit="run") as progress:
+            for number, side in in_rounds(commands, times=flags.times):
+                outcome = run_child(
+                    commands[side],
+                    folder=folders[side] / str(number),
+                    timeout_s=flags.timeout_s,
+                    alone_in=folder,
+                )
+                outcomes[side].append(outcome)
+                progress.report(f"{side}: " * bool(flags.against) + _describe(outcome))
                 if outcome.status != OK:
-                    progress.say(tail(folder / str(number)))
+                    progress.say(tail(folders[side] / str(number)))
     except STOPS:
         is_interrupted = True
         print("interrupted: what has ended is kept", file=sys.stderr)
-    summary = summarize(outcomes)
-    if outcomes:
-        write_json(folder / "repeat.json", summary)
-        print(f"\n{format_summary(summary)}\n\nruns: {folder}")
+    for side, of_side in outcomes.items():
+        if of_side:
+            summary = summarize(of_side)
+            write_json(folders[side] / "repeat.json", summary)
+            print(f"\n{format_summary(summary)}\n\nruns: {folders[side]}")
     if is_interrupted:
         return EXIT_INTERRUPTED
-    return 0 if all(outcome.status == OK for outcome in outcomes) else 1
+    if flags.against is not None:
+        _compare(folders)
+    return 0 if all(one.status == OK for of_side in outcomes.values() for one in of_side) else 1
+
+
+def _split(command: str) -> list[str]:
+    """The words of a command in one text.
+
+    Raises:
+        ConfigError: A quote of it is not closed.
+    """
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            f"this is no command ({error})",
+            value=command,
+            allowed="a command as in a shell, in one pair of quotes",
+            flag="--against",
+        ) from None
+
+
+def _compare(folders: Mapping[str, Path]) -> None:
+    """Print the comparison of both sides, or why there is none."""
+    sides = [str(folders[BASELINE]), str(folders[CANDIDATE])]
+    print(f"\npython -m sdbench compare {shlex.join(sides)}\n", flush=True)
+    try:
+        compare.main(sides)
+    except ConfigError as error:
+        print(f"not compared: {error}", file=sys.stderr)
 
 
 def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import new_folder
+from sdbench.launch.child import in_rounds, new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
 from sdbench.report.terminal import format_rates
@@ -196,29 +196,27 @@ def _submit(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> tuple[Path, li
         )
     folder = new_folder(flags.folder, prefix="submit").resolve()
     jobs: list[Job] = []
-    # All sizes once, then all again: what changes in the cluster with time affects each of them.
-    for repeat in range(1, flags.repeats + 1):
-        for num_nodes in flags.nodes:
-            run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
-            run_folder.mkdir()
-            command = [
-                "sbatch",
-                "--parsable",
-                f"--nodes={num_nodes}",
-                f"--output={run_folder}/output.log",
-                *(flags.sbatch_options or "").split(),
-                str(SCRIPT),
-                *_scale_batch(benchmark_argv, flags, num_nodes),
-                *("--results_dir", str(run_folder)),
-            ]
-            done = subprocess.run(
-                command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
-            jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
-            # After each: whatever ends this program, the next start knows the jobs that there are.
-            _write_jobs(folder, jobs)
+    for repeat, num_nodes in in_rounds(flags.nodes, times=flags.repeats):
+        run_folder = folder / f"nodes-{num_nodes}_run-{repeat}"
+        run_folder.mkdir()
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--nodes={num_nodes}",
+            f"--output={run_folder}/output.log",
+            *(flags.sbatch_options or "").split(),
+            str(SCRIPT),
+            *_scale_batch(benchmark_argv, flags, num_nodes),
+            *("--results_dir", str(run_folder)),
+        ]
+        done = subprocess.run(
+            command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
+        jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
+        # After each: whatever ends this program, the next start knows the jobs that there are.
+        _write_jobs(folder, jobs)
     print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
     return folder, jobs
 

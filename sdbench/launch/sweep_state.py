@@ -16,7 +16,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json
-from sdbench.launch.child import Outcome
+from sdbench.launch.child import Outcome, in_rounds
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
 from sdbench.record.store import OK, RECORD_NAME, load_record
@@ -96,14 +96,10 @@ class Run:
 
 
 def list_runs(sweep: SweepFile, *, folder: Path) -> list[Run]:
-    """All runs in the order in which they are made.
-
-    Every cell once, then every cell again: what changes slowly on a machine meets all cells alike.
-    """
+    """All runs in the order in which they are made."""
     return [
         Run(cell, repeat, folder / f"{cell.key}-{repeat}")
-        for repeat in range(1, sweep.repeats + 1)
-        for cell in sweep.cells
+        for repeat, cell in in_rounds(sweep.cells, times=sweep.repeats)
     ]
 
 

@@ -34,8 +34,17 @@ NO_COMMIT = (
     "SDBENCH_GIT_COMMIT is not set"
 )
 # Variables that change speed, by prefix and by name. The whole environment would hold secrets.
-ENVIRONMENT_PREFIXES = ("NCCL_", "FI_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH", "PYTORCH_")
-ENVIRONMENT_NAMES = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
+ENVIRONMENT_PREFIXES = (
+    *("NCCL_", "FI_", "GLOO_", "OMP_", "GOMP_", "MKL_", "KMP_", "ONEDNN_", "DNNL_", "OPENBLAS_"),
+    *("CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "TORCH", "PYTORCH_", "ATEN_"),
+)
+ENVIRONMENT_NAMES = (
+    *("GLIBC_TUNABLES", "MALLOC_CONF", "MALLOC_ARENA_MAX", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE"),
+    "NVIDIA_TF32_OVERRIDE",
+)
+# Files that are code of the suite even where git does not know them yet: Python anywhere, which may
+# be imported from beside a program, and all that is in the package.
+CODE = (":/*.py", ":/sdbench")
 # Of torchrun about its own run: temporary files, restarts. None changes speed.
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 
@@ -63,14 +72,18 @@ def speed_environment() -> dict[str, str]:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """Commit of the suite and whether files differ from it; None where that is unknown.
+    """Commit of the suite and whether its code differs from it; None where that is unknown.
 
-    A container image has no checkout; its build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
+    It differs if a tracked file is changed, or if there is code that git does not know: a module
+    beside a program is imported before an installed one. A container image has no checkout; its
+    build sets SDBENCH_GIT_COMMIT to the 40-digit commit.
     """
     commit = _git("rev-parse", "HEAD") or os.environ.get("SDBENCH_GIT_COMMIT", "")
     commit = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
     changes = _git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    untracked = _git("ls-files", "--others", "--exclude-standard", "--", *CODE)
+    is_unknown = changes is None or untracked is None
+    return {"commit": commit, "dirty": None if is_unknown else bool(changes or untracked)}
 
 
 def _git(*arguments: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.report.compare_match import GUARDED, Match, match
+from sdbench.report.compare_match import GUARDED, Match, Pair, match
 from sdbench.report.compare_output import FORMATS, describe_settings, varying_columns
 from sdbench.report.compare_sides import (
     UNREADABLE,
@@ -24,6 +24,7 @@ from sdbench.report.figures import parse_conditions, select_rows, write_out
 from sdbench.settings.kinds import PATH, SHARE, SWITCH, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
+from sdbench.statistics.intervals import NOT_TESTED
 
 DESCRIPTION = """\
 Set two tables of figures, or two sets of runs, against each other, row by row.
@@ -44,13 +45,28 @@ brackets 0.5:
   a change of 3 % is found         52 % (60)     88 % (92)     97 % (98)
 A change of 5 % is found with 5 runs on each side in more than 99 %.
 
+When the runs were made counts. An hour later a machine differs by more than two runs beside each
+other do. Where the sides take turns, as under `python -m sdbench repeat N --against`, each run is a
+sample. Where they do not, the occasion is: runs with no run of the other side and no pause of more
+than an hour between them. With one occasion on a side there is no verdict: measured apart. Nor is
+there one where the machine's matrix product differs by more than 5 % beyond chance, or, with the
+same settings, software and code, its clock or temperature. Of 2,000 simulated pairs of equal sides,
+whose occasions differ by 1, 1.5 and 2 % (tests/test_statistics_occasions.py), are wrongly said to
+differ:
+  five runs of each, in turn                  0.15 %  0.10 %  0.15 %
+  two occasions of each, of three runs        0.95 %  1.25 %  2.50 %
+  five occasions of each, of three runs       0.60 %  2.55 %  4.35 %
+  five, then five, if each run were a sample    20 %    36 %    49 %
+With three samples or more on each side, the change is told that 80 % of comparisons would find if
+runs vary as these do (74 to 81 % with 3 to 10 runs in simulations).
+
 A run counts once, however many copies of its record there are, and cannot be on both sides.
 """
 
 EPILOG = """\
 examples:
-  python -m sdbench compare runs/before runs/after
-  python -m sdbench compare runs/before runs/after --fail_if_slower 5%
+  python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
+  python -m sdbench compare runs/repeat_A/baseline runs/repeat_A/candidate --fail_if_slower 5%
   python -m sdbench compare results/quoted/aws_p4de_p5_single_node.csv --between gpu
   python -m sdbench compare results/quoted/mlperf_training_sd2.csv --between gpu \\
       --where submitter=NVIDIA global_batch=256 --baseline H100 --candidate B200
@@ -92,8 +108,8 @@ class CompareFlags:
         SHARE,
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
-        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, a row "
-        "that B has no figure for, no row on both sides",
+        "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, sides "
+        "measured apart, a row that B has no figure for, no row on both sides",
     )
     format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
     all: bool = setting(
@@ -168,8 +184,7 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
         if comparison.interval is not None and comparison.interval.high < 1 - threshold
     ]
     failures += [
-        f"not tested: too few runs (n={len(pair.baseline)} and n={len(pair.candidate)}; 2 or more "
-        f"on each side are needed): {describe_settings(pair.baseline[0], columns)}"
+        f"{_tell_why_untested(pair)}: {describe_settings(pair.baseline[0], columns)}"
         for pair in match.pairs
         if pair.comparison.interval is None
     ]
@@ -178,6 +193,13 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
         for runs in match.only_baseline
     ]
     return failures
+
+
+def _tell_why_untested(pair: Pair) -> str:
+    if pair.comparison.verdict != NOT_TESTED:
+        return pair.comparison.verdict
+    num_runs = f"n={len(pair.baseline)} and n={len(pair.candidate)}"
+    return f"{NOT_TESTED}: too few runs ({num_runs}; 2 or more on each side are needed)"
 
 
 def _match_sides(arguments: CompareFlags, loaded: Sequence[list[Row]]) -> Match:

@@ -1,7 +1,8 @@
 """Matches the rows of two sides and compares the rates of each pair.
 
 Rows are matched on every setting, except those that have one value in the baseline and another in
-the candidate: these are compared. Runs of one configuration are its replicates.
+the candidate: these are compared. Runs of one configuration are its replicates, and those of one
+occasion are one sample.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.record.configuration import group
 from sdbench.record.row import COLUMNS
-from sdbench.report.compare_sides import VERSION_PREFIX, NothingToCompareError, Row, Side
+from sdbench.report.compare_sides import (
+    FACTS,
+    MACHINE_FIGURES,
+    PRODUCT,
+    VARIABLE_PREFIX,
+    VERSION_PREFIX,
+    WHEN,
+    NothingToCompareError,
+    Row,
+    Side,
+)
 from sdbench.report.figures import MEASURED, as_text
-from sdbench.statistics.intervals import Comparison, compare, correct_verdicts, geometric_mean
+from sdbench.statistics.intervals import NOT_TESTED, Comparison, correct_verdicts, geometric_mean
+from sdbench.statistics.occasions import Time, compare_occasions, detectable_change, find_occasions
 
 # The distinct values of a column in the baseline and in the candidate.
 Values = tuple[list[Any], list[Any]]
@@ -29,12 +41,24 @@ SETTINGS = frozenset(
         *("global_batch", "micro_batch", "num_workers", "data_format", "other_settings"),
     )
 )
-NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from"}
+NOT_SETTINGS = (frozenset(COLUMNS) - SETTINGS) | {"read_from", WHEN, *FACTS, *MACHINE_FIGURES}
 # The work per image depends on these: with the encoders in the step it is 1.48 times that without,
 # at 512 px 4.2 times that at 256. Sides that differ in them are compared only with --allow.
 GUARDED = ("latents", "image_size", "precision", "model")
-# No settings, but a difference in them is printed.
-ORIGINS = ("kind", "source", "git_commit")
+# No settings, but a difference in them is printed; of names only where each side has one.
+NAMES = ("kind", "source")
+ORIGINS = (*NAMES, "git_commit", *FACTS)
+ORIGIN_PREFIXES = (VERSION_PREFIX, VARIABLE_PREFIX)
+MAX_VALUES = 3
+# Sides that differ in these were measured on different machines, which share no occasion.
+MACHINES = frozenset(("gpu", "device", "num_cpu_cores"))
+# The matrix product that is timed before a run depends on these; Ray gives a rank fewer threads.
+SET_MATRIX_PRODUCT = MACHINES | {
+    *("num_gpus", "num_devices", "num_nodes", "precision", "num_threads", "engine"),
+}
+MAX_MACHINE_CHANGE = 0.05
+APART = "not comparable: measured apart"
+MACHINE_CHANGED = "not comparable: the machine changed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +69,23 @@ class Pair:
         baseline: Runs of the baseline.
         candidate: Runs of the candidate.
         comparison: Rate of the candidate over that of the baseline.
+        num_occasions: On which the baseline and the candidate were measured.
+        machine: Ratio of each figure of `MACHINE_FIGURES` in which the sides differ by more than
+            5 %, as far as that is known.
+        detectable_change: That 80 % of such comparisons would find; None if that cannot be told.
     """
 
     baseline: Sequence[Row]
     candidate: Sequence[Row]
     comparison: Comparison
+    num_occasions: tuple[int, int]
+    machine: Mapping[str, float]
+    detectable_change: float | None = None
+
+    @property
+    def has_samples_of_several_runs(self) -> bool:
+        """Whether runs of one occasion were taken together."""
+        return self.num_occasions != (len(self.baseline), len(self.candidate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +153,11 @@ def match(
         raise _nothing_matches({column: values[column] for column in columns}, allow=allow)
     for runs in (groups[key] for groups in (ours, theirs) for key in keys):
         _check_replicates(runs, compared)
-    comparisons = correct_verdicts(
-        [compare(_rates(theirs[key]), _rates(ours[key])) for key in keys]
+    origins = _differing_origins(
+        *([row for key in keys for row in groups[key]] for groups in (ours, theirs))
+    )
+    pairs = _correct(
+        [_compare_runs(ours[key], theirs[key], compared=compared, origins=origins) for key in keys]
     )
     return Match(
         baseline=baseline,
@@ -131,19 +170,119 @@ def match(
             for column in other
             if column not in mine
         },
-        origins=_differing_origins(baseline, candidate),
-        pairs=[
-            Pair(ours[key], theirs[key], comparison)
-            for key, comparison in zip(keys, comparisons, strict=True)
-        ],
+        origins=origins,
+        pairs=pairs,
         only_baseline=[runs for key, runs in ours.items() if key not in theirs],
         only_candidate=[runs for key, runs in theirs.items() if key not in ours],
-        mean=geometric_mean(comparisons),
+        mean=geometric_mean(
+            [
+                # What an occasion does to one row it does to the others: they are not independent.
+                _without_verdict(pair.comparison, NOT_TESTED)
+                if pair.has_samples_of_several_runs
+                else pair.comparison
+                for pair in pairs
+            ]
+        ),
     )
 
 
-def _rates(rows: Iterable[Row]) -> list[float]:
-    return [row["images_per_second"] for row in rows]
+def _compare_runs(
+    baseline: Sequence[Row],
+    candidate: Sequence[Row],
+    *,
+    compared: Mapping[str, Any],
+    origins: Mapping[str, tuple[str, str]],
+) -> Pair:
+    """Compare the runs of one configuration, unless the machine may be what differs.
+
+    Args:
+        baseline: Runs of one side.
+        candidate: Runs of the other.
+        compared: Settings that are compared.
+        origins: In what the sides differ otherwise.
+    """
+    times, other_times = (
+        [row.get(WHEN, Time(None)) for row in side] for side in (candidate, baseline)
+    )
+    if not MACHINES.isdisjoint(compared):
+        occasions = find_occasions(times), find_occasions(other_times)
+    else:
+        occasions = find_occasions(times, other_times), find_occasions(other_times, times)
+
+    def over_occasions(name: str) -> Comparison | None:
+        figures = [[row.get(name) for row in side] for side in (candidate, baseline)]
+        if not all(_is_figure(figure) for side in figures for figure in side):
+            return None
+        return compare_occasions(*figures, occasions=occasions)
+
+    comparison = over_occasions("images_per_second")
+    assert comparison is not None  # rows without a rate are left out of a side
+    machine = {
+        name: found.ratio for name in MACHINE_FIGURES if _has_changed(found := over_occasions(name))
+    }
+    if comparison.interval is None and min(len(baseline), len(candidate)) > 1:
+        comparison = _without_verdict(comparison, APART)
+    elif comparison.interval is not None and any(
+        not _explains(name, compared, origins) for name in machine
+    ):
+        comparison = _without_verdict(comparison, MACHINE_CHANGED)
+    return Pair(
+        baseline,
+        candidate,
+        comparison,
+        num_occasions=tuple(map(len, reversed(occasions))),
+        machine=machine,
+    )
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a cell has a figure; a sensor without a reading may say 0, and a table anything."""
+    return isinstance(value, int | float) and value > 0
+
+
+def _has_changed(figure: Comparison | None) -> bool:
+    """Whether a figure of the machine differs, beyond chance where that is known."""
+    if figure is None or abs(figure.ratio - 1) <= MAX_MACHINE_CHANGE:
+        return False
+    return figure.interval is None or not figure.interval.low <= 1 <= figure.interval.high
+
+
+def _explains(
+    name: str, compared: Mapping[str, Any], origins: Mapping[str, tuple[str, str]]
+) -> bool:
+    """Whether what differs between the sides may itself change a figure of the machine.
+
+    A matrix product depends on libraries and their variables; a GPU's clock and temperature on its
+    load, and so on every setting and on the code.
+    """
+    between = [
+        column
+        for column, (ours, theirs) in origins.items()
+        if column not in NAMES and ours != theirs
+    ]
+    if name == PRODUCT:
+        return not SET_MATRIX_PRODUCT.isdisjoint(compared) or any(
+            column.startswith(ORIGIN_PREFIXES) for column in between
+        )
+    return bool(compared or between)
+
+
+def _without_verdict(comparison: Comparison, verdict: str) -> Comparison:
+    return Comparison(comparison.ratio, None, verdict)
+
+
+def _correct(pairs: Sequence[Pair]) -> list[Pair]:
+    """Correct the verdicts for the number of tests, and tell what they could have found."""
+    comparisons = correct_verdicts([pair.comparison for pair in pairs])
+    num_tests = sum(comparison.interval is not None for comparison in comparisons)
+    return [
+        dataclasses.replace(
+            pair,
+            comparison=comparison,
+            detectable_change=detectable_change(comparison, num_tests=num_tests),
+        )
+        for pair, comparison in zip(pairs, comparisons, strict=True)
+    ]
 
 
 def _known_settings(side: Side) -> list[str]:
@@ -152,7 +291,7 @@ def _known_settings(side: Side) -> list[str]:
         column
         for column in dict.fromkeys(column for row in side.rows for column in row)
         if column not in NOT_SETTINGS
-        and not column.startswith(VERSION_PREFIX)
+        and not column.startswith(ORIGIN_PREFIXES)
         and any(row.get(column) is not None for row in side.rows)
     ]
 
@@ -177,15 +316,33 @@ def _in_words(values: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _differing_origins(baseline: Side, candidate: Side) -> dict[str, tuple[str, str]]:
+def _differing_origins(
+    baseline: Sequence[Row], candidate: Sequence[Row]
+) -> dict[str, tuple[str, str]]:
+    """What is no setting and not the same in all of these rows, be it within one side."""
     columns = dict.fromkeys(
         column
-        for row in (*baseline.rows, *candidate.rows)
+        for row in (*baseline, *candidate)
         for column in row
-        if column in ORIGINS or column.startswith(VERSION_PREFIX)
+        if column in ORIGINS or column.startswith(ORIGIN_PREFIXES)
     )
-    values = {column: _values(baseline, candidate, column) for column in columns}
-    return _in_words({column: sides for column, sides in values.items() if _is_apart(sides)})
+    origins = {}
+    for column in columns:
+        unknown = "not set" if column.startswith(VARIABLE_PREFIX) else "not told"
+        ours, theirs = (
+            list(dict.fromkeys(as_text(row.get(column)) or unknown for row in side))
+            for side in (baseline, candidate)
+        )
+        is_one_each = len(ours) == len(theirs) == 1
+        is_same = is_one_each and ours == theirs
+        if not is_same and (is_one_each or column not in NAMES):
+            origins[column] = (_list_values(ours), _list_values(theirs))
+    return origins
+
+
+def _list_values(values: Sequence[str]) -> str:
+    more = len(values) - MAX_VALUES
+    return ", ".join(values[:MAX_VALUES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]) -> None:

@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.base.output import PLAIN_WIDTH, terminal_width
 from sdbench.record.row import format_csv
-from sdbench.report.compare_match import Match, Pair
-from sdbench.report.compare_sides import Row
+from sdbench.report.compare_match import (
+    APART,
+    MACHINE_CHANGED,
+    MACHINES,
+    MAX_MACHINE_CHANGE,
+    Match,
+    Pair,
+)
+from sdbench.report.compare_sides import MACHINE_FIGURES, UNCOMMITTED, Row
 from sdbench.report.figures import as_text
 from sdbench.report.tables import (
     EMPTY,
@@ -23,7 +30,8 @@ from sdbench.report.tables import (
     to_markdown,
     to_terminal,
 )
-from sdbench.statistics.intervals import Comparison, mean_rate
+from sdbench.statistics.intervals import MIN_RUNS, Comparison, mean_rate
+from sdbench.statistics.occasions import PAUSE_S, POWER
 
 FIGURE_COLUMNS = (
     "row",
@@ -31,10 +39,14 @@ FIGURE_COLUMNS = (
     "candidate_images_per_second",
     "num_baseline_runs",
     "num_candidate_runs",
+    "num_baseline_occasions",
+    "num_candidate_occasions",
     "ratio",
     "ratio_low",
     "ratio_high",
     "verdict",
+    "detectable_percent",
+    "machine",
     "flags",
 )
 MATCHED = "matched"
@@ -255,17 +267,85 @@ def _remarks(match: Match) -> list[str]:
         )
     if num_tested > 1:
         lines.append(f"Verdicts are corrected for {num_tested} tests (Holm); intervals are not.")
+    lines += _remarks_on_occasions(match)
     if match.origins:
         differences = [
             f"{name} {ours} -> {theirs}" for name, (ours, theirs) in match.origins.items()
         ]
         lines.append(f"Also different: {'; '.join(differences)}.")
+    if UNCOMMITTED not in match.origins and match.pairs[0].baseline[0].get(UNCOMMITTED):
+        lines.append("Both sides had uncommitted changes, which may not be the same.")
     lines += [
         f"Left out of {side.name}: {side.describe_left_out()}."
         for side in (match.baseline, match.candidate)
         if side.left_out
     ]
     return lines
+
+
+def _remarks_on_occasions(match: Match) -> list[str]:
+    """What the times of the runs, the machine then and the variation allow to be said."""
+    lines = []
+    changes = [pair.detectable_change for pair in match.pairs if pair.detectable_change is not None]
+    if changes:
+        sizes = dict.fromkeys(f"{100 * change:.1f}" for change in (min(changes), max(changes)))
+        lines.append(
+            f"With this variation a change of {' to '.join(sizes)} % would be found in "
+            f"{100 * POWER:g} % of comparisons."
+        )
+    elif any(pair.comparison.interval is not None for pair in match.pairs):
+        lines.append(f"What change would be found, {MIN_RUNS} runs or more on each side can tell.")
+    if (apart := _tell_verdict(match, APART)) is not None:
+        pause = f"pauses of more than {PAUSE_S / 3600:g} h"
+        remedy = "measure each side on several occasions, with"
+        if MACHINES.isdisjoint(match.compared):
+            why = "the sides did not take turns, and one of them has a single occasion"
+            remedy = f"let them take turns (python -m sdbench repeat N --against), or {remedy}"
+        else:
+            why = "one of the two machines has a single occasion"
+        lines.append(
+            f"{apart}: {why}, or does not tell its times. One setting differs between occasions as "
+            f"well: {remedy} {pause} between them."
+        )
+    if (changed := _tell_verdict(match, MACHINE_CHANGED)) is not None:
+        lines.append(
+            f"{changed}: by more than {100 * MAX_MACHINE_CHANGE:g} %, and nothing that "
+            "is compared explains it."
+        )
+    for number, pair in enumerate(match.pairs, start=1):
+        row = f", row {number}" if len(match.pairs) > 1 else ""
+        if pair.machine:
+            lines.append(f"Figures of the machine differ{row}: {_tell_machine(pair)}.")
+        if pair.comparison.interval is not None and pair.has_samples_of_several_runs:
+            lines.append(
+                f"Runs of one occasion are one sample{row}: {len(pair.baseline)} and "
+                f"{len(pair.candidate)} runs on {' and '.join(map(str, pair.num_occasions))} "
+                "occasions; the ratio is that of the occasions."
+            )
+    return lines
+
+
+def _tell_verdict(match: Match, verdict: str) -> str | None:
+    """A verdict with the numbers of its rows, e.g. ``not tested (row 1, 3)``; None without any."""
+    numbers = [
+        str(number)
+        for number, pair in enumerate(match.pairs, start=1)
+        if pair.comparison.verdict == verdict
+    ]
+    if not numbers or len(match.pairs) == 1:
+        return verdict if numbers else None
+    return f"{verdict} (row {', '.join(numbers)})"
+
+
+def _tell_machine(pair: Pair) -> str:
+    """E.g. ``matrix product 0.375 -> 0.297 TFLOP/s, 0.79x``."""
+    told = []
+    for name, ratio in pair.machine.items():
+        what, unit = MACHINE_FIGURES[name]
+        means = [mean_rate([row[name] for row in side]) for side in (pair.baseline, pair.candidate)]
+        ours, theirs = (f"{mean:.4g}" for mean in means)
+        told.append(f"{what} {ours} -> {theirs} {unit}, {ratio:.2f}x")
+    return "; ".join(told)
 
 
 def _make_table(rows: Iterable[Cells]) -> Table:
@@ -305,7 +385,8 @@ def _comparison_cells(comparison: Comparison) -> dict[str, Cell]:
         "95 % interval": optional_cell(
             f"{interval.low:.3f} to {interval.high:.3f}" if interval else None
         ),
-        "verdict": make_cell(comparison.verdict),
+        # The reason is told below the table.
+        "verdict": make_cell(comparison.verdict.partition(":")[0]),
     }
 
 
@@ -330,7 +411,16 @@ def _flags(rows: Iterable[Row]) -> str | None:
 
 def _make_rows(match: Match) -> list[dict[str, Any]]:
     rows = [
-        _make_row(match, MATCHED, pair.comparison, baseline=pair.baseline, candidate=pair.candidate)
+        {
+            **_make_row(match, MATCHED, baseline=pair.baseline, candidate=pair.candidate),
+            **_comparison_values(pair.comparison),
+            "num_baseline_occasions": pair.num_occasions[0],
+            "num_candidate_occasions": pair.num_occasions[1],
+            "detectable_percent": None
+            if pair.detectable_change is None
+            else 100 * pair.detectable_change,
+            "machine": _tell_machine(pair) or None,
+        }
         for pair in match.pairs
     ]
     rows += [_make_row(match, ONLY_BASELINE, baseline=runs) for runs in match.only_baseline]
@@ -338,15 +428,12 @@ def _make_rows(match: Match) -> list[dict[str, Any]]:
     return [*rows, {"row": GEOMETRIC_MEAN, **_comparison_values(match.mean)}]
 
 
-def _make_row(
-    match: Match, title: str, comparison: Comparison | None = None, **sides: Sequence[Row]
-) -> dict[str, Any]:
+def _make_row(match: Match, title: str, **sides: Sequence[Row]) -> dict[str, Any]:
     """A row of the CSV file.
 
     Args:
         match: The comparison that it is from.
         title: Value of the column ``row``.
-        comparison: Of a configuration on both sides.
         sides: Runs of the configuration, for ``baseline``, ``candidate`` or both.
     """
     runs = [run for side in sides.values() for run in side]
@@ -355,7 +442,6 @@ def _make_row(
         "row": title,
         **{f"{name}_images_per_second": _rate(side) for name, side in sides.items()},
         **{f"num_{name}_runs": len(side) for name, side in sides.items()},
-        **(_comparison_values(comparison) if comparison else {}),
         "flags": _flags(runs),
     }
 

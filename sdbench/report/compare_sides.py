@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,10 +22,30 @@ from sdbench.report.figures import (
     run_of,
 )
 from sdbench.report.runs import read_record, use_each
+from sdbench.statistics.occasions import Time
 
 Row = dict[str, Any]
 
 VERSION_PREFIX = "version of "
+VARIABLE_PREFIX = "variable "
+NOT_INSTALLED = "not installed"
+# Columns that a record has beside those of tables, by names that no table has: when it was, ...
+WHEN = "time of the run"
+# ... what the machine could do then, with the name of the reading in the record and its unit, ...
+PRODUCT = "matmul_tflops"
+GPU_READINGS = {
+    "clock of the GPU": ("sm_clock_mhz", "MHz"),
+    "temperature of the GPU": ("temperature_c", "C"),
+}
+MACHINE_FIGURES = {
+    PRODUCT: ("matrix product", "TFLOP/s"),
+    **{name: (name, unit) for name, (_, unit) in GPU_READINGS.items()},
+}
+# ... and what else it tells that is no setting.
+UNCOMMITTED = "uncommitted changes"
+WEIGHTS = "weights of the model"
+POWER_LIMIT = "power limit of the GPU in W"
+FACTS = (UNCOMMITTED, WEIGHTS, POWER_LIMIT)
 UNREADABLE = "record that cannot be read"
 
 
@@ -70,7 +91,8 @@ def load_rows(path: Path) -> list[Row]:
         ConfigError: If it is neither, or if two runs have one id.
     """
     if not path.is_dir():
-        return mark_copies(read_figures(path, required=("images_per_second",)))
+        rows = read_figures(path, required=("images_per_second",))
+        return mark_copies([{**row, **_tell_time(row.get("started_utc"))} for row in rows])
     files = sorted(path.rglob(RECORD_NAME))
     if not files:
         raise ConfigError(
@@ -185,9 +207,39 @@ def _load_run(file: Path) -> Row:
     settings = {
         name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
-    versions = {**record["versions"], "driver": record["machine"].get("driver")}
+    versions = {name: one or NOT_INSTALLED for name, one in record["versions"].items()}
+    versions["driver"] = record["machine"].get("driver")
+    gpu = (record["summary"] or {}).get("gpu") or {}
     return {
         **settings,
         **make_row(record),
         **{f"{VERSION_PREFIX}{name}": version for name, version in versions.items()},
+        **{f"{VARIABLE_PREFIX}{name}": value for name, value in record["environment"].items()},
+        **{name: gpu.get(reading) for name, (reading, _) in GPU_READINGS.items()},
+        UNCOMMITTED: record["git"]["dirty"],
+        WEIGHTS: record["workload"]["weights"],
+        POWER_LIMIT: gpu.get("power_limit_w"),
+        **_tell_time(record["started_utc"], duration_s=record["duration_s"] or 0.0),
     }
+
+
+def _tell_time(started_utc: str | None, *, duration_s: float = 0.0) -> dict[str, Time]:
+    """The cell with the time of a run; none where it is not told.
+
+    Raises:
+        ConfigError: If the text is no time.
+    """
+    if started_utc is None:
+        return {}
+    try:
+        started = datetime.datetime.fromisoformat(started_utc)
+        if started.tzinfo is None:
+            started = started.replace(tzinfo=datetime.timezone.utc)
+        return {WHEN: Time(started.timestamp(), duration_s)}
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            "when a run was started cannot be read",
+            value=started_utc,
+            allowed="a time such as 2026-11-21T05:48:24+00:00",
+            flag="started_utc in the path given",
+        ) from None

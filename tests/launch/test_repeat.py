@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +61,34 @@ def test_a_training_run_is_repeated_too(tmp_path, repository, capsys):
     assert (run["status"], run["images_per_second"]) == ("ok", rate)
 
 
+def test_two_commands_take_turns_and_are_compared(tmp_path, starts, capsys):
+    folder = tmp_path / "repeat"
+    slow = ["python", FAKE, "--seed", "5"]  # a second each: run ids tell seconds
+    against = shlex.join([*slow, "--device_train_microbatch_size", "2"])
+    argv = ["repeat", "2", "--folder", str(folder), "--against", against, "--", *slow]
+    assert main([*argv, "--device_train_microbatch_size", "4"]) == 0
+    order = [line.split()[-1] for line in starts.read_text().splitlines()]
+    assert order == ["2", "4"] * 2
+    rates = {
+        side: json.loads((folder / side / "repeat.json").read_text())["images_per_second_median"]
+        for side in ("baseline", "candidate")
+    }
+    assert rates == {"baseline": 7.5, "candidate": 8.75}
+    sides = f"{folder}/baseline {folder}/candidate"
+    output = capsys.readouterr().out
+    assert f"python -m sdbench compare {sides}\n" in output
+    assert "compared: micro_batch, global_batch: 2 -> 4" in output
+    assert "1.17x  1.167 to 1.167  faster" in output
+
+
+def test_a_comparison_that_is_refused_keeps_the_runs(tmp_path, capsys):
+    folder = tmp_path / "repeat"
+    argv = ["repeat", "1", "--folder", str(folder), "--against", f"python {FAKE} --seed 4"]
+    assert main([*argv, "--", "python", FAKE]) == 1
+    assert "not compared: this folder holds no run" in capsys.readouterr().err
+    assert len(list(folder.glob("candidate/1/*/record.json"))) == 1
+
+
 def test_a_failed_run_is_told_and_the_others_are_kept(tmp_path, capsys):
     code, summary = repeat(tmp_path, 2, "--device_train_microbatch_size", "8")
     assert code == 1
@@ -99,6 +128,8 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
         (["3"], "COMMAND", ""),
         (["3", "--", "python", FAKE, "--results_dir", "x"], "COMMAND", "--results_dir"),
         (["3", "--", "no-such-program"], "COMMAND", "no-such-program"),
+        (["3", "--against", "python 'x", "--", "python", FAKE], "--against", "python 'x"),
+        (["3", "--against", "no-such-one", "--", "python", FAKE], "COMMAND", "no-such-one"),
     ],
 )
 def test_wrong_input_is_refused(argv, flag, value):

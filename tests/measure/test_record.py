@@ -250,6 +250,23 @@ def test_the_environment_in_a_record_holds_no_secrets(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "ONEDNN_MAX_CPU_ISA",
+        "DNNL_VERBOSE",
+        "ATEN_CPU_CAPABILITY",
+        "GLOO_SOCKET_IFNAME",
+        "GLIBC_TUNABLES",
+        "OMP_NUM_THREADS",
+    ],
+)
+def test_variables_that_change_speed_are_recorded(monkeypatch, name):
+    monkeypatch.setenv(name, "value")
+    assert speed_environment()[name] == "value"
+
+
+@pytest.mark.parametrize(
     "path", sorted(RESULTS.glob("*/*/record.json")), ids=lambda p: p.parent.name
 )
 def test_every_published_record_matches_the_schema(path):

@@ -16,6 +16,7 @@ import sys
 import time
 
 import pytest
+from scipy import stats
 
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
@@ -35,10 +36,31 @@ def a_record(repository):
 RUN_NUMBERS = itertools.count()
 
 
-def write_runs(folder, a_record, *rates, status="ok", flags=(), versions=None, **config):
-    """One record per rate, at different depths below the folder."""
-    for index, rate in enumerate(rates):
+def at_minute(minute: int) -> str:
+    return f"2026-11-{21 + minute // 1440}T{minute // 60 % 24:02}:{minute % 60:02}:00+00:00"
+
+
+def write_runs(
+    folder,
+    a_record,
+    *rates,
+    status="ok",
+    flags=(),
+    versions=None,
+    minutes=None,
+    facts=None,
+    **config,
+):
+    """One record per rate, at different depths below the folder.
+
+    The first runs of two sides began at the same time, and so on: they take turns.
+    """
+    minutes = minutes or [5 * index for index in range(len(rates))]
+    for index, (rate, minute) in enumerate(zip(rates, minutes, strict=True)):
         record = copy.deepcopy(a_record)
+        record["started_utc"] = at_minute(minute)
+        for part, values in (facts or {}).items():
+            record[part] |= values
         record["config"].update(config)
         record["versions"].update(versions or {})
         record["run_id"] = f"20261121T{next(RUN_NUMBERS):06d}Z_x_any-name"
@@ -681,3 +703,285 @@ def test_a_thousand_records_are_soon_compared(tmp_path, repository, a_record):
     duration_s = timed(tmp_path / "a", tmp_path / "b", cwd=repository)
     print(f"1,000 records: {duration_s:.2f} s")
     assert duration_s < 20  # 2 s on an idle machine; tests share theirs
+
+
+# When the runs were made.
+
+RATES = (100.0, 101.0, 99.0)
+SLOWER = (90.0, 91.0, 89.0)
+
+
+def compare_at(capsys, tmp_path, a_record, minutes, other_minutes, **facts) -> tuple[dict, str]:
+    """The row and the text of a comparison of runs that began at these minutes."""
+    a = write_runs(tmp_path / "a", a_record, *RATES[: len(minutes)], minutes=minutes)
+    rates = [rate for _, rate in zip(other_minutes, itertools.cycle(SLOWER), strict=False)]
+    b = write_runs(tmp_path / "b", a_record, *rates, minutes=other_minutes, facts=facts)
+    return compare_as_json(capsys, a, b)["rows"][0], words(compare(capsys, a, b))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "other_minutes"),
+    [
+        ((0, 10, 20), (5, 15, 25)),  # in turn
+        ((0, 15, 20), (5, 10, 25)),  # in rounds: A B, B A, A B
+        ((0, 2000, 4000), (1000, 3000, 5000)),  # in turn, on days
+        ((0, 100, 200), (1000, 1100, 1200)),  # three occasions of each
+    ],
+)
+def test_sides_that_take_turns_have_a_verdict(capsys, tmp_path, a_record, minutes, other_minutes):
+    row, text = compare_at(capsys, tmp_path, a_record, minutes, other_minutes)
+    assert (row["verdict"], row["num_baseline_occasions"]) == ("slower", 3)
+    assert "not comparable" not in text and "one sample" not in text
+
+
+@pytest.mark.parametrize(
+    ("minutes", "other_minutes"),
+    [
+        ((0, 5, 10), (15, 20, 25)),  # one after the other
+        ((0, 5, 10), (360, 365, 370)),  # and hours later
+        ((0, 5, 10), (360, 720, 1080)),  # one occasion against three
+        ((0, 65, 130), (200, 201, 202)),  # three against one
+    ],
+)
+def test_sides_measured_apart_have_no_verdict(capsys, tmp_path, a_record, minutes, other_minutes):
+    row, text = compare_at(capsys, tmp_path, a_record, minutes, other_minutes)
+    assert row["verdict"] == "not comparable: measured apart"
+    assert (row["ratio_low"], row["detectable_percent"]) == (None, None)
+    assert row["ratio"] == pytest.approx(0.9, abs=1e-4)
+    assert "not comparable: measured apart: the sides did not take turns" in text
+    assert "repeat N --against" in text
+    code, message = gate(capsys, tmp_path / "a", tmp_path / "b")
+    assert (code, "--fail_if_slower: not comparable: measured apart" in message) == (1, True)
+
+
+def test_a_pause_is_counted_from_the_end_of_a_run(capsys, tmp_path, a_record):
+    # Runs of 55 minutes with 60 minutes between them, and the others with 61.
+    a_record = copy.deepcopy(a_record) | {"duration_s": 55 * 60.0}
+    row, _ = compare_at(capsys, tmp_path, a_record, (0, 115), (1000, 1116))
+    assert (row["num_baseline_occasions"], row["num_candidate_occasions"]) == (1, 2)
+
+
+def test_the_occasion_is_the_sample_where_there_are_several(capsys, tmp_path, a_record):
+    # Means of the logs of two runs each: log 100 and log 104, log 110 and log 112.
+    a = write_runs(
+        tmp_path / "a", a_record, 99.0, 100**2 / 99, 103.0, 104**2 / 103, minutes=(0, 5, 300, 305)
+    )
+    b = write_runs(
+        tmp_path / "b", a_record, 110.0, 110.0, 111.0, 112**2 / 111, minutes=(10, 15, 310, 315)
+    )
+    row = compare_as_json(capsys, a, b)["rows"][0]
+    reference = stats.ttest_ind(
+        [math.log(110), math.log(112)], [math.log(100), math.log(104)], equal_var=False
+    ).confidence_interval(0.95)
+    assert row["ratio"] == pytest.approx(math.sqrt(110 * 112 / (100 * 104)))
+    assert row["ratio_low"] == pytest.approx(math.exp(reference.low))
+    assert row["ratio_high"] == pytest.approx(math.exp(reference.high))
+    assert "4 and 4 runs on 2 and 2 occasions" in words(compare(capsys, a, b))
+
+
+def test_two_machines_share_no_occasion(capsys, tmp_path, a_record):
+    other = copy.deepcopy(a_record)
+    other["machine"]["device_name"] = "AMD EPYC"
+    a = write_runs(tmp_path / "a", a_record, *RATES)
+    b = write_runs(tmp_path / "b", other, *SLOWER)
+    assert compare_as_json(capsys, a, b)["rows"][0]["verdict"] == "not comparable: measured apart"
+    assert "one of the two machines has a single occasion" in words(compare(capsys, a, b))
+    for name, record, rates in (("a", a_record, RATES), ("b", other, SLOWER)):
+        for day in (1, 2, 3):
+            minutes = [1440 * day + 5 * index for index in range(3)]
+            write_runs(tmp_path / name / f"day-{day}", record, *rates, minutes=minutes)
+    row = compare_as_json(capsys, a, b)["rows"][0]
+    assert (row["num_baseline_runs"], row["num_baseline_occasions"]) == (12, 4)
+    assert row["verdict"] == "slower"
+
+
+def test_a_table_without_times_has_no_verdict(capsys, tmp_path):
+    def side(name, *rates, **times):
+        rows = [{"source": f"{name}{rate}", "kind": "measured", **times} for rate in rates]
+        rows = [{**row, "images_per_second": rate} for row, rate in zip(rows, rates, strict=True)]
+        return write_table(tmp_path / f"{name}.csv", *rows)
+
+    a, b = side("a", 100, 101, 99), side("b", 90, 91, 89)
+    assert compare_as_json(capsys, a, b)["rows"][0]["verdict"] == "not comparable: measured apart"
+    b = side("c", 90, 91, 89, started_utc="yesterday")
+    assert refusal(a, b).value == "yesterday"
+
+
+def test_a_matrix_product_that_changed_takes_the_verdict_back(capsys, tmp_path, a_record):
+    def measure(name, product, **config):
+        write_runs(
+            tmp_path / name,
+            a_record,
+            *(RATES if name == "a" else SLOWER),
+            facts={"summary": {"matmul_tflops": product}},
+            **config,
+        )
+        return tmp_path / name
+
+    a = measure("a", 0.400)
+    row = compare_as_json(capsys, a, measure("b", 0.381))["rows"][0]
+    assert (row["verdict"], row["machine"]) == ("slower", None)
+    b = measure("c", 0.379)
+    row = compare_as_json(capsys, a, b)["rows"][0]
+    assert row["verdict"] == "not comparable: the machine changed"
+    assert row["machine"] == "matrix product 0.4 -> 0.379 TFLOP/s, 0.95x"
+    assert "the machine changed: by more than 5 %" in words(compare(capsys, a, b))
+    # With another precision it is another product.
+    b = measure("d", 0.8, precision="fp32")
+    row = compare_as_json(capsys, a, b, "--allow", "precision")["rows"][0]
+    assert (row["verdict"], row["machine"]) == (
+        "slower",
+        "matrix product 0.4 -> 0.8 TFLOP/s, 2.00x",
+    )
+
+
+def test_a_clock_that_nothing_explains_takes_the_verdict_back(capsys, tmp_path, a_record):
+    def measure(name, clock_mhz, **config):
+        readings = {"sm_clock_mhz": clock_mhz, "temperature_c": 60.0, "power_limit_w": 700.0}
+        readings |= {name: None for name in GPU_READINGS if name not in readings}
+        return write_runs(
+            tmp_path / name,
+            a_record,
+            *(RATES if name == "a" else SLOWER),
+            facts={"summary": {"gpu": readings}},
+            **config,
+        )
+
+    a = measure("a", 1900.0)
+    row = compare_as_json(capsys, a, measure("b", 1700.0))["rows"][0]
+    assert row["verdict"] == "not comparable: the machine changed"
+    # Another setting is another load.
+    found = compare_as_json(capsys, a, measure("c", 1700.0, compile=True))["rows"][0]
+    assert (found["verdict"], found["machine"]) == (
+        "slower",
+        "clock of the GPU 1900 -> 1700 MHz, 0.89x",
+    )
+
+
+GPU_READINGS = (
+    *("utilization_percent", "power_w", "power_limit_w", "default_power_limit_w", "energy_j"),
+    *("temperature_c", "sm_clock_mhz", "max_sm_clock_mhz", "throttle_reasons"),
+    "num_other_processes",
+)
+
+
+def test_the_change_that_would_have_been_found_is_told(capsys, tmp_path, a_record):
+    # Logs of 100 e^d, 100, 100 e^-d on both sides, d = 0.01: variance d^2, of the difference
+    # 2 d^2 / 3 on 4 degrees of freedom, 10/3 without the share of half a run.
+    rates = [100 * math.exp(deviation) for deviation in (0.01, 0.0, -0.01)]
+    a = write_runs(tmp_path / "a", a_record, *rates)
+    b = write_runs(tmp_path / "b", a_record, *rates)
+    row = compare_as_json(capsys, a, b)["rows"][0]
+    shift = math.log1p(row["detectable_percent"] / 100) / (0.01 * math.sqrt(2 / 3))
+    quantile = stats.t.ppf(0.975, 10 / 3)
+    assert stats.nct.cdf(quantile, 10 / 3, shift) == pytest.approx(0.2, abs=1e-6)
+    told = f"a change of {row['detectable_percent']:.1f} % would be found in 80 % of comparisons"
+    assert told in words(compare(capsys, a, b))
+
+
+def test_the_published_seed_runs_of_three_occasions_have_no_verdict(capsys, repository, tmp_path):
+    # The same settings, in the morning, at noon and in the evening of one day.
+    for hours in (("05", "06"), ("12",), ("18",)):
+        for hour in hours:
+            for run in (repository / "results" / "runs").glob(
+                f"20261121T{hour}*_sd2-base-256px-seed"
+            ):
+                shutil.copytree(run, tmp_path / hours[0] / run.name)
+    morning, noon, evening = (tmp_path / hour for hour in ("05", "12", "18"))
+    rows = [
+        compare_as_json(capsys, *sides)["rows"][0]
+        for sides in ((morning, noon), (morning, evening), (noon, evening))
+    ]
+    assert [round(row["ratio"], 2) for row in rows] == [0.90, 0.75, 0.83]
+    assert {row["verdict"] for row in rows} == {"not comparable: measured apart"}
+    assert rows[2]["machine"] == "matrix product 0.3752 -> 0.2641 TFLOP/s, 0.70x"
+
+
+# What differs otherwise.
+
+
+def test_what_differs_beside_the_settings_is_named(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, *RATES)
+    b = write_runs(
+        tmp_path / "b",
+        a_record,
+        *SLOWER,
+        versions={"torch": "2.8.0", "diffusers": None},
+        facts={
+            "git": {"commit": "1" * 40, "dirty": True},
+            "environment": {"LD_PRELOAD": "/lib/libjemalloc.so"},
+            "workload": {"weights": "loaded"},
+        },
+    )
+    found = compare_as_json(capsys, a, b)
+    assert found["rows"][0]["verdict"] == "slower"
+    assert found["other_differences"] == {
+        "git_commit": [a_record["git"]["commit"], "1" * 40],
+        "version of torch": ["2.7.0", "2.8.0"],
+        "version of diffusers": ["0.39.0", "not installed"],
+        "variable LD_PRELOAD": ["not set", "/lib/libjemalloc.so"],
+        "uncommitted changes": ["false", "true"],
+        "weights of the model": ["random", "loaded"],
+    }
+    assert "Also different: git_commit" in compare(capsys, a, b)
+
+
+def test_versions_that_differ_within_a_side_are_named(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, 100.0, 101.0)
+    write_runs(tmp_path / "a" / "more", a_record, 99.0, minutes=[10], versions={"torch": "2.8.0"})
+    b = write_runs(tmp_path / "b", a_record, *SLOWER)
+    found = compare_as_json(capsys, a, b)
+    assert found["other_differences"] == {"version of torch": ["2.7.0, 2.8.0", "2.7.0"]}
+
+
+def test_two_changed_checkouts_may_not_be_the_same(capsys, tmp_path, a_record):
+    changed = {"git": {"dirty": True}}
+    a = write_runs(tmp_path / "a", a_record, *RATES, facts=changed)
+    b = write_runs(tmp_path / "b", a_record, *SLOWER, facts=changed, versions={"torch": "2.8.0"})
+    text = words(compare(capsys, a, b))
+    assert "Both sides had uncommitted changes" in text
+    assert "Also different: version of torch 2.7.0 -> 2.8.0." in text
+
+
+def test_two_runs_on_each_side_cannot_tell_what_would_be_found(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, 100.0, 101.0)
+    b = write_runs(tmp_path / "b", a_record, 90.0, 91.0)
+    assert compare_as_json(capsys, a, b)["rows"][0]["detectable_percent"] is None
+    assert "What change would be found, 3 runs or more" in words(compare(capsys, a, b))
+
+
+@pytest.mark.parametrize("product", ["unknown", 0, -1, None, True])
+def test_a_matrix_product_that_is_no_figure_is_not_looked_at(capsys, tmp_path, product):
+    def side(name, *rates):
+        rows = [
+            {
+                "source": f"{name}{index}",
+                "kind": "measured",
+                "started_utc": at_minute(5 * index),
+                "matmul_tflops": product if name == "b" else 1.0,
+                "images_per_second": rate,
+            }
+            for index, rate in enumerate(rates)
+        ]
+        return write_table(tmp_path / f"{name}.csv", *rows)
+
+    row = compare_as_json(capsys, side("a", *RATES), side("b", *SLOWER))["rows"][0]
+    assert (row["verdict"], row["machine"]) == ("slower", None)
+
+
+def test_rows_that_share_occasions_have_no_interval_of_their_mean(capsys, tmp_path, a_record):
+    def measure(minutes, other_minutes):
+        folder = tmp_path / str(minutes[1])
+        for batch in (2, 4):
+            write_runs(folder / "a", a_record, *RATES, 98.0, minutes=minutes, batch_size=batch)
+            write_runs(
+                folder / "b", a_record, *SLOWER, 88.0, minutes=other_minutes, batch_size=batch
+            )
+        return compare_as_json(capsys, folder / "a", folder / "b")["rows"]
+
+    *_, mean = measure((0, 10, 20, 30), (5, 15, 25, 35))
+    assert mean["verdict"] == "slower"
+    *rows, mean = measure((0, 5, 300, 305), (600, 605, 900, 905))
+    assert [row["num_candidate_occasions"] for row in rows] == [2, 2]
+    assert None not in [row["ratio_low"] for row in rows]
+    assert (mean["verdict"], mean["ratio_low"]) == ("not tested", None)
