@@ -87,7 +87,7 @@ PROGRAMS = {
 ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 # Where the run is written, and whether it goes on with an older one: a rerun begins anew.
 OF_THE_RUN = ("results_dir", "resume")
-DATA, WEIGHTS = "the data set", "the weights"
+DATA, WEIGHTS = "data set is", "weights are"
 WHAT_IS_AT = {
     **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
     **dict.fromkeys(("model_name", "init_from"), WEIGHTS),
@@ -287,9 +287,9 @@ def _check_value(one: Setting, value: Any, declared: Mapping[str, Setting]) -> A
             flag=one.flag,
         )
     if _is_left_out(value, declared):
-        what = WHAT_IS_AT.get(one.name, f"the file or folder of {one.flag}")
+        what = WHAT_IS_AT.get(one.name, f"file of {one.flag} is")
         raise ConfigError(
-            f"the record does not say where {what} is: places on a machine and arguments of "
+            f"the record does not say where the {what}: places on a machine and arguments of "
             "commands are left out of records",
             value=value,
             allowed=f"its place, behind --: -- {one.flag} PLACE",
@@ -390,9 +390,10 @@ def _describe_data_here(config: Any) -> dict[str, Any] | None:
 
 
 def _not_here(what: str, error: ConfigError) -> ConfigError:
+    noun, _, verb = what.rpartition(" ")
     reason = error.what[:1].lower() + error.what[1:]
     return ConfigError(
-        f"{what} of the record is not here ({reason})",
+        f"the {noun} of the record {verb} not here ({reason})",
         value=error.value,
         allowed=f"{error.allowed}; another place behind --",
         flag=error.flag,
