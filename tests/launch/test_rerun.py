@@ -153,7 +153,7 @@ BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
             f"env {BY_TORCHRUN} python benchmark.py --preset=seed {ROW}",
         ),
         (
-            "training/workers/20261122T222533Z_2-core-amd-epyc_small-128px-fast-dreambooth",
+            "runs/20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth",
             f"env OMP_NUM_THREADS=1 {BY_TORCHRUN} torchrun --nproc_per_node 2 train.py {SUBJECT}",
         ),
     ],
