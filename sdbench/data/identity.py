@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
-from sdbench.data.formats.mds_index import locate_mds
+from sdbench.data.formats.mds_index import locate_mds, parse_streams
+from sdbench.data.made_by import read_how_made
 from sdbench.data.remote import is_url
 from sdbench.data.source import SourceConfig
 
@@ -30,8 +32,8 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files`` and ``num_bytes``, None where a size is not known; None for
-        synthetic data.
+        ``sha256``, ``num_files``, ``num_bytes`` (None where a size is not known) and ``made_by``,
+        what is known of how each of the data sets was made; None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
@@ -39,12 +41,14 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     """
     if settings.data_format == "synthetic":
         return None
-    facts = [fact for source in _sources(settings) for fact in _describe_files(source)]
+    sources = _sources(settings)
+    facts = [fact for source in sources for fact in _describe_files(source)]
     sizes = [fact["num_bytes"] for fact in facts]
     return {
         "sha256": hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
         "num_files": sum(fact.pop("num_files", 1) for fact in facts),
         "num_bytes": None if None in sizes else sum(sizes),
+        "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
     }
 
 
@@ -77,6 +81,13 @@ def _sources(settings: Any) -> list[SourceConfig]:
             caption=settings.class_prompt,
         ),
     ]
+
+
+def _places(source: SourceConfig) -> list[str]:
+    """The places of the data sets as the user gave them."""
+    if source.streams is not None:
+        return [place for place, _ in parse_streams(source.streams)]
+    return [source.remote or source.local or ""]
 
 
 def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:

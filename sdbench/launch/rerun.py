@@ -201,7 +201,7 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
     on_gpu = record["machine"]["device_type"] == GPU
     kept, unknown = _settings_to_give(
-        record["config"], config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
+        record, config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
     )
     ranks = {**ONE_RANK, "launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
     start, unknown_start = _start(ranks, engine=record["config"].get("engine"))
@@ -214,7 +214,7 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     config = parse(config_type, arguments, description="", epilog="", prog=program).config
     num_gpus = _check_gpus(record)
     _check_weights(record, config)
-    data_here = _describe_data_here(config)
+    data_here = _describe_data_here(config, how_made=_how_made(record))
     environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
     differences = [*_differences(record, data_here), *told]
     if replaced:
@@ -229,14 +229,14 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
 
 
 def _settings_to_give(
-    recorded: Mapping[str, Any], config_type: type, *, on_gpu: bool, without: set[str]
+    record: Mapping[str, Any], config_type: type, *, on_gpu: bool, without: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The settings that a command line has to name to get those of the record.
 
     What the default of this version or its preset gives by itself is left out.
 
     Args:
-        recorded: Settings of the record, each with the value that the run had.
+        record: Has every setting with the value that the run had.
         config_type: The dataclass of the program's settings.
         on_gpu: Whether the run was on GPUs, where presets have other values.
         without: Names that are not to be given.
@@ -247,7 +247,7 @@ def _settings_to_give(
     Raises:
         ConfigError: A value cannot be given.
     """
-    declared = declarations(config_type)
+    recorded, declared = record["config"], declarations(config_type)
     preset = {"preset": recorded["preset"]} if "preset" in declared else {}
     own = parse(config_type, to_flags(preset), description="", epilog="").config
     kept, unknown, sentences = dict(preset), [], []
@@ -263,7 +263,7 @@ def _settings_to_give(
         if name == "local" and _is_left_out(value, declared) and recorded.get("remote"):
             sentences.append("where copies of the data lay (--local): they go to the cache")
             continue
-        kept[name] = _check_value(one, value, declared)
+        kept[name] = _check_value(one, value, declared, how_made=_how_made(record))
     if unknown:
         sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
     gone = sorted(recorded.keys() - declared.keys())
@@ -273,7 +273,9 @@ def _settings_to_give(
     return kept, sentences
 
 
-def _check_value(one: Setting, value: Any, declared: Mapping[str, Setting]) -> Any:
+def _check_value(
+    one: Setting, value: Any, declared: Mapping[str, Setting], *, how_made: str
+) -> Any:
     """The value of a setting, if a command line can give it.
 
     Raises:
@@ -292,10 +294,18 @@ def _check_value(one: Setting, value: Any, declared: Mapping[str, Setting]) -> A
             f"the record does not say where the {what}: places on a machine and arguments of "
             "commands are left out of records",
             value=value,
-            allowed=f"its place, behind --: -- {one.flag} PLACE",
+            allowed=f"its place, behind --: -- {one.flag} PLACE"
+            + (how_made if what == DATA else ""),
             flag=one.flag,
         )
     return value
+
+
+def _how_made(record: Mapping[str, Any]) -> str:
+    """The rest of a sentence on the data set: how it was made, if the record says so."""
+    known = filter(None, (record.get("data") or {}).get("made_by", ()))
+    told = ["; it was made by " + ", ".join(f"{k} {v}" for k, v in one.items()) for one in known]
+    return "".join(told)
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -376,7 +386,7 @@ def _check_weights(record: Mapping[str, Any], config: Any) -> None:
         raise _not_here(WEIGHTS, error) from None
 
 
-def _describe_data_here(config: Any) -> dict[str, Any] | None:
+def _describe_data_here(config: Any, *, how_made: str) -> dict[str, Any] | None:
     """As a record has it.
 
     Raises:
@@ -386,16 +396,16 @@ def _describe_data_here(config: Any) -> dict[str, Any] | None:
     try:
         return data.describe_data(config)
     except ConfigError as error:
-        raise _not_here(DATA, error) from None
+        raise _not_here(DATA, error, more=how_made) from None
 
 
-def _not_here(what: str, error: ConfigError) -> ConfigError:
+def _not_here(what: str, error: ConfigError, *, more: str = "") -> ConfigError:
     noun, _, verb = what.rpartition(" ")
     reason = error.what[:1].lower() + error.what[1:]
     return ConfigError(
         f"the {noun} of the record {verb} not here ({reason})",
         value=error.value,
-        allowed=f"{error.allowed}; another place behind --",
+        allowed=f"{error.allowed}; another place behind --{more}",
         flag=error.flag,
     )
 
@@ -440,7 +450,7 @@ def _differences(record: Mapping[str, Any], data_here: dict[str, Any] | None) ->
     if changes:
         sentences.append(f"packages: {', '.join(changes)}")
     data_before = record.get("data")
-    if data_before is not None and data_before != data_here:
+    if data_before is not None and data_before["sha256"] != (data_here or {}).get("sha256"):
         sentences.append(f"the data set: {_describe(data_before)} -> {_describe(data_here)}")
     return sentences
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,11 +15,13 @@ import pytest
 import benchmark
 import data as feed
 from sdbench.cli import main
+from sdbench.measure.hardware import Machine
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
-from sdbench.settings.config import BenchmarkConfig
+from sdbench.settings.config import BenchmarkConfig, parse_request
 from sdbench.settings.feed import FeedSettings
 from sdbench.settings.request import parse
-from sdbench.settings.setting import of_device
 from tests.refusals import refusal_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -24,6 +29,9 @@ RUNS = RESULTS / "runs"
 XEON = "2-core-intel-xeon-processor_sd2-base-256px"
 SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--num_threads", "1")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
+
+# What an older record lacks.
+LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version's", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +103,7 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
     folder = tmp_path / "again"
     assert main(["rerun", str(run), "--folder", str(folder)]) == 0
     printed = capfd.readouterr()
-    assert "does not say" not in printed.err
+    assert not LACKING.search(printed.err)
     assert f"sdbench compare {run} {folder}" in printed.out
     before = load_record(run)
     (path,) = folder.glob("*/record.json")
@@ -165,19 +173,26 @@ def test_the_command_of_a_published_row(run, command, capsys):
     assert "the versions of packages other than the" in told
 
 
-def test_every_published_measurement_has_its_own_settings_again(capsys):
-    num_checked = 0
-    for path in sorted(RUNS.glob("*/record.json"))[::7]:
+def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
+    """On the machine of the record, as no other chooses the same; a sample of all."""
+    names = {field.name for field in dataclasses.fields(Machine)}
+    num_planned = 0
+    for path in sorted(RUNS.glob("*/record.json"))[::9]:
         record = load_record(path)
         if record.get("kind", "benchmark") != "benchmark" or record["config"]["remote"]:
             continue
         words, _ = planned(capsys, path)
-        config = {**vars(settings_in(words)), "results_dir": record["config"]["results_dir"]}
-        for name, value in record["config"].items():
-            got = of_device(config[name], on_gpu=False)
-            assert got == value, (path.parent.name, name)
-        num_checked += 1
-    assert num_checked >= 10
+        start = words.index("benchmark.py") + 1
+        request = parse_request([*words[start:], "--no_check_memory"], description="", epilog="")
+        machine = Machine(**{name: record["machine"].get(name) for name in names})
+        num_ranks = record["ranks"]["world_size"]
+        ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
+        config = vars(resolve(request, machine=machine, ranks=ranks).config)
+        another = {"results_dir", "check_memory"}
+        for name in record["config"].keys() - another:
+            assert config[name] == record["config"][name], (path.parent.name, name)
+        num_planned += 1
+    assert num_planned >= 8
 
 
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
@@ -186,12 +201,8 @@ def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tm
     record = changed(run, tmp_path, ranks=two, git={"commit": None, "dirty": True})
     without(record, "ranks.launcher", "other_versions", "data", "config.dist_timeout")
     words, told = planned(capsys, record)
-    assert words[words.index("torchrun") :][:4] == [
-        "torchrun",
-        "--nproc_per_node",
-        "2",
-        "benchmark.py",
-    ]
+    start = words.index("torchrun")
+    assert words[start : start + 4] == ["torchrun", "--nproc_per_node", "2", "benchmark.py"]
     num_named = len(load_record(record)["versions"])
     assert told.split("Here it is not")[0].splitlines() == [
         "The record does not say:",
@@ -307,7 +318,36 @@ def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     words, told = planned(capsys, record.parent)
     config = vars(settings_in(words, FeedSettings))
     assert config == {**load_record(record)["config"], "results_dir": config["results_dir"]}
-    assert "data.py" in words and "does not say" not in told
+    assert "data.py" in words and not LACKING.search(told)
+
+
+def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_folder, tmp_path):
+    _, pictures = run_of_folder
+    made = tmp_path / "made"
+    assert main(["convert", str(pictures), "--folder", str(made)]) == 0
+    argv = ["--remote", str(made), "--image_size", "64", "--batch_size", "2", "--num_workers", "0"]
+    assert feed.main([*argv, "--num_batches", "3", "--results_dir", str(tmp_path / "runs")]) == 0
+    (path,) = (tmp_path / "runs").glob("*/record.json")
+    described = load_record(path)["data"]
+    index = (made / "index.json").read_bytes()
+    (shard,) = json.loads(index)["shards"]
+    num_bytes = shard["raw_data"]["bytes"]
+    facts = [{"index": hashlib.sha256(index).hexdigest(), "num_bytes": num_bytes, "num_files": 1}]
+    assert (
+        described.items()
+        > {
+            "sha256": hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+            "num_files": 1,
+            "num_bytes": num_bytes,
+        }.items()
+    )
+    (made_by,) = described["made_by"]
+    # Of a path the name alone: the record may be published.
+    expected = {"command": "convert", "source": "pictures", "from": "folder"}
+    assert made_by.items() > expected.items()
+    shutil.rmtree(made)
+    error = refusal_of("rerun", path.parent, "--dry_run")
+    assert "; it was made by command convert, source pictures, from folder, " in error.allowed
 
 
 def test_elsewhere_than_the_checkout_it_says_so(run_of_folder, tmp_path, monkeypatch):
