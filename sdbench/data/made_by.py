@@ -30,8 +30,8 @@ def note_how_made(folder: Path, facts: Mapping[str, Any]) -> None:
         OSError: It cannot be written.
     """
     named = {name: _without_folders(value) for name, value in facts.items()}
-    suite = {"version": __version__, "git_commit": git_state()["commit"]}
-    write_json(folder / MADE_BY_NAME, {**named, "suite": suite})
+    suite = {"suite_version": __version__, "git_commit": git_state()["commit"]}
+    write_json(folder / MADE_BY_NAME, {**named, **suite})
 
 
 def read_how_made(folder: Path) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from sdbench.launch.child import (
     run_guarded,
 )
 from sdbench.launch.sweep_file import to_flags
+from sdbench.measure.cpu import num_cpu_cores, read_cpu
 from sdbench.measure.nvml import ask, open_nvml
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
@@ -212,11 +213,11 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
         kept["model_revision"] = revision
     arguments = [*to_flags(kept), *rest]
     config = parse(config_type, arguments, description="", epilog="", prog=program).config
-    num_gpus = _check_gpus(record)
+    num_gpus, gpu = _check_gpus(record)
     _check_weights(record, config)
     data_here = _describe_data_here(config, how_made=_how_made(record))
     environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
-    differences = [*_differences(record, data_here), *told]
+    differences = [*_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
     if replaced:
         flags = ", ".join(f"--{name}" for name in sorted(replaced))
         differences.append(f"settings, by your flags: {flags}")
@@ -266,6 +267,8 @@ def _settings_to_give(
         kept[name] = _check_value(one, value, declared, how_made=_how_made(record))
     if unknown:
         sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
+    if recorded.get("resume", "never") != "never":
+        sentences.append("with which checkpoint it went on, if any: this run begins anew")
     gone = sorted(recorded.keys() - declared.keys())
     if gone:
         values = ", ".join(f"{name} {recorded[name]}" for name in gone)
@@ -303,9 +306,16 @@ def _check_value(
 
 def _how_made(record: Mapping[str, Any]) -> str:
     """The rest of a sentence on the data set: how it was made, if the record says so."""
-    known = filter(None, (record.get("data") or {}).get("made_by", ()))
-    told = ["; it was made by " + ", ".join(f"{k} {v}" for k, v in one.items()) for one in known]
-    return "".join(told)
+    sentence = ""
+    for made_by in filter(None, (record.get("data") or {}).get("made_by", ())):
+        command = made_by.get("command")
+        facts = [
+            f"{name} {value}"
+            for name, value in made_by.items()
+            if name != "command" and value is not None
+        ]
+        sentence += f"; it was made by {command}: {', '.join(facts)}"
+    return sentence
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -347,16 +357,18 @@ def _start(ranks: Mapping[str, Any], *, engine: str | None) -> tuple[list[str], 
     return starts.get(launcher or alone, ["python"]), unknown
 
 
-def _check_gpus(record: Mapping[str, Any]) -> int:
-    """The GPUs of this machine, which are enough for the run.
+def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
+    """How many GPUs this machine has, which are enough for the run, and the model of the first.
 
     Raises:
         ConfigError: They are too few.
     """
     nvml = open_nvml()
     num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
+    first = ask(nvml, "nvmlDeviceGetHandleByIndex", 0) if num_gpus else None
+    name_here = None if first is None else ask(nvml, "nvmlDeviceGetName", first)
     if record["machine"]["device_type"] != GPU:
-        return num_gpus
+        return num_gpus, name_here
     needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
     on_ray = record["config"].get("engine") == RAY  # its nodes may be others
     if num_gpus < needed and not on_ray:
@@ -367,7 +379,7 @@ def _check_gpus(record: Mapping[str, Any]) -> int:
             allowed=f"a machine with {needed} GPUs, with its driver and the package nvidia-ml-py",
             flag="RECORD",
         )
-    return num_gpus
+    return num_gpus, name_here
 
 
 def _check_weights(record: Mapping[str, Any], config: Any) -> None:
@@ -430,9 +442,23 @@ def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[s
     return [f"{name}={value}" for name, value in sorted(recorded.items())], told
 
 
-def _differences(record: Mapping[str, Any], data_here: dict[str, Any] | None) -> list[str]:
-    """Sentences on the commit, the packages and the data set."""
-    sentences = []
+def _differences(
+    record: Mapping[str, Any], data_here: dict[str, Any] | None, *, gpu: str | None
+) -> list[str]:
+    """Sentences on the machine, the commit, the packages and the data set.
+
+    Args:
+        record: The record.
+        data_here: As a record has it.
+        gpu: Model of the GPUs that the run gets; None: it gets none.
+    """
+    machine, sentences = record["machine"], []
+    cpus = (machine["num_cpu_cores"], machine["cpu_name"]), (num_cpu_cores(), read_cpu()[0])
+    if cpus[0] != cpus[1]:
+        before, here = (f"{num_cores} cores of {name}" for num_cores, name in cpus)
+        sentences.append(f"{before} -> {here}")
+    if gpu is not None and gpu != machine["device_name"]:
+        sentences.append(f"{machine['device_name']} -> {gpu}")
     commit, state = record["git"]["commit"], git_state()
     if commit != state["commit"] and commit is not None:
         sentences.append(f"commit {commit} -> {state['commit']}")
