@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench import data
 from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.stop import STOPS
@@ -26,17 +25,22 @@ from sdbench.launch.child import (
     make_folder,
     run_guarded,
 )
+from sdbench.launch.rerun_here import (
+    DATA,
+    ONE_RANK,
+    WEIGHTS,
+    check_gpus,
+    check_weights,
+    describe_data_here,
+    tell_differences,
+    tell_how_made,
+    tell_unknown_facts,
+)
 from sdbench.launch.sweep_file import to_flags
-from sdbench.measure.cpu import num_cpu_cores, read_cpu
-from sdbench.measure.nvml import ask, open_nvml
-from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
 from sdbench.record.provenance import (
     ENVIRONMENT_NAMES,
     ENVIRONMENT_PREFIXES,
-    git_state,
-    other_versions,
-    package_versions,
     speed_environment,
 )
 from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
@@ -84,11 +88,8 @@ PROGRAMS = {
     FEED: Program("data.py", "sdbench.settings.feed:FeedSettings"),
     TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
 }
-# Of a record without them: data.py has no ranks, unless Ray starts them.
-ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 # Where the run is written, and whether it goes on with an older one: a rerun begins anew.
 OF_THE_RUN = ("results_dir", "resume")
-DATA, WEIGHTS = "data set is", "weights are"
 WHAT_IS_AT = {
     **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
     **dict.fromkeys(("model_name", "init_from"), WEIGHTS),
@@ -213,18 +214,22 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
         kept["model_revision"] = revision
     arguments = [*to_flags(kept), *rest]
     config = parse(config_type, arguments, description="", epilog="", prog=program).config
-    num_gpus, gpu = _check_gpus(record)
-    _check_weights(record, config)
-    data_here = _describe_data_here(config, how_made=_how_made(record))
+    num_gpus, gpu = check_gpus(record)
+    check_weights(record, config)
+    data_here = describe_data_here(config, how_made=tell_how_made(record))
     environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
-    differences = [*_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
+    differences = [*tell_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
     if replaced:
         flags = ", ".join(f"--{name}" for name in sorted(replaced))
         differences.append(f"settings, by your flags: {flags}")
     return Rerun(
         environment=tuple(environment),
         command=(*start, program, *arguments, "--results_dir", str(folder)),
-        unknown=(*unknown_start, *unknown, *_unknown_facts(record, has_data=data_here is not None)),
+        unknown=(
+            *unknown_start,
+            *unknown,
+            *tell_unknown_facts(record, has_data=data_here is not None),
+        ),
         differences=tuple(differences),
     )
 
@@ -264,7 +269,7 @@ def _settings_to_give(
         if name == "local" and _is_left_out(value, declared) and recorded.get("remote"):
             sentences.append("where copies of the data lay (--local): they go to the cache")
             continue
-        kept[name] = _check_value(one, value, declared, how_made=_how_made(record))
+        kept[name] = _check_value(one, value, declared, how_made=tell_how_made(record))
     if unknown:
         sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
     if recorded.get("resume", "never") != "never":
@@ -302,20 +307,6 @@ def _check_value(
             flag=one.flag,
         )
     return value
-
-
-def _how_made(record: Mapping[str, Any]) -> str:
-    """The rest of a sentence on the data set: how it was made, if the record says so."""
-    sentence = ""
-    for made_by in filter(None, (record.get("data") or {}).get("made_by", ())):
-        command = made_by.get("command")
-        facts = [
-            f"{name} {value}"
-            for name, value in made_by.items()
-            if name != "command" and value is not None
-        ]
-        sentence += f"; it was made by {command}: {', '.join(facts)}"
-    return sentence
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
@@ -357,71 +348,6 @@ def _start(ranks: Mapping[str, Any], *, engine: str | None) -> tuple[list[str], 
     return starts.get(launcher or alone, ["python"]), unknown
 
 
-def _check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
-    """How many GPUs this machine has, which are enough for the run, and the model of the first.
-
-    Raises:
-        ConfigError: They are too few.
-    """
-    nvml = open_nvml()
-    num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
-    first = ask(nvml, "nvmlDeviceGetHandleByIndex", 0) if num_gpus else None
-    name_here = None if first is None else ask(nvml, "nvmlDeviceGetName", first)
-    if record["machine"]["device_type"] != GPU:
-        return num_gpus, name_here
-    needed = record.get("ranks", ONE_RANK)["ranks_per_node"]
-    on_ray = record["config"].get("engine") == RAY  # its nodes may be others
-    if num_gpus < needed and not on_ray:
-        name = record["machine"]["device_name"]
-        raise ConfigError(
-            f"the run had {needed} x {name}, and this machine has too few GPUs",
-            value=f"{num_gpus} GPUs",
-            allowed=f"a machine with {needed} GPUs, with its driver and the package nvidia-ml-py",
-            flag="RECORD",
-        )
-    return num_gpus, name_here
-
-
-def _check_weights(record: Mapping[str, Any], config: Any) -> None:
-    """Check that the model is here; a model of the hub is looked for by the run itself.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    name = getattr(config, "model_name", None)
-    is_of_hub = record.get("workload", {}).get("revision") is not None
-    if name is None or is_of_hub:
-        return
-    try:
-        resolve_architecture(name, random_weights=config.random_weights)
-    except ConfigError as error:
-        raise _not_here(WEIGHTS, error) from None
-
-
-def _describe_data_here(config: Any, *, how_made: str) -> dict[str, Any] | None:
-    """As a record has it.
-
-    Raises:
-        ConfigError: The data set is not here.
-        RunError: Its place cannot be reached.
-    """
-    try:
-        return data.describe_data(config)
-    except ConfigError as error:
-        raise _not_here(DATA, error, more=how_made) from None
-
-
-def _not_here(what: str, error: ConfigError, *, more: str = "") -> ConfigError:
-    noun, _, verb = what.rpartition(" ")
-    reason = error.what[:1].lower() + error.what[1:]
-    return ConfigError(
-        f"the {noun} of the record {verb} not here ({reason})",
-        value=error.value,
-        allowed=f"{error.allowed}; another place behind --{more}",
-        flag=error.flag,
-    )
-
-
 def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:
     """Assignments of environment variables as in the record, and sentences on the others."""
     recorded, here = dict(record["environment"]), speed_environment()
@@ -440,68 +366,6 @@ def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[s
         told.append(f"this machine has GPUs and the run had none: {NO_GPU} hides them")
         recorded[NO_GPU] = ""
     return [f"{name}={value}" for name, value in sorted(recorded.items())], told
-
-
-def _differences(
-    record: Mapping[str, Any], data_here: dict[str, Any] | None, *, gpu: str | None
-) -> list[str]:
-    """Sentences on the machine, the commit, the packages and the data set.
-
-    Args:
-        record: The record.
-        data_here: As a record has it.
-        gpu: Model of the GPUs that the run gets; None: it gets none.
-    """
-    machine, sentences = record["machine"], []
-    cpus = (machine["num_cpu_cores"], machine["cpu_name"]), (num_cpu_cores(), read_cpu()[0])
-    if cpus[0] != cpus[1]:
-        before, here = (f"{num_cores} cores of {name}" for num_cores, name in cpus)
-        sentences.append(f"{before} -> {here}")
-    if gpu is not None and gpu != machine["device_name"]:
-        sentences.append(f"{machine['device_name']} -> {gpu}")
-    commit, state = record["git"]["commit"], git_state()
-    if commit != state["commit"] and commit is not None:
-        sentences.append(f"commit {commit} -> {state['commit']}")
-    if state["dirty"]:
-        sentences.append("this checkout has changes that are in no commit")
-    before = {**record["versions"], **record.get("other_versions", {})}
-    here = {**package_versions(), **other_versions()}
-    # One that an older record does not name may have been there.
-    names = sorted({*before, *here}) if "other_versions" in record else list(before)
-    changes = [
-        f"{name} {before.get(name) or 'none'} -> {here.get(name) or 'none'}"
-        for name in names
-        if before.get(name) != here.get(name)
-    ]
-    if changes:
-        sentences.append(f"packages: {', '.join(changes)}")
-    data_before = record.get("data")
-    if data_before is not None and data_before["sha256"] != (data_here or {}).get("sha256"):
-        sentences.append(f"the data set: {_describe(data_before)} -> {_describe(data_here)}")
-    return sentences
-
-
-def _describe(facts: Mapping[str, Any] | None) -> str:
-    if facts is None:
-        return "synthetic"
-    size = "" if facts["num_bytes"] is None else f", {facts['num_bytes']} bytes"
-    return f"{facts['num_files']} files{size}, sha256 {facts['sha256'][:12]}"
-
-
-def _unknown_facts(record: Mapping[str, Any], *, has_data: bool) -> list[str]:
-    """Sentences on facts other than settings that this record lacks."""
-    sentences = []
-    if has_data and record.get("data") is None:
-        sentences.append("a hash of its data set: that here is taken for the same")
-    if record.get("workload", {}).get("weights") == "loaded" and not record["workload"]["revision"]:
-        sentences.append("a hash of its weights: those here are taken for the same")
-    if "other_versions" not in record:
-        sentences.append(f"the versions of packages other than the {len(record['versions'])} named")
-    if record["git"]["commit"] is None:
-        sentences.append("its commit")
-    if record["git"]["dirty"]:
-        sentences.append("the changes to its commit, with which it ran")
-    return sentences
 
 
 def _run(rerun: Rerun, *, folder: Path, record: Path) -> int:
