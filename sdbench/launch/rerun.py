@@ -206,7 +206,9 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
         record, config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
     )
     ranks = {**ONE_RANK, "launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
-    start, unknown_start = _start(ranks, engine=record["config"].get("engine"))
+    start, unknown_start = _start(
+        ranks, engine=record["config"].get("engine"), environment=record["environment"]
+    )
     if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
         kept["num_ray_workers"] = ranks["world_size"]
     revision = record.get("workload", {}).get("revision")
@@ -319,7 +321,9 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
     return value.startswith(PIPE) or any(f"<{name}>" in value for name in names)
 
 
-def _start(ranks: Mapping[str, Any], *, engine: str | None) -> tuple[list[str], list[str]]:
+def _start(
+    ranks: Mapping[str, Any], *, engine: str | None, environment: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """The words before the program, and sentences on what the record does not say of them.
 
     Raises:
@@ -337,15 +341,17 @@ def _start(ranks: Mapping[str, Any], *, engine: str | None) -> tuple[list[str], 
         )
     unknown = []
     if launcher is None and num_ranks == 1:
+        launcher = NO_LAUNCHER
         unknown = ["how its one process was started: it is started alone"]
     elif launcher is None:
-        unknown = [f"what started its {num_ranks} ranks: {TORCHRUN} is taken"]
+        # Of several ranks torchrun sets the variable where nobody has, and composer does not.
+        launcher = TORCHRUN if "OMP_NUM_THREADS" in environment else COMPOSER
+        unknown = [f"what started its {num_ranks} ranks: {launcher} is taken"]
     starts = {
         COMPOSER: [COMPOSER, "-n", str(num_ranks)],
         TORCHRUN: [TORCHRUN, "--nproc_per_node", str(num_ranks)],
     }
-    alone = NO_LAUNCHER if num_ranks == 1 else TORCHRUN
-    return starts.get(launcher or alone, ["python"]), unknown
+    return starts.get(launcher, ["python"]), unknown
 
 
 def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:

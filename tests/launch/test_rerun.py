@@ -147,7 +147,14 @@ SUBJECT = (
     "--data_format=synthetic --empty_captions=bad --num_workers=0 --no_keep_layout "
     "--convolution=matmul --attention=sdpa --num_threads=1"
 )
-BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
+TWO_RANKS = (
+    "--warmup_batches=2 --measure_batches=10 --max_warmup_batches=2 --max_measure_batches=10 "
+    "--profile_batches=0 --no_measure_peak --image_size=256 --batch_size=2 "
+    "--device_train_microbatch_size=1 --use_synth_data --data_format=synthetic "
+    "--empty_captions=bad --num_workers=0 --precision=bf16 --no_keep_layout --convolution=matmul "
+    "--attention=sdpa --num_threads=1"
+)
+BY_LAUNCHER = "TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
 
 
 @pytest.mark.parametrize(
@@ -155,16 +162,20 @@ BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
     [
         (
             f"runs/20261121T055223Z_{XEON}-fast",
-            f"env {BY_TORCHRUN} python benchmark.py --preset=fast {ROW} --no_keep_layout "
+            f"env {BY_LAUNCHER} python benchmark.py --preset=fast {ROW} --no_keep_layout "
             "--convolution=torch --attention=sdpa",
         ),
         (
             f"runs/20261121T060909Z_{XEON}-seed",
-            f"env {BY_TORCHRUN} python benchmark.py --preset=seed {ROW}",
+            f"env {BY_LAUNCHER} python benchmark.py --preset=seed {ROW}",
         ),
         (
             "runs/20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth",
-            f"env OMP_NUM_THREADS=1 {BY_TORCHRUN} torchrun --nproc_per_node 2 train.py {SUBJECT}",
+            f"env OMP_NUM_THREADS=1 {BY_LAUNCHER} torchrun --nproc_per_node 2 train.py {SUBJECT}",
+        ),
+        (
+            f"runs/20261121T184424Z_{XEON}-fast",
+            f"env {BY_LAUNCHER} composer -n 2 benchmark.py --preset=fast {TWO_RANKS}",
         ),
     ],
 )
@@ -200,7 +211,8 @@ def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
 def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
     run, _ = run_of_folder
     two = {"world_size": 2, "ranks_per_node": 2}
-    record = changed(run, tmp_path, ranks=two, git={"commit": None, "dirty": True})
+    changes = {"git": {"commit": None, "dirty": True}, "environment": {"OMP_NUM_THREADS": "1"}}
+    record = changed(run, tmp_path, ranks=two, **changes)
     without(record, "ranks.launcher", "other_versions", "data", "config.dist_timeout")
     words, told = planned(capsys, record)
     start = words.index("torchrun")
