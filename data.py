@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.launch.ray_job import launch_ranks
     from sdbench.run.runner import run
+    from sdbench.settings.feed import FeedSettings
     from sdbench.settings.request import parse
     from sdbench.tasks import TASKS
-    from sdbench.tasks.feed import FeedSettings
 
     parse_feed = functools.partial(parse, FeedSettings, description=DESCRIPTION, epilog=EPILOG)
     return run(TASKS["feed"], parse_feed, argv, launch=launch_ranks)

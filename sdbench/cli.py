@@ -76,6 +76,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sdbench.launch.repeat:main",
         "measure one command several times in fresh processes: an interval between runs",
     ),
+    "rerun": (
+        "sdbench.launch.rerun:main",
+        "run what a record says once more: launcher, ranks, settings, environment",
+    ),
     "sweep": ("sdbench.launch.sweep:main", "measure a grid or a list of settings, and resume it"),
     "search": (
         "sdbench.launch.search:main",
@@ -112,6 +116,7 @@ examples:
   srun python -m sdbench doctor
   python -m sdbench dreambooth --help
   python -m sdbench repeat 5 --against 'composer benchmark.py' -- composer benchmark.py --use_ema
+  python -m sdbench rerun runs/20261121T050000Z_2-core-cpu_tiny-64px-fast --dry_run
   python -m sdbench sweep sweeps/seeds.yaml --dry_run
   python -m sdbench render eks --help
   python -m sdbench publish runs/20261121T050000Z_2-core-cpu_tiny-64px-fast

@@ -92,7 +92,13 @@ def spied(tmp_path_factory):
 
 def test_they_train_as_one_run(spied):
     record = only_record(spied)
-    assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
+    assert record["ranks"] == {
+        "world_size": 2,
+        "num_nodes": 1,
+        "ranks_per_node": 2,
+        "restarts": 0,
+        "launcher": None,
+    }
     assert record["workload"]["num_images"] == 5 * record["config"]["batch_size"]
     printed = log_of(spied, 0).read_text()
     assert f": 2 ranks on {record['machine']['device_name']}, global batch" in printed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.formats.checks import (
@@ -259,6 +259,11 @@ def list_files(config: SourceConfig) -> list[str]:
     """
     name = SOURCES[config.data_format].files
     return [] if name is None else resolve_name(name)(config)
+
+
+def describe_data(settings: Any) -> dict[str, Any] | None:
+    """What tells a stored data set from others: `sdbench.data.identity.describe_data`."""
+    return resolve_name("sdbench.data.identity:describe_data")(settings)
 
 
 def open_samples(config: SourceConfig) -> Samples:

@@ -26,6 +26,7 @@ from sdbench.doctor.finding import (
     show_gib,
 )
 from sdbench.doctor.gpus import read_gpus
+from sdbench.measure.cpu import num_cpu_cores
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_versions
 
@@ -122,9 +123,7 @@ def check_plan(job: Job) -> Seen:
 
 def check_processes(job: Job) -> Seen:
     """Whether ranks and loaders have processors to run on."""
-    import psutil
-
-    num_cores = len(psutil.Process().cpu_affinity()) or psutil.cpu_count()
+    num_cores = num_cpu_cores()
     num_ranks = count_ranks_per_node(job)
     yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
     if job.plan is not None:

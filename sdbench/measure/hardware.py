@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.units import BYTES_PER_GIB
+from sdbench.measure.cpu import num_cpu_cores, read_cpu
 from sdbench.measure.nvml import ask, open_nvml
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
@@ -110,9 +111,9 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
     import torch
 
     memory = psutil.virtual_memory()
-    cpu_name, cpu_flags = _read_cpu()
+    cpu_name, cpu_flags = read_cpu()
     common = {
-        "num_cpu_cores": len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count(),
+        "num_cpu_cores": num_cpu_cores(),
         "cpu_name": cpu_name,
         "memory_gib": memory.total / BYTES_PER_GIB,
         "cpu_flags": cpu_flags,
@@ -175,19 +176,6 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         key: round(value, 2) if isinstance(value, float) else value
         for key, value in dataclasses.asdict(machine).items()
     } | {"slug": machine.slug}
-
-
-def _read_cpu() -> tuple[str, tuple[str, ...]]:
-    """Name of the CPU and flags that matter, from /proc/cpuinfo; elsewhere the name only."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() or platform.machine(), ()
-    text = info.read_text()
-    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, flags=re.MULTILINE))
-    name = re.sub(r"\((R|TM)\)", "", fields.get("model name", platform.machine()))
-    flags = set(fields.get("flags", "").split())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
-    return " ".join(name.split()), tuple(flag for flag in wanted if flag in flags)
 
 
 def _read_driver_version() -> str | None:

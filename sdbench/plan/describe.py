@@ -8,8 +8,10 @@ from typing import Any
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
 from sdbench.plan.resolve import Plan
+from sdbench.ranks.launcher import launcher_name
 from sdbench.record.devices import count_devices
 from sdbench.settings.file import as_literal
+from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
 
 
@@ -73,6 +75,7 @@ def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, 
         num_restarts: How often the run has been restarted.
     """
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
+    of_ray = plan.config.engine == RAY
     return {
         "config": dataclasses.asdict(plan.config),
         "origin": dict(request.origin),
@@ -84,7 +87,8 @@ def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, 
             "num_steps": plan.num_steps,
         },
         "machine": hardware.as_dict(plan.machine),
-        "ranks": _ranks(plan) | {"restarts": num_restarts},
+        "ranks": _ranks(plan)
+        | {"restarts": num_restarts, "launcher": RAY if of_ray else launcher_name()},
         "memory_estimate_gib": memory,
         "notes": list(plan.notes),
     }

@@ -9,22 +9,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
+COMPOSER, TORCHRUN = "composer", "torchrun"
 # By file name or module.
-LAUNCHERS = frozenset({"composer", "torchrun", "composer.cli.launcher", "torch.distributed.run"})
+LAUNCHERS = {
+    COMPOSER: COMPOSER,
+    TORCHRUN: TORCHRUN,
+    "composer.cli.launcher": COMPOSER,
+    "torch.distributed.run": TORCHRUN,
+}
+# A record's word for a single process that nothing has launched.
+NO_LAUNCHER = "none"
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 
 
 def find_launcher() -> Any:
     """The `psutil.Process` of the launcher that started this process; None if none did."""
+    return _find()[0]
+
+
+def launcher_name() -> str | None:
+    """What started the ranks: composer, torchrun, `NO_LAUNCHER`, or None for another program."""
+    name = _find()[1]
+    return NO_LAUNCHER if name is None and "RANK" not in os.environ else name
+
+
+def _find() -> tuple[Any, str | None]:
+    """The launcher's process and its name; None where there is none."""
     import psutil
 
     try:
         parent = psutil.Process().parent()
         words = [] if parent is None else parent.cmdline()[:3]
     except psutil.Error:  # it has just died, or is another user's
-        return None
-    return parent if LAUNCHERS & {Path(word).name for word in words} else None
+        return None, None
+    names = [LAUNCHERS[name] for word in words if (name := Path(word).name) in LAUNCHERS]
+    return (parent, names[0]) if names else (None, None)
 
 
 def end_with_launcher() -> None:

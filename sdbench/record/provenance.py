@@ -60,6 +60,16 @@ def package_versions() -> dict[str, str | None]:
     return versions
 
 
+def other_versions() -> dict[str, str]:
+    """Installed version of every package that is none of `PACKAGES`, by its normalized name."""
+    found = {}
+    for installed in metadata.distributions():
+        name, version = installed.metadata["Name"], installed.metadata["Version"]
+        if name and version:  # both are missing where its installation was cut off
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)  # PEP 503
+    return {name: found[name] for name in sorted(found.keys() - {*PACKAGES})}
+
+
 def speed_environment() -> dict[str, str]:
     """Environment variables that change speed."""
     return {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.base.secrets import redact_values
+from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
@@ -126,6 +127,7 @@ class Benchmark(TrainingTask):
                 "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
             },
             "ranks": {} if network is None else {"network": network},
+            "data": describe_data_or_warn(config) if ranks.rank == 0 else None,
         }
 
     def write_partial(self, folder: Path) -> None:

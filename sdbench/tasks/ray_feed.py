@@ -33,8 +33,8 @@ from sdbench.tasks.training import RAY_DATA_NAME
 
 if TYPE_CHECKING:
     from sdbench.run.task import Run
+    from sdbench.settings.feed import FeedSettings
     from sdbench.tasks.encode.online import OnlineLoader
-    from sdbench.tasks.feed import FeedSettings
 
 # Batches that wait at the end of a trainer: one in its hand, one behind that.
 NUM_AT_TRAINER = 2

@@ -15,6 +15,7 @@ from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data.image_files import image_extension
+from sdbench.data.made_by import MADE_BY_NAME
 from sdbench.data.prepare.chunk_formats import FORMATS
 from sdbench.data.prepare.writers import Output, open_output
 from tests.data.datasets import read_files, read_mds
@@ -52,7 +53,9 @@ def read_tars(folder: Path) -> list[dict]:
 
 
 def read_folder(folder: Path) -> list[dict]:
-    return gather(read_files(folder))
+    files = read_files(folder)
+    del files[MADE_BY_NAME]
+    return gather(files)
 
 
 def gather(files: dict[str, bytes]) -> list[dict]:
@@ -73,7 +76,7 @@ def gather(files: dict[str, bytes]) -> list[dict]:
 def read_parquet(folder: Path) -> list[dict]:
     return [
         row
-        for path in sorted(folder.iterdir())
+        for path in sorted(folder.glob("*.parquet"))
         for row in pyarrow.parquet.read_table(path).to_pylist()
     ]
 

@@ -66,7 +66,13 @@ def test_two_ranks_of_torchrun_train_as_one_run(tmp_path):
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("Model has") == 1
     record = only_record(tmp_path)
-    assert record["ranks"] == {"world_size": 2, "num_nodes": 1, "ranks_per_node": 2, "restarts": 0}
+    assert record["ranks"] == {
+        "world_size": 2,
+        "num_nodes": 1,
+        "ranks_per_node": 2,
+        "restarts": 0,
+        "launcher": "torchrun",
+    }
     # No GPU: one micro-batch of 2 images per rank and step.
     assert record["config"]["batch_size"] == 4
     assert record["workload"]["num_images"] == 3 * 4

@@ -162,6 +162,7 @@ def plan(flags: ConvertFlags) -> Conversion:
     num_samples = min(len(rows), flags.max_samples or len(rows))
     samples_per_shard = flags.samples_per_shard or choose_samples_per_shard(num_samples)
     job = {
+        "command": "convert",
         "source": identify(flags.source),
         "from": source.data_format,
         "latents": flags.latents,

@@ -17,6 +17,7 @@ from sdbench.data.formats.mds_entries import INDEX_NAME, read_bounds
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
+from sdbench.data.made_by import MADE_BY_NAME
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
@@ -261,7 +262,7 @@ def _find_orphans(place: MdsPlace) -> list[str]:
         if file
     }
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known)
+    return sorted(found - known - {MADE_BY_NAME})
 
 
 def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.made_by import note_how_made
 from sdbench.data.prepare.chunk_formats import (
     FORMATS,
     ChunkFormat,
@@ -145,6 +146,8 @@ class Output:
                 self._verify(number)
             details = [note.details for note in self._notes() if note.rows]
             self._format.finish(self.partial / "data", details)
+            job = json.loads((self.partial / JOB_NAME).read_bytes())["job"]
+            note_how_made(self.partial / "data", job)
             _synchronize(self.partial / "data")
             (self.partial / "data").rename(self.out)
             shutil.rmtree(self.partial)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.made_by import note_how_made
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_pictures(
             folder / name, scenes, num_images, image_size=flags.image_size, random=random
         )
+        facts = {"command": "shapes", **dataclasses.asdict(flags)}
+        del facts["folder"]  # the same pictures have the same note, wherever they are
+        note_how_made(folder / name, facts)
     prompts = "".join(f"{scene.caption}\n" for scene in held_out)
     (folder / PROMPTS_NAME).write_text(prompts, encoding="utf-8")
     print(

@@ -367,6 +367,7 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
     )
     place = config["remote"] or config["local"]
     return {
+        "command": "precompute",
         "source": None if place is None else identify(place),
         "model_name": str(architecture.weights_folder or architecture.name),
         "model_revision": architecture.revision,

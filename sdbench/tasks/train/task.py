@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact_values
+from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.draft import Draft
@@ -333,6 +334,7 @@ class Train(TrainingTask):
                 "num_dropped_samples": job.loader.stats.num_dropped_samples,
                 "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
             },
+            "data": describe_data_or_warn(self.plan.config) if self.plan.ranks.rank == 0 else None,
         }
 
     def _totals(self, folder: Path) -> dict[str, Any]:

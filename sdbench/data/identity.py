@@ -1,0 +1,116 @@
+"""`describe_data`: a hash that tells a stored data set from others, without reading samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sdbench import data
+from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.secrets import redact
+from sdbench.data.formats.mds_index import locate_mds, parse_streams
+from sdbench.data.made_by import read_how_made
+from sdbench.data.remote import is_url
+from sdbench.data.source import SourceConfig
+
+
+def describe_data(settings: Any) -> dict[str, Any] | None:
+    """What a record says of the stored data, that of a subject's class included.
+
+    The hash is over the names below the folder that all files share, with sizes; of MDS over each
+    index.json, which has the names, sizes and, where they were made, hashes of the shards. So a
+    copy of a data set in another place has its hash, and a change that keeps names and sizes is
+    not seen. The size of a file behind a URL is not asked for.
+
+    Args:
+        settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
+
+    Returns:
+        ``sha256``, ``num_files``, ``num_bytes`` (None where a size is not known) and ``made_by``,
+        what is known of how each of the data sets was made; None for synthetic data.
+
+    Raises:
+        ConfigError: There is no such data set.
+        RunError: A place that is elsewhere cannot be reached.
+    """
+    if settings.data_format == "synthetic":
+        return None
+    sources = _sources(settings)
+    facts = [fact for source in sources for fact in _describe_files(source)]
+    sizes = [fact["num_bytes"] for fact in facts]
+    return {
+        "sha256": hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+        "num_files": sum(fact.pop("num_files", 1) for fact in facts),
+        "num_bytes": None if None in sizes else sum(sizes),
+        "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
+    }
+
+
+def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
+    """As `describe_data`; what cannot be listed behind a run that went well is a warning."""
+    try:
+        return describe_data(settings)
+    except (ConfigError, RunError) as error:
+        print(f"warning: the record has no hash of the data set: {error}", file=sys.stderr)
+        return None
+
+
+def _sources(settings: Any) -> list[SourceConfig]:
+    source = SourceConfig.from_settings(
+        settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
+    )
+    class_place = getattr(settings, "class_remote", None)
+    if class_place is None:
+        return [source]
+    data_format = data.resolve_format(
+        data_format="auto", use_synth_data=False, remote=class_place, local=None
+    )
+    return [
+        source,
+        dataclasses.replace(
+            source,
+            remote=class_place,
+            local=None,
+            data_format=data_format,
+            caption=settings.class_prompt,
+        ),
+    ]
+
+
+def _places(source: SourceConfig) -> list[str]:
+    """The places of the data sets as the user gave them."""
+    if source.streams is not None:
+        return [place for place, _ in parse_streams(source.streams)]
+    return [source.remote or source.local or ""]
+
+
+def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:
+    if source.data_format == "mds":
+        return [
+            {
+                "index": hashlib.sha256(place.index).hexdigest(),
+                "num_files": len(place.shards),
+                "num_bytes": sum(shard["raw_data"]["bytes"] for shard in place.shards),
+            }
+            for place in locate_mds(source)
+        ]
+    files = sorted(data.list_files(source))
+    # A signature in a URL changes, and the arguments of a command may be a secret.
+    parts = [(redact(file) if is_url(file) else os.path.abspath(file)).split("/") for file in files]
+    folders = [names[:-1] for names in parts]
+    # What the first and the last have in common, all between them have, too.
+    ends = zip(min(folders), max(folders), strict=False)
+    num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    return [
+        {
+            "name": "/".join(names[num_shared:]),
+            "num_bytes": None if is_url(file) else os.path.getsize(file),
+        }
+        for file, names in zip(files, parts, strict=True)
+    ]

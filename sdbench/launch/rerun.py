@@ -1,0 +1,392 @@
+"""The command `python -m sdbench rerun`: runs what a record says once more, from the record alone.
+
+A record may come from a stranger. Of what it says only settings, numbers of ranks and variables of
+speed reach the command: no program and no other variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.stop import STOPS
+from sdbench.data.command_output import PIPE
+from sdbench.launch.child import (
+    CAUSE_NAME,
+    LOCK_NAME,
+    find_program,
+    make_folder,
+    run_guarded,
+)
+from sdbench.launch.rerun_here import (
+    DATA,
+    ONE_RANK,
+    WEIGHTS,
+    check_gpus,
+    check_weights,
+    describe_data_here,
+    tell_differences,
+    tell_how_made,
+    tell_unknown_facts,
+)
+from sdbench.launch.sweep_file import to_flags
+from sdbench.ranks.launcher import COMPOSER, NO_LAUNCHER, TORCHRUN
+from sdbench.record.provenance import (
+    ENVIRONMENT_NAMES,
+    ENVIRONMENT_PREFIXES,
+    speed_environment,
+)
+from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
+from sdbench.report.runs import read_record
+from sdbench.settings.kinds import PATH, SWITCH
+from sdbench.settings.ray import RAY
+from sdbench.settings.request import parse
+from sdbench.settings.setting import (
+    GPU,
+    NO_OLDER_RECORD,
+    REQUIRED,
+    Setting,
+    declarations,
+    of_device,
+    setting,
+)
+
+EPILOG = """\
+examples:
+  python -m sdbench rerun results/runs/RUN --dry_run
+  python -m sdbench rerun runs/20261121T050000Z_2-core-cpu_tiny-64px-fast
+  python -m sdbench rerun results/runs/RUN -- --remote my-mds
+
+Before the run it says what the record does not know, and what is not as in the record: the commit,
+packages, the data set. Flags behind -- replace settings of the record: the places of data and
+weights are left out of a record that is published. The exit code is that of the run; 2 bad input,
+130 stopped.
+"""
+
+
+class Program(NamedTuple):
+    """What makes records of a kind.
+
+    Attributes:
+        name: Of the program.
+        settings: Its settings, as ``module:class``.
+    """
+
+    name: str
+    settings: str
+
+
+PROGRAMS = {
+    BENCHMARK: Program("benchmark.py", "sdbench.settings.config:BenchmarkConfig"),
+    FEED: Program("data.py", "sdbench.settings.feed:FeedSettings"),
+    TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
+}
+# Where the run is written, and whether it goes on with an older one: a rerun begins anew.
+OF_THE_RUN = ("results_dir", "resume")
+WHAT_IS_AT = {
+    **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
+    **dict.fromkeys(("model_name", "init_from"), WEIGHTS),
+}
+NO_GPU = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RerunFlags:
+    """Flags of rerun."""
+
+    record: Path = setting(
+        PATH, REQUIRED, "folder of a run, or its record.json", is_positional=True
+    )
+    folder: Path | None = setting(
+        PATH, None, "for the new run (default: runs/rerun_<name of the run>)"
+    )
+    dry_run: bool = setting(SWITCH, False, "print the command and stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rerun:
+    """A command, and what has to be said of it.
+
+    Attributes:
+        environment: Assignments of variables, ``NAME=value``.
+        command: As a person types it.
+        unknown: Sentences on what the record does not say.
+        differences: Sentences on what is not as in the record.
+    """
+
+    environment: tuple[str, ...]
+    command: tuple[str, ...]
+    unknown: tuple[str, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def printed(self) -> str:
+        """The command line, environment included."""
+        before = ["env", *self.environment] if self.environment else []
+        return shlex.join([*before, *self.command])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a record's command once more.
+
+    Args:
+        argv: The record, and behind ``--`` flags that replace some of its settings.
+
+    Returns:
+        The exit code of the run; 0 if it was only printed.
+
+    Raises:
+        ConfigError: Something that the run needs is not here, or the record does not say it.
+        RunError: The data set is elsewhere and cannot be reached.
+    """
+    request = parse(
+        RerunFlags,
+        argv,
+        prog="python -m sdbench rerun",
+        description="Run what a record says once more: launcher, ranks, settings, environment.",
+        epilog=EPILOG,
+        rest="FLAGS ...",
+    )
+    flags = request.config
+    record = read_record(flags.record, flag="RECORD")
+    folder = flags.folder or Path("runs", f"rerun_{record['run_id']}")
+    rerun = plan(record, request.rest, folder=folder)
+    for heading, sentences in (
+        ("The record does not say:", rerun.unknown),
+        ("Here it is not as in the record:", rerun.differences),
+    ):
+        if sentences:
+            lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
+            print("\n".join(lines), file=sys.stderr)
+    print(for_terminal(rerun.printed), flush=True)
+    if flags.dry_run:
+        return EXIT_OK
+    return _run(rerun, folder=folder, record=flags.record)
+
+
+def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
+    """What to run, and what to say before.
+
+    Args:
+        record: As `load_record` reads it.
+        rest: Flags of the program that replace settings of the record.
+        folder: For the new run.
+
+    Raises:
+        ConfigError: As `main`.
+        RunError: As `main`.
+    """
+    kind = kind_of(record)
+    if kind not in PROGRAMS:
+        raise ConfigError(
+            "a record of this kind is not repeated",
+            value=kind,
+            allowed=" | ".join(PROGRAMS),
+            flag="RECORD",
+        )
+    program, config_type = PROGRAMS[kind].name, pkgutil.resolve_name(PROGRAMS[kind].settings)
+    if not Path(program).is_file():
+        raise ConfigError(
+            f"the run is one of {program}, which is not here",
+            value=str(Path.cwd()),
+            allowed="the folder that holds the suite",
+            flag="cd",
+        )
+    given = parse(config_type, rest, description="", epilog="", prog=program)
+    replaced = {name for name, origin in given.origin.items() if origin == "flag"}
+    on_gpu = record["machine"]["device_type"] == GPU
+    kept, unknown = _settings_to_give(
+        record, config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
+    )
+    ranks = {**ONE_RANK, "launcher": None, **record["ranks"]} if "ranks" in record else ONE_RANK
+    start, unknown_start = _start(
+        ranks, engine=record["config"].get("engine"), environment=record["environment"]
+    )
+    if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
+        kept["num_ray_workers"] = ranks["world_size"]
+    revision = record.get("workload", {}).get("revision")
+    if revision is not None and not replaced & {"model_name", "model_revision"}:
+        kept["model_revision"] = revision
+    arguments = [*to_flags(kept), *rest]
+    config = parse(config_type, arguments, description="", epilog="", prog=program).config
+    num_gpus, gpu = check_gpus(record)
+    check_weights(record, config)
+    data_here = describe_data_here(config, how_made=tell_how_made(record))
+    environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
+    differences = [*tell_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
+    if replaced:
+        flags = ", ".join(f"--{name}" for name in sorted(replaced))
+        differences.append(f"settings, by your flags: {flags}")
+    return Rerun(
+        environment=tuple(environment),
+        command=(*start, program, *arguments, "--results_dir", str(folder)),
+        unknown=(
+            *unknown_start,
+            *unknown,
+            *tell_unknown_facts(record, has_data=data_here is not None),
+        ),
+        differences=tuple(differences),
+    )
+
+
+def _settings_to_give(
+    record: Mapping[str, Any], config_type: type, *, on_gpu: bool, without: set[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The settings that a command line has to name to get those of the record.
+
+    What the default of this version or its preset gives by itself is left out.
+
+    Args:
+        record: Has every setting with the value that the run had.
+        config_type: The dataclass of the program's settings.
+        on_gpu: Whether the run was on GPUs, where presets have other values.
+        without: Names that are not to be given.
+
+    Returns:
+        Values by name, and sentences on what the record does not say.
+
+    Raises:
+        ConfigError: A value cannot be given.
+    """
+    recorded, declared = record["config"], declarations(config_type)
+    preset = {"preset": recorded["preset"]} if "preset" in declared else {}
+    own = parse(config_type, to_flags(preset), description="", epilog="").config
+    kept, unknown, sentences = dict(preset), [], []
+    for name, one in declared.items():
+        if name in without or name in preset:
+            continue
+        if name not in recorded and one.before is NO_OLDER_RECORD:
+            unknown.append(name)
+            continue
+        value = recorded.get(name, one.before)
+        if value == of_device(getattr(own, name), on_gpu=on_gpu):
+            continue
+        if name == "local" and _is_left_out(value, declared) and recorded.get("remote"):
+            sentences.append("where copies of the data lay (--local): they go to the cache")
+            continue
+        kept[name] = _check_value(one, value, declared, how_made=tell_how_made(record))
+    if unknown:
+        sentences.append(f"settings, which have this version's values: {', '.join(unknown)}")
+    if recorded.get("resume", "never") != "never":
+        sentences.append("with which checkpoint it went on, if any: this run begins anew")
+    gone = sorted(recorded.keys() - declared.keys())
+    if gone:
+        values = ", ".join(f"{name} {recorded[name]}" for name in gone)
+        sentences.append(f"what this version has in the place of its settings {values}")
+    return kept, sentences
+
+
+def _check_value(
+    one: Setting, value: Any, declared: Mapping[str, Setting], *, how_made: str
+) -> Any:
+    """The value of a setting, if a command line can give it.
+
+    Raises:
+        ConfigError: It was left out of the record, or is none.
+    """
+    if value is None:
+        raise ConfigError(
+            "a setting of the record has no value, and in this version it always has one",
+            value=f"{one.name}: null",
+            allowed=f"{one.kind.allowed}, behind --",
+            flag=one.flag,
+        )
+    if _is_left_out(value, declared):
+        what = WHAT_IS_AT.get(one.name, f"file of {one.flag} is")
+        raise ConfigError(
+            f"the record does not say where the {what}: places on a machine and arguments of "
+            "commands are left out of records",
+            value=value,
+            allowed=f"its place, behind --: -- {one.flag} PLACE"
+            + (how_made if what == DATA else ""),
+            flag=one.flag,
+        )
+    return value
+
+
+def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
+    """Whether `publish` has put the name of a flag in the place of a path, or it is a command.
+
+    Of a ``pipe:`` command a record has the program alone.
+    """
+    if not isinstance(value, str):
+        return False
+    return value.startswith(PIPE) or any(f"<{name}>" in value for name in names)
+
+
+def _start(
+    ranks: Mapping[str, Any], *, engine: str | None, environment: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """The words before the program, and sentences on what the record does not say of them.
+
+    Raises:
+        ConfigError: The run had several nodes.
+    """
+    num_ranks, launcher = ranks["world_size"], ranks["launcher"]
+    if engine == RAY:  # the program itself has Ray start them
+        return ["python"], []
+    if ranks["num_nodes"] > 1:
+        raise ConfigError(
+            f"the run had {num_ranks} ranks on several nodes, which their cluster has to start",
+            value=f"{ranks['num_nodes']} nodes",
+            allowed="a run on one node; for several: multi-node/README.md",
+            flag="RECORD",
+        )
+    unknown = []
+    if launcher is None and num_ranks == 1:
+        launcher = NO_LAUNCHER
+        unknown = ["how its one process was started: it is started alone"]
+    elif launcher is None:
+        # Of several ranks torchrun sets the variable where nobody has, and composer does not.
+        launcher = TORCHRUN if "OMP_NUM_THREADS" in environment else COMPOSER
+        unknown = [f"what started its {num_ranks} ranks: {launcher} is taken"]
+    starts = {
+        COMPOSER: [COMPOSER, "-n", str(num_ranks)],
+        TORCHRUN: [TORCHRUN, "--nproc_per_node", str(num_ranks)],
+    }
+    return starts.get(launcher, ["python"]), unknown
+
+
+def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:
+    """Assignments of environment variables as in the record, and sentences on the others."""
+    recorded, here = dict(record["environment"]), speed_environment()
+    others = [
+        name
+        for name in recorded
+        if not name.startswith(ENVIRONMENT_PREFIXES) and name not in ENVIRONMENT_NAMES
+    ]
+    for name in others:
+        del recorded[name]
+    told = [f"{name} is not set: it is no variable that changes speed" for name in others]
+    told += [
+        f"{name}={here[name]} is set here and was not" for name in here if name not in recorded
+    ]
+    if hides_gpus:
+        told.append(f"this machine has GPUs and the run had none: {NO_GPU} hides them")
+        recorded[NO_GPU] = ""
+    return [f"{name}={value}" for name, value in sorted(recorded.items())], told
+
+
+def _run(rerun: Rerun, *, folder: Path, record: Path) -> int:
+    """Run the command to its end; returns its exit code."""
+    command = find_program(rerun.command)
+    make_folder(folder)
+    try:
+        end = run_guarded(
+            ["env", *rerun.environment, *command],
+            lock_file=folder / LOCK_NAME,
+            cause_file=folder / CAUSE_NAME,
+        )
+    except STOPS:
+        return EXIT_INTERRUPTED
+    if end.exit_code == EXIT_OK:
+        words = shlex.join(["python", "-m", "sdbench", "compare", str(record), str(folder)])
+        print(f"\nbeside the record: {for_terminal(words)}")
+    return end.exit_code

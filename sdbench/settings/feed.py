@@ -1,0 +1,85 @@
+"""`FeedSettings`, the settings of data.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdbench.settings.arithmetic import ArithmeticSpeedups
+from sdbench.settings.data import DataSettings
+from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
+from sdbench.settings.measuring import RunSettings
+from sdbench.settings.online import ActorSettings, OnlineSettings
+from sdbench.settings.ray import RAY, RaySettings
+from sdbench.settings.setting import setting, shared
+from sdbench.settings.training import ModelSettings
+
+DEFAULT_BATCHES = 100
+# What the workers have in store when the window begins is at most a tenth of it.
+MIN_BATCHES_PER_STORED_BATCH = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RayFeedSettings(ActorSettings, RaySettings):
+    """What data.py --engine ray measures: Ray Data, and the encoders in it."""
+
+    GROUP = ActorSettings.GROUP
+
+    online_encoder_batch_size: int = shared(OnlineSettings, "online_encoder_batch_size")
+    max_failed_blocks: int = shared(OnlineSettings, "max_failed_blocks")
+    model_name: str = shared(ModelSettings, "model_name", help="model whose encoders encode")
+    model_revision: str | None = shared(ModelSettings, "model_revision")
+    random_weights: bool = shared(ModelSettings, "random_weights")
+    encoder_dtype: str | None = shared(
+        ArithmeticSpeedups,
+        "encoder_dtype",
+        presets={},
+        help="weights of the encoders (default: fp16 on GPUs, else bf16 or fp32 by the CPU)",
+    )
+    dist_timeout: float = shared(RunSettings, "dist_timeout")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedSettings(RayFeedSettings, DataSettings):
+    """Settings of data.py. None means: chosen for the machine, then printed."""
+
+    GROUP = DataSettings.GROUP
+
+    engine: str | None = setting(
+        one_of(RAY),
+        None,
+        "who prepares batches: Ray Data, which also encodes them, for emulated trainers in ranks "
+        "that Ray Train starts (default: this process and --num_workers)",
+    )
+    num_workers: int | None = setting(
+        NOT_NEGATIVE, None, "loader processes (default: 8, or the number of cores if smaller)"
+    )
+    image_size: int = shared(ModelSettings, "image_size", default=512)
+    batch_size: int = setting(
+        POSITIVE, 32, "images per batch; with --engine ray of all trainers together"
+    )
+    text_embedding_dim: int = setting(
+        POSITIVE, 1024, "width of the text embeddings beside latents (SD 2: 1024, SD 1: 768)"
+    )
+    seed: int = shared(RunSettings, "seed", help="seed of order, crops, flips and noise")
+    num_batches: int | None = setting(
+        POSITIVE,
+        None,
+        f"measured batches (default: {DEFAULT_BATCHES}, or "
+        f"{MIN_BATCHES_PER_STORED_BATCH} x num_workers x prefetch_factor if larger)",
+    )
+    num_warmup_batches: int | None = setting(
+        NOT_NEGATIVE,
+        None,
+        "batches taken before (default: num_workers x prefetch_factor, which is the least, and "
+        "one more)",
+    )
+    max_seconds: float | None = setting(
+        POSITIVE_NUMBER, None, "end the measured window after so long"
+    )
+    emulate_step_seconds: float | None = setting(
+        POSITIVE_NUMBER, None, "sleep so long after each batch, and say how long a trainer waits"
+    )
+    target_images_per_second: float | None = setting(
+        POSITIVE_NUMBER, None, "say whether the source feeds so much, and with how many workers"
+    )
+    results_dir: str = shared(RunSettings, "results_dir")

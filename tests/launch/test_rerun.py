@@ -1,0 +1,397 @@
+"""What a record says, run once more through the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import benchmark
+import data as feed
+from sdbench.cli import main
+from sdbench.measure.hardware import Machine
+from sdbench.plan.resolve import resolve
+from sdbench.ranks.distributed import Ranks
+from sdbench.record.store import load_record
+from sdbench.settings.config import BenchmarkConfig, parse_request
+from sdbench.settings.feed import FeedSettings
+from sdbench.settings.request import parse
+from tests.refusals import refusal_of
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+RUNS = RESULTS / "runs"
+XEON = "2-core-intel-xeon-processor_sd2-base-256px"
+SMALL = ("--model_name", "tiny", "--engine", "torch", "--no_measure_peak", "--num_threads", "1")
+SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
+
+# What an older record lacks.
+LACKING = re.compile("started|a hash|the versions of|its commit\\b$|this version's", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(repository, monkeypatch):
+    """The programs are looked for where the command is given."""
+    monkeypatch.chdir(repository)
+    for name in ("OMP_NUM_THREADS", "MALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def run_of_folder(tmp_path_factory):
+    """The folder of a run of one rank on four pictures, and that of the pictures."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("rerun")
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 0, 0)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text("a square")
+    argv = [*SMALL, *SHORT, "--remote", str(pictures), "--num_workers", "0", "--use_ema"]
+    argv += ["--batch_size", "2", "--max_warmup_batches", "1", "--no_shuffle"]
+    assert benchmark.main([*argv, "--results_dir", str(folder / "runs")]) == 0
+    (record,) = (folder / "runs").glob("*/record.json")
+    return record.parent, pictures
+
+
+def changed(run, tmp_path, **changes):
+    """A copy of a record with values of its groups replaced, e.g. ``ranks={"world_size": 2}``."""
+    record = json.loads((run / "record.json").read_text())
+    for name, value in changes.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    return path
+
+
+def without(path, *names):
+    """Take away what an older record does not have, e.g. ``ranks.launcher``."""
+    record = json.loads(path.read_text())
+    for name in names:
+        *groups, last = name.split(".")
+        place = record
+        for group in groups:
+            place = place[group]
+        del place[last]
+    path.write_text(json.dumps(record))
+    return path
+
+
+def planned(capsys, *argv):
+    """The words of the command that is printed, and what is said before."""
+    capsys.readouterr()
+    assert main(["rerun", *map(str, argv[:1]), "--dry_run", *argv[1:]]) == 0
+    printed = capsys.readouterr()
+    (line,) = printed.out.splitlines()
+    return shlex.split(line), printed.err
+
+
+def settings_in(words, config_type=BenchmarkConfig):
+    """The settings of a printed command."""
+    start = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    return parse(config_type, words[start + 1 :], description="", epilog="").config
+
+
+def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd):
+    run, _ = run_of_folder
+    folder = tmp_path / "again"
+    assert main(["rerun", str(run), "--folder", str(folder)]) == 0
+    printed = capfd.readouterr()
+    assert not LACKING.search(printed.err)
+    assert f"sdbench compare {run} {folder}" in printed.out
+    before = load_record(run)
+    (path,) = folder.glob("*/record.json")
+    after = load_record(path)
+    config = {**before["config"], "results_dir": str(folder)}
+    assert after["config"] == config
+    same = ("data", "versions", "other_versions", "environment", "ranks", "git")
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    losses = [
+        [row.split(",")[-1] for row in (one / "steps.csv").read_text().splitlines()]
+        for one in (run, path.parent)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_run_of_two_ranks_is_repeated_by_its_launcher(run_of_folder, tmp_path):
+    run, _ = run_of_folder
+    two = {"world_size": 2, "ranks_per_node": 2, "launcher": "torchrun"}
+    config = {"batch_size": 4, "device_train_microbatch_size": 2}
+    record = changed(run, tmp_path, ranks=two, config=config, environment={"OMP_NUM_THREADS": "1"})
+    folder = tmp_path / "again"
+    assert main(["rerun", str(record), "--folder", str(folder)]) == 0
+    (path,) = folder.glob("*/record.json")
+    after = load_record(path)
+    assert after["ranks"] == {**two, "num_nodes": 1, "restarts": 0}
+    assert after["workload"]["num_images"] == 3 * 4
+    assert after["environment"]["OMP_NUM_THREADS"] == "1"
+
+
+# Steps, batch and data of the two published rows; the presets bring the rest.
+ROW = (
+    "--warmup_batches=2 --measure_batches=10 --max_duration=12ba --image_size=256 --batch_size=2 "
+    "--device_train_microbatch_size=2 --use_synth_data --data_format=synthetic "
+    "--empty_captions=bad --num_workers=0"
+)
+SUBJECT = (
+    "--preset=fast --max_duration=1600sp --task=dreambooth --model_name=small --image_size=128 "
+    "--train_text_encoder --batch_size=8 --device_train_microbatch_size=4 --use_synth_data "
+    "--data_format=synthetic --empty_captions=bad --num_workers=0 --no_keep_layout "
+    "--convolution=matmul --attention=sdpa --num_threads=1"
+)
+TWO_RANKS = (
+    "--warmup_batches=2 --measure_batches=10 --max_warmup_batches=2 --max_measure_batches=10 "
+    "--profile_batches=0 --no_measure_peak --image_size=256 --batch_size=2 "
+    "--device_train_microbatch_size=1 --use_synth_data --data_format=synthetic "
+    "--empty_captions=bad --num_workers=0 --precision=bf16 --no_keep_layout --convolution=matmul "
+    "--attention=sdpa --num_threads=1"
+)
+BY_LAUNCHER = "TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
+
+
+@pytest.mark.parametrize(
+    ("run", "command"),
+    [
+        (
+            f"runs/20261121T055223Z_{XEON}-fast",
+            f"env {BY_LAUNCHER} python benchmark.py --preset=fast {ROW} --no_keep_layout "
+            "--convolution=torch --attention=sdpa",
+        ),
+        (
+            f"runs/20261121T060909Z_{XEON}-seed",
+            f"env {BY_LAUNCHER} python benchmark.py --preset=seed {ROW}",
+        ),
+        (
+            "runs/20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth",
+            f"env OMP_NUM_THREADS=1 {BY_LAUNCHER} torchrun --nproc_per_node 2 train.py {SUBJECT}",
+        ),
+        (
+            f"runs/20261121T184424Z_{XEON}-fast",
+            f"env {BY_LAUNCHER} composer -n 2 benchmark.py --preset=fast {TWO_RANKS}",
+        ),
+    ],
+)
+def test_the_command_of_a_published_row(run, command, capsys):
+    words, told = planned(capsys, RESULTS / run)
+    assert shlex.join(words) == f"{command} --results_dir runs/rerun_{Path(run).name}"
+    assert "The record does not say:\n" in told
+    assert "the versions of packages other than the" in told
+
+
+def test_a_published_command_is_planned_with_the_settings_of_its_record(capsys):
+    """On the machine of the record, as no other chooses the same; a sample of all."""
+    names = {field.name for field in dataclasses.fields(Machine)}
+    num_planned = 0
+    for path in sorted(RUNS.glob("*/record.json"))[::9]:
+        record = load_record(path)
+        if record.get("kind", "benchmark") != "benchmark" or record["config"]["remote"]:
+            continue
+        words, _ = planned(capsys, path)
+        start = words.index("benchmark.py") + 1
+        request = parse_request([*words[start:], "--no_check_memory"], description="", epilog="")
+        machine = Machine(**{name: record["machine"].get(name) for name in names})
+        num_ranks = record["ranks"]["world_size"]
+        ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
+        config = vars(resolve(request, machine=machine, ranks=ranks).config)
+        another = {"results_dir", "check_memory"}
+        for name in record["config"].keys() - another:
+            assert config[name] == record["config"][name], (path.parent.name, name)
+        num_planned += 1
+    assert num_planned >= 8
+
+
+def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tmp_path, capsys):
+    run, _ = run_of_folder
+    two = {"world_size": 2, "ranks_per_node": 2}
+    changes = {"git": {"commit": None, "dirty": True}, "environment": {"OMP_NUM_THREADS": "1"}}
+    record = changed(run, tmp_path, ranks=two, **changes)
+    without(record, "ranks.launcher", "other_versions", "data", "config.dist_timeout")
+    words, told = planned(capsys, record)
+    start = words.index("torchrun")
+    assert words[start : start + 4] == ["torchrun", "--nproc_per_node", "2", "benchmark.py"]
+    num_named = len(load_record(record)["versions"])
+    assert told.split("Here it is not")[0].splitlines() == [
+        "The record does not say:",
+        "  what started its 2 ranks: torchrun is taken",
+        "  settings, which have this version's values: dist_timeout",
+        "  a hash of its data set: that here is taken for the same",
+        f"  the versions of packages other than the {num_named} named",
+        "  its commit",
+        "  the changes to its commit, with which it ran",
+    ]
+
+
+def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_path, capsys):
+    run, pictures = run_of_folder
+    more = shutil.copytree(pictures, tmp_path / "more")
+    shutil.copy(more / "0.png", more / "4.png")
+    (more / "4.txt").write_text("a square")
+    torch = load_record(run)["versions"]["torch"]
+    record = changed(
+        run,
+        tmp_path,
+        git={"commit": "0" * 40},
+        versions={"torch": "0.4.1"},
+        other_versions={"no-such-package": "1.0"},
+        environment={"OMP_NUM_THREADS": "3", "PATH": "/tmp", "BASH_ENV": "evil"},
+        command=["evil.py"],
+    )
+    words, told = planned(capsys, record, "--", "--remote", str(more))
+    start = words.index("python")
+    # A record of a stranger chooses no program and no variable but those of speed.
+    assert words[0] == "env" and "OMP_NUM_THREADS=3" in words[1:start]
+    assert not [word for word in words[1:start] if word.startswith(("PATH=", "BASH_ENV="))]
+    assert words[start : start + 2] == ["python", "benchmark.py"]
+    assert words[-4:-2] == ["--remote", str(more)]
+    assert settings_in(words).remote == str(more)
+    assert "  PATH is not set: it is no variable that changes speed\n" in told
+    assert f"  commit {'0' * 40} -> " in told
+    assert f"  packages: no-such-package 1.0 -> none, torch 0.4.1 -> {torch}\n" in told
+    assert "  the data set: 4 files, " in told and " -> 5 files, " in told
+    assert "  settings, by your flags: --remote\n" in told
+
+
+def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys):
+    run, pictures = run_of_folder
+    copy = shutil.copytree(pictures, tmp_path / "elsewhere" / "copy")
+    _, told = planned(capsys, run, "--", "--remote", str(copy))
+    assert "data set" not in told
+    (copy / "0.png").write_bytes((copy / "0.png").read_bytes() + b"x")  # another size
+    _, told = planned(capsys, run, "--", "--remote", str(copy))
+    assert "  the data set: 4 files, " in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "value", "flag"),
+    [
+        (
+            {"config": {"remote": "<remote>"}},
+            "the record does not say where the data set is",
+            "<remote>",
+            "--remote",
+        ),
+        (
+            {"config": {"remote": "pipe:cat"}},
+            "the record does not say where the data set is",
+            "pipe:cat",
+            "--remote",
+        ),
+        (
+            {"config": {"remote": "no-such-folder"}},
+            "the data set of the record is not here",
+            "no-such-folder",
+            "--remote or --local",
+        ),
+        (
+            {"config": {"model_name": "<model_name>"}},
+            "the record does not say where the weights are",
+            "<model_name>",
+            "--model_name",
+        ),
+        (
+            {"config": {"model_name": "./no-such-model"}},
+            "the weights of the record are not here",
+            "./no-such-model",
+            "--model_name",
+        ),
+        (
+            {"machine": {"device_type": "cuda"}, "ranks": {"world_size": 8, "ranks_per_node": 8}},
+            "the run had 8 x ",
+            "0 GPUs",
+            "RECORD",
+        ),
+        (
+            {"ranks": {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}},
+            "the run had 4 ranks on several nodes",
+            "2 nodes",
+            "RECORD",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(run_of_folder, tmp_path, changes, what, value, flag):
+    run, _ = run_of_folder
+    error = refusal_of("rerun", changed(run, tmp_path, **changes), "--dry_run")
+    assert error.what.startswith(what)
+    assert (error.value, error.flag) == (value, flag)
+
+
+def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
+    run_of_folder, tmp_path, monkeypatch, capsys
+):
+    """NVML is a stand-in: two GPUs."""
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H100",
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=OSError, **answers))
+    run, _ = run_of_folder
+    words, told = planned(capsys, run)
+    assert words[0] == "env" and "CUDA_VISIBLE_DEVICES=" in words
+    assert "this machine has GPUs and the run had none: CUDA_VISIBLE_DEVICES hides them" in told
+    a100 = {"device_type": "cuda", "device_name": "NVIDIA A100"}
+    two = {"world_size": 2, "ranks_per_node": 2, "launcher": "composer"}
+    words, told = planned(capsys, changed(run, tmp_path, machine=a100, ranks=two))
+    start = words.index("composer")
+    assert words[start : start + 4] == ["composer", "-n", "2", "benchmark.py"]
+    assert "CUDA_VISIBLE_DEVICES=" not in words and "  NVIDIA A100 -> NVIDIA H100\n" in told
+    three = {**two, "world_size": 3, "ranks_per_node": 3}
+    error = refusal_of("rerun", changed(run, tmp_path, machine=a100, ranks=three), "--dry_run")
+    assert (error.value, error.flag) == ("2 GPUs", "RECORD")
+
+
+def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
+    _, pictures = run_of_folder
+    argv = ["--remote", str(pictures), "--image_size", "64", "--batch_size", "2"]
+    argv += ["--num_workers", "0", "--num_batches", "3", "--seed", "5"]
+    assert feed.main([*argv, "--results_dir", str(tmp_path / "runs")]) == 0
+    (record,) = (tmp_path / "runs").glob("*/record.json")
+    words, told = planned(capsys, record.parent)
+    config = vars(settings_in(words, FeedSettings))
+    assert config == {**load_record(record)["config"], "results_dir": config["results_dir"]}
+    assert "data.py" in words and not LACKING.search(told)
+
+
+def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_folder, tmp_path):
+    _, pictures = run_of_folder
+    made = tmp_path / "made"
+    assert main(["convert", str(pictures), "--folder", str(made)]) == 0
+    argv = ["--remote", str(made), "--image_size", "64", "--batch_size", "2", "--num_workers", "0"]
+    assert feed.main([*argv, "--num_batches", "3", "--results_dir", str(tmp_path / "runs")]) == 0
+    (path,) = (tmp_path / "runs").glob("*/record.json")
+    described = load_record(path)["data"]
+    index = (made / "index.json").read_bytes()
+    (shard,) = json.loads(index)["shards"]
+    num_bytes = shard["raw_data"]["bytes"]
+    facts = [{"index": hashlib.sha256(index).hexdigest(), "num_bytes": num_bytes, "num_files": 1}]
+    assert described["sha256"] == (
+        hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    )
+    assert (described["num_files"], described["num_bytes"]) == (1, num_bytes)
+    (made_by,) = described["made_by"]
+    # Of a path the name alone: the record may be published.
+    expected = {"command": "convert", "source": "pictures", "from": "folder"}
+    assert made_by.items() > expected.items()
+    shutil.rmtree(made)
+    error = refusal_of("rerun", path.parent, "--dry_run")
+    told = error.allowed.partition("; it was made by convert: ")[2]
+    assert {"from folder", "num_samples 4", "source pictures"} < {*told.split(", ")}
+
+
+def test_elsewhere_than_the_checkout_it_says_so(run_of_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = refusal_of("rerun", run_of_folder[0])
+    assert (error.value, error.flag) == (str(tmp_path), "cd")
+
+
+def test_a_flag_that_the_program_does_not_have_is_refused(run_of_folder):
+    assert refusal_of("rerun", run_of_folder[0], "--", "--batchsize", "3").flag == "--batch_size"
