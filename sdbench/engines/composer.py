@@ -68,6 +68,7 @@ def fit(
     callbacks.append(WatchCallback(watch, job, state, hooks))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
+            clock=watch.phases,
             model=model,
             train_dataloader=loader,
             optimizers=optimizer,

@@ -17,7 +17,7 @@ from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.hardware import num_page_faults, peak_memory_gib
-from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
+from sdbench.measure.phases import DATA_WAIT, OTHER, RANK_WAIT, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
 from sdbench.record.store import INVALID
@@ -165,8 +165,6 @@ class StepWatch:
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
-        if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
-            self.phases.stop()
         self.timer.step_ends(loss=loss)
         if self.attention.is_running:
             self.attention.stop()
@@ -177,6 +175,10 @@ class StepWatch:
         if self._profiler is not None:
             self._end_trace()
         self._agree_on_end()
+        # Here, where the ranks are together as at the start: what one of them does for longer
+        # behind its step shows in its own time.
+        if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
+            self.phases.stop()
         if self.is_over and self._gpu_monitor is not None:
             self._gpu_monitor.stop()
         self._next_step_begins()
@@ -191,9 +193,10 @@ class StepWatch:
         if self.timer.num_steps >= self._num_steps_now:
             losses.read()
         is_bad = losses.first_not_finite is not None
-        agreed = maximum_on_hosts(
-            LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0, self._ranks
-        )
+        agreed = LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0
+        if self._ranks.world_size > 1:
+            with self.phases.phase(RANK_WAIT):
+                agreed = maximum_on_hosts(agreed, self._ranks)
         if agreed == LOSS_IS_NOT_FINITE:
             values = losses.read()
             index = losses.first_not_finite
