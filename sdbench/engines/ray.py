@@ -46,7 +46,7 @@ def fit(
     job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = optimizer_of(job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks, watch.phases)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     scaler = None

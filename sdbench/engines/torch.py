@@ -46,7 +46,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
-    optimizer = optimizer_of(job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks, watch.phases)
     training_step = TrainingStep(
         model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sdbench.engines import ENGINES, load_engine
+from sdbench.engines.optimizers import make_optimizer
 from sdbench.measure.summary import merge_measurements, summarize
 from sdbench.measure.watch import make_watch
 from sdbench.ranks.distributed import Ranks, gather
@@ -29,7 +30,10 @@ PLACES = {
     "observer": "other",  # of the host, when the step has ended
 }
 CASES = [
-    (engine, place, rank) for engine in ENGINES for place in PLACES for rank in range(NUM_RANKS)
+    (engine, sharding, place, rank)
+    for engine in ENGINES
+    for sharding, place in [*(("none", place) for place in PLACES), ("zero1", "optimizer")]
+    for rank in range(NUM_RANKS)
 ]
 
 
@@ -49,7 +53,7 @@ class Observer:
         self.step_ends = lambda **step: nap()
 
 
-def train(engine, place):
+def train(engine, sharding, place):
     """Train four steps, the last one profiled and with a sleep in a place of this rank, if any."""
     ranks, naps = Ranks.from_environment(), iter([SLEEP_S])
 
@@ -72,20 +76,22 @@ def train(engine, place):
         cuda_device=None,
         observers=[Observer(functools.partial(nap, "observer"))],
     )
+    config = make_config(sharding=sharding, optimizer="adamw")
     job = make_parts(
         model=WithBuffer(),
         num_ranks=ranks.world_size,
         rank=ranks.rank,
         schedule=slow("schedule", SCHEDULE.__getitem__),
+        make_optimizer=functools.partial(make_optimizer, config=config),
     )
     forward = watch.phases.wrap("unet_forward", slow("forward", job.model.unet.forward))
     job.model.unet.forward = forward
     with pytest.MonkeyPatch.context() as patch:
-        sgd = sys.modules["torch.optim.sgd"]
-        patch.setattr(sgd, "sgd", slow("optimizer", sgd.sgd))
+        adam = sys.modules["torch.optim.adam"]
+        patch.setattr(adam, "adam", slow("optimizer", adam.adam))
         patch.setattr(torch.Tensor, "backward", slow("backward", torch.Tensor.backward))
         patch.setattr(Pairs, "__getitem__", slow("loader", Pairs.__getitem__))
-        return load_engine(engine)(job, make_config(), watch)
+        return load_engine(engine)(job, config, watch)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +101,8 @@ def summaries(tmp_path_factory):
 
     def run(rank):
         found = []
-        for engine, place, slow_rank in CASES:
-            own = train(engine, place if rank == slow_rank else None)
+        for engine, sharding, place, slow_rank in CASES:
+            own = train(engine, sharding, place if rank == slow_rank else None)
             merged = merge_measurements(gather(own, Ranks.from_environment()))
             summary = summarize(
                 merged,
@@ -114,9 +120,11 @@ def summaries(tmp_path_factory):
     return dict(zip(CASES, json.loads((folder / "found.json").read_text()), strict=True))
 
 
-@pytest.mark.parametrize(("engine", "place", "rank"), CASES)
-def test_a_slow_rank_is_named_and_not_the_one_that_waits_for_it(engine, place, rank, summaries):
-    summary, phases = summaries[engine, place, rank]
+@pytest.mark.parametrize(("engine", "sharding", "place", "rank"), CASES)
+def test_a_slow_rank_is_named_and_not_the_one_that_waits_for_it(
+    engine, sharding, place, rank, summaries
+):
+    summary, phases = summaries[engine, sharding, place, rank]
     named = [(one["rank"], one["slow_phase"]) for one in summary["stragglers"]]
     assert named == [(rank, PLACES[place])]
     assert "straggler" in summary["flags"]
