@@ -22,8 +22,8 @@ def find_stragglers(
     """Ranks that work a fifth longer on a step than the median rank, the slowest first.
 
     Args:
-        ranks: Seconds of each phase of a profiled step on each rank. Where FSDP shards weights,
-            waiting is part of forward and backward passes, and a slow rank may not be found.
+        ranks: Seconds of each phase of a profiled step on each rank. FSDP's waits are part of
+            forward and backward passes: a rank that is slow in those alone may not be found.
         ranks_per_node: Number of ranks on each node.
 
     Returns:

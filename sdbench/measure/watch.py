@@ -151,6 +151,9 @@ class StepWatch:
     def data_wait_ends(self) -> None:
         """The batch has arrived, or the epoch is over."""
         self.timer.data_wait_ends()
+        if self.phases.is_running:
+            # What comes next may wait for others unseen: FSDP gathers weights, DDP its buckets.
+            self._maximum_of_ranks(0)
         self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: Tensor) -> None:
@@ -193,10 +196,7 @@ class StepWatch:
         if self.timer.num_steps >= self._num_steps_now:
             losses.read()
         is_bad = losses.first_not_finite is not None
-        agreed = LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0
-        if self._ranks.world_size > 1:
-            with self.phases.phase(RANK_WAIT):
-                agreed = maximum_on_hosts(agreed, self._ranks)
+        agreed = self._maximum_of_ranks(LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0)
         if agreed == LOSS_IS_NOT_FINITE:
             values = losses.read()
             index = losses.first_not_finite
@@ -208,6 +208,13 @@ class StepWatch:
             self._request.note(agreed)
             self._request.forget()  # what is saved behind the last step takes its time
             self.is_stopped = True
+
+    def _maximum_of_ranks(self, number: int) -> int:
+        """The largest number of all ranks, for which the last of them is waited for."""
+        if self._ranks.world_size == 1:
+            return number
+        with self.phases.phase(RANK_WAIT):
+            return maximum_on_hosts(number, self._ranks)
 
     def _next_step_begins(self) -> None:
         index = self.timer.num_steps

@@ -73,7 +73,7 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
         parts.values(),
         parts.keys(),
         loc="lower center",
-        ncols=5,
+        ncols=4,
         bbox_to_anchor=(0.5, 0.5 / figure.get_figheight()),
         columnspacing=1.2,
         handlelength=1.2,
