@@ -108,6 +108,7 @@ def test_they_train_as_one_run(spied):
 
 def test_communication_that_nothing_hides_is_told_apart_from_the_backward_pass(spied):
     seconds = only_record(spied)["summary"]["breakdown"]["seconds"]
+    # Each clock stands still while its rank waits for the other.
     expected = {"other": sum(FORWARD_S) / 2, "gradient_communication": COMMUNICATION_S}
     assert seconds == {**dict.fromkeys(PHASES, 0), **expected}
 
@@ -115,9 +116,17 @@ def test_communication_that_nothing_hides_is_told_apart_from_the_backward_pass(s
 def test_a_rank_that_is_slower_than_the_other_is_named(spied):
     summary = only_record(spied)["summary"]
     assert summary["stragglers"] == [
-        {"rank": 1, "node": 0, "own_step_time_s": 0.375, "times_median": 3.0}
+        {
+            "rank": 1,
+            "node": 0,
+            "own_step_time_s": 0.375,
+            "times_median": 3.0,
+            "slow_phase": "other",
+        }
     ]
     assert "straggler" in summary["flags"]
+    # 0.25 s of 0.25 + 0.25, the mean forward pass and the communication.
+    assert summary["bottleneck"].startswith("50 % of the step is lost to rank 1 on node 0")
 
 
 def test_they_draw_different_noise_and_see_different_samples(spied):

@@ -1,4 +1,4 @@
-"""Separates the backward pass from the communication of gradients that follows it."""
+"""Tells what a rank waits for others from its own work: for their gradients and their losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from sdbench.measure import phases
 from sdbench.measure.phases import PhaseClock
+from sdbench.ranks.distributed import Ranks
 
 
 class LastGradient:
@@ -52,3 +53,18 @@ class LastGradient:
         self._num_missing -= 1
         if self._num_missing == 0:
             self._clock.switch(phases.GRADIENT_COMMUNICATION)
+
+
+def mean_over_ranks(loss: torch.Tensor, clock: PhaseClock) -> torch.Tensor:
+    """The mean of the ranks' losses on every rank; `loss` is overwritten.
+
+    Args:
+        loss: Of this rank, on its device.
+        clock: The wait for the others is in the phase `RANK_WAIT`.
+    """
+    world_size = Ranks.from_environment().world_size
+    if world_size == 1:
+        return loss
+    with clock.phase(phases.RANK_WAIT):
+        torch.distributed.all_reduce(loss)
+    return loss.double() / world_size

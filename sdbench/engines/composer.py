@@ -48,7 +48,7 @@ def fit(
     model = device.module_to_device(ComposerDiffusion(job))
     if config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = optimizer_of(job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks, watch.phases)
     # The optimizer's phase begins in WatchCallback.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
 
@@ -68,6 +68,7 @@ def fit(
     callbacks.append(WatchCallback(watch, job, state, hooks))
     with trainer_is_made(make_ddp=functools.partial(make_ddp, config=config)):
         trainer = TrainerThatDoesNotWait(
+            clock=watch.phases,
             model=model,
             train_dataloader=loader,
             optimizers=optimizer,

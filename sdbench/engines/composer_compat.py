@@ -16,6 +16,8 @@ from composer.distributed import dist_strategy
 from composer.utils import dist
 
 from sdbench.base.errors import RunError
+from sdbench.engines.breakdown import mean_over_ranks
+from sdbench.measure.phases import PhaseClock
 
 # Private methods may mean something else in another release.
 KNOWN_VERSION = "0.32."
@@ -29,10 +31,11 @@ class TrainerThatDoesNotWait(Trainer):
     needed: all ranks have equally many batches of one size, and the times are not used.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, clock: PhaseClock, **options: Any) -> None:
         """Make the trainer.
 
         Args:
+            clock: Is told of the wait for the losses of other ranks.
             **options: Of `composer.Trainer`.
 
         Raises:
@@ -43,6 +46,7 @@ class TrainerThatDoesNotWait(Trainer):
                 f"--engine composer changes internals of Composer {KNOWN_VERSION}x, and "
                 f"{composer.__version__} is installed; --engine torch does without Composer"
             )
+        self._clock = clock
         super().__init__(**options)
 
     def _use_closures(self) -> bool:
@@ -66,9 +70,8 @@ class TrainerThatDoesNotWait(Trainer):
         Composer reads nothing when this returns None, as in a step without a loss.
         """
         losses = super()._train_batch(use_grad_scaling)
-        dist.all_reduce(losses["loss/train/total"])
         self.state.total_loss_dict = {
-            name: loss.double() / dist.get_world_size() for name, loss in losses.items()
+            name: mean_over_ranks(loss, self._clock) for name, loss in losses.items()
         }
 
     def _train_microbatches(

@@ -15,6 +15,7 @@ from sdbench.settings.parallel import FSDP, WITHIN_NODE, ZERO1
 if TYPE_CHECKING:
     from sdbench.engines.job import TrainJob
     from sdbench.engines.state import TrainingHooks, TrainState
+    from sdbench.measure.phases import PhaseClock
 
 
 def parameter_groups(job: TrainJob, *, which: str) -> list[dict[str, Any]]:
@@ -86,9 +87,13 @@ def make_optimizer(
     return optimizer_class(groups, **settings)
 
 
-def optimizer_of(job: TrainJob, config: Any, hooks: TrainingHooks | None) -> torch.optim.Optimizer:
+def optimizer_of(
+    job: TrainJob, config: Any, hooks: TrainingHooks | None, clock: PhaseClock
+) -> torch.optim.Optimizer:
     """Make the optimizer of a job whose model has been placed or sharded."""
     optimizer = job.make_optimizer(parameter_groups(job, which=config.optimizer_params))
+    if config.sharding in ZERO1:
+        optimizer.clock = clock
     update_early(optimizer, job, config, hooks)
     return optimizer
 

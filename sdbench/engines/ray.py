@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 
 from sdbench.base.stop import keep_handlers
-from sdbench.engines.breakdown import LastGradient
+from sdbench.engines.breakdown import LastGradient, mean_over_ranks
 from sdbench.engines.device import find_device, reset_peak_memory
 from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
@@ -46,7 +46,7 @@ def fit(
     job.model.to(device).train()
     if ranks.world_size > 1 and config.sharding in FSDP:
         shard_weights(job, config=config)
-    optimizer = optimizer_of(job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks, watch.phases)
     # The optimizer's phase begins in `Diffusion.on_before_optimizer_step`.
     optimizer.register_step_post_hook(lambda *_: watch.phases.switch(phases.OTHER) and None)
     scaler = None
@@ -91,6 +91,11 @@ def fit(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+        )
+        # Lightning asks the first rank before each micro-batch whether it has had a signal.
+        loop = trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = watch.phases.wrap(
+            phases.RANK_WAIT, loop._broadcast_sigterm_tensor
         )
         # As the other engines do, so that each rank draws its own noise.
         torch.manual_seed(config.seed + ranks.rank)
@@ -288,12 +293,8 @@ class Diffusion(lightning.LightningModule):
         if self._ema is not None and not self._state.is_skipped:
             with self._watch.phases.phase(phases.EMA):
                 self._ema.update()
-        loss = self._step_loss()
+        loss = mean_over_ranks(self._step_loss(), self._watch.phases)
         self._losses = []
-        ranks = Ranks.from_environment()
-        if ranks.world_size > 1:
-            torch.distributed.all_reduce(loss)
-            loss = loss.double() / ranks.world_size
         self._batches.fetch_ahead()
         self._state.num_steps += 1
         self._watch.step_ends(loss=loss)

@@ -70,8 +70,7 @@ class ConfiguredDDPStrategy(ConnectedStrategy):
         self._config = config
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        # Buffers are constants and equal on all ranks.
-        return make_ddp(model, config=self._config, broadcast_buffers=False)
+        return make_ddp(model, config=self._config)
 
     def _register_ddp_hooks(self) -> None:
         """Nothing: `make_ddp` has registered those of the config."""

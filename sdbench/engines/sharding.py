@@ -54,6 +54,7 @@ def make_ddp(module: torch.nn.Module, *, config: Any, **options: Any) -> Distrib
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         bucket_cap_mb=config.ddp_bucket_mib,
+        broadcast_buffers=False,  # they are constants and equal on all ranks
         **options,
     )
     if config.grad_compression == "bf16":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdbench.engines.breakdown import LastGradient
+from sdbench.engines.breakdown import LastGradient, mean_over_ranks
 from sdbench.engines.device import find_device, reset_peak_memory
 from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
@@ -46,7 +46,7 @@ def fit(
     reset_peak_memory()
     job.model.to(device).train()
     model = _join_ranks(job, config, ranks)
-    optimizer = optimizer_of(job, config, hooks)
+    optimizer = optimizer_of(job, config, hooks, watch.phases)
     training_step = TrainingStep(
         model, job, optimizer, config=config, clock=watch.phases, hooks=hooks
     )
@@ -86,9 +86,7 @@ def fit(
             if ema is not None and not state.is_skipped:
                 with watch.phases.phase(phases.EMA):
                     ema.update()
-            if ranks.world_size > 1:
-                torch.distributed.all_reduce(loss)
-                loss = loss.double() / ranks.world_size
+            loss = mean_over_ranks(loss, watch.phases)
             batches.fetch_ahead()
             state.num_steps += 1
             watch.step_ends(loss=loss)
@@ -106,8 +104,7 @@ def _join_ranks(job: TrainJob, config: Any, ranks: Ranks) -> torch.nn.Module:
     if config.sharding in FSDP:
         shard_weights(job, config=config)
         return job.model
-    # Buffers are constants and equal on all ranks.
-    return make_ddp(job.model, config=config, broadcast_buffers=False)
+    return make_ddp(job.model, config=config)
 
 
 class TrainingStep:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from sdbench.measure.phases import RANK_WAIT, PhaseClock
+
 # As DDP sends the weights that all ranks begin with.
 MESSAGE_BYTES = 250 * 2**20
 
@@ -15,9 +17,17 @@ class Zero1(ZeroRedundancyOptimizer):
     torch sends each of the 686 weights of a U-Net on its own; with two gloo ranks that took 35 ms a
     step of `tiny` where this takes 8. Its views of weights in one buffer are no way around it: they
     undo the channels_last layout. `_sync_params`, a private method, is overridden.
+
+    Attributes:
+        clock: Of the phases; while it runs, the wait for ranks that still update theirs is one.
     """
 
+    clock: PhaseClock | None = None
+
     def _sync_params(self) -> None:
+        if self.clock is not None and self.clock.is_running:
+            with self.clock.phase(RANK_WAIT):
+                torch.distributed.barrier(self.process_group)
         for rank, groups in enumerate(self._partition_parameters()):
             weights = [weight.detach() for group in groups for weight in group["params"]]
             if weights:

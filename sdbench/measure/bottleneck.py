@@ -1,8 +1,8 @@
-"""Names the largest phase of a step and a flag that may shorten it."""
+"""Names what makes a step long: a slow rank, or its largest phase and a flag for that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdbench.measure import phases
@@ -19,6 +19,7 @@ NAMES = {
     phases.UNET_FORWARD: "the U-Net's forward pass",
     phases.BACKWARD: "the backward pass",
     phases.GRADIENT_COMMUNICATION: "gradient communication that nothing hides",
+    phases.RANK_WAIT: "waiting for other ranks",
     phases.OPTIMIZER: "the optimizer",
     phases.EMA: "the moving average",
     phases.OTHER: "in none of the phases",
@@ -46,6 +47,7 @@ ADVICE: dict[str, list[tuple[str, Any, str]]] = {
         ("device_train_microbatch_size", None, "a larger --device_train_microbatch_size"),
     ],
     phases.GRADIENT_COMMUNICATION: [("batch_size", None, LARGER_BATCH)],
+    phases.RANK_WAIT: [],  # no rank is slow in every step, else it is named
     phases.OPTIMIZER: [
         ("optimizer", "adamw_fused", "--optimizer adamw_fused"),
         ("batch_size", None, LARGER_BATCH),
@@ -58,13 +60,24 @@ ADVICE: dict[str, list[tuple[str, Any, str]]] = {
 }
 
 
-def name_bottleneck(breakdown: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The largest phase of a step and a flag that may shorten it, in a sentence.
+def name_bottleneck(
+    breakdown: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    stragglers: Sequence[Mapping[str, Any]],
+) -> str:
+    """What makes a step long, and what may shorten it, in a sentence.
+
+    A rank that is slower than the others goes before the largest phase: no flag helps all others
+    as much as not to wait for it.
 
     Args:
         breakdown: The record's `breakdown`.
         config: The record's `config`.
+        stragglers: The record's `stragglers`.
     """
+    if stragglers:
+        return _name_slowest(stragglers[0], step_time_s=breakdown["step_time_s"])
     seconds = breakdown["seconds"]
     phase = max(seconds, key=seconds.__getitem__)
     share_percent = 100 * seconds[phase] / breakdown["step_time_s"]
@@ -74,6 +87,16 @@ def name_bottleneck(breakdown: Mapping[str, Any], config: Mapping[str, Any]) -> 
 def has_unexplained_time(breakdown: Mapping[str, Any]) -> bool:
     """Whether more than `MAX_OTHER` of the step is outside all phases."""
     return breakdown["seconds"][phases.OTHER] > MAX_OTHER * breakdown["step_time_s"]
+
+
+def _name_slowest(rank: Mapping[str, Any], *, step_time_s: float) -> str:
+    own_s = rank["own_step_time_s"]
+    lost_percent = 100 * (own_s - own_s / rank["times_median"]) / step_time_s
+    return (
+        f"{lost_percent:.0f} % of the step is lost to rank {rank['rank']} on node {rank['node']}, "
+        f"which is slower than the others, most in {rank['slow_phase'].replace('_', ' ')}: "
+        "`python -m sdbench doctor` looks at its machine"
+    )
 
 
 def _advise(phase: str, config: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Finds ranks that are slower than the others.
 
 Ranks that average gradients end every step together, at the pace of the slowest, so step times do
-not show which rank is slow. The time that a rank works before it waits for others does.
+not show which rank is slow. The time that a rank works without waiting for others does.
 """
 
 from __future__ import annotations
@@ -10,39 +10,38 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdbench.measure.phases import GRADIENT_COMMUNICATION
+from sdbench.measure.phases import PHASES, WAITS
 
 # Two profiled steps on devices of one kind vary by less than a fifth.
 MIN_TIMES_MEDIAN = 1.2
 
 
-def own_step_time_s(breakdown: Mapping[str, Any]) -> float:
-    """Time of a profiled step without the communication of gradients.
-
-    Args:
-        breakdown: Of one rank, see `phases.merge_phases`. With sharded weights, waiting is part of
-            forward and backward passes and is not left out.
-    """
-    return breakdown["step_time_s"] - breakdown["seconds"][GRADIENT_COMMUNICATION]
-
-
 def find_stragglers(
-    own_step_times_s: Sequence[float], *, ranks_per_node: int
+    ranks: Sequence[Mapping[str, float]], *, ranks_per_node: int
 ) -> list[dict[str, Any]]:
-    """Ranks that take a fifth longer than the median rank, the slowest first.
+    """Ranks that work a fifth longer on a step than the median rank, the slowest first.
 
     Args:
-        own_step_times_s: Of each rank. With an even number of ranks the lower median is taken, so
-            that one of two ranks can be slow.
+        ranks: Seconds of each phase of a profiled step on each rank. FSDP's waits are part of
+            forward and backward passes: a rank that is slow in those alone may not be found.
         ranks_per_node: Number of ranks on each node.
+
+    Returns:
+        Of each its number and node, its own time of a step without the phases `WAITS`, and the
+        phase that takes it longer than the median rank by most. With an even number of ranks the
+        lower median is taken, so that one of two ranks can be slow.
     """
+    own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
+    own_step_times_s = [sum(rank.values()) for rank in own]
     median_s = statistics.median_low(own_step_times_s)
+    medians_s = {phase: statistics.median_low(rank[phase] for rank in own) for phase in own[0]}
     found = [
         {
             "rank": rank,
             "node": rank // ranks_per_node,
             "own_step_time_s": own_s,
             "times_median": own_s / median_s,
+            "slow_phase": max(medians_s, key=lambda phase: own[rank][phase] - medians_s[phase]),
         }
         for rank, own_s in enumerate(own_step_times_s)
         if own_s >= MIN_TIMES_MEDIAN * median_s and own_s > median_s

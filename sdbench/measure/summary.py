@@ -13,7 +13,7 @@ from sdbench.measure.bottleneck import has_unexplained_time, name_bottleneck
 from sdbench.measure.gpu_monitor import GpuReadings, merge_readings
 from sdbench.measure.phases import merge_phases
 from sdbench.measure.startup import StartupClock
-from sdbench.measure.stragglers import find_stragglers, own_step_time_s
+from sdbench.measure.stragglers import find_stragglers
 from sdbench.measure.timer import PROFILED, WARMUP, Timings, merge_ranks
 from sdbench.measure.watch import StepWatch
 from sdbench.statistics import intervals
@@ -34,7 +34,7 @@ class Measurements:
         gpu: Readings in the measured window; None without a GPU or NVML.
         breakdown: Times of the phases of a step; None without profiled steps.
         attention_kernels: As `AttentionLog.kernels`, on the first rank.
-        own_step_times_s: Of each rank in profiled steps, see `stragglers.own_step_time_s`.
+        rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
         num_page_faults: In the measured window, of the rank with most.
     """
 
@@ -44,7 +44,7 @@ class Measurements:
     gpu: GpuReadings | None = None
     breakdown: dict[str, Any] | None = None
     attention_kernels: list[dict[str, Any]] | None = None
-    own_step_times_s: tuple[float, ...] | None = None
+    rank_phases: tuple[dict[str, float], ...] | None = None
     num_page_faults: int = 0
 
 
@@ -82,9 +82,9 @@ def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
         else merge_phases([breakdown["seconds"] for breakdown in breakdowns], num_steps=1)
         | {"num_steps": breakdowns[0]["num_steps"]},
         attention_kernels=ranks[0].attention_kernels,
-        own_step_times_s=None
+        rank_phases=None
         if None in breakdowns
-        else tuple(own_step_time_s(breakdown) for breakdown in breakdowns),
+        else tuple(breakdown["seconds"] for breakdown in breakdowns),
         num_page_faults=max(rank.num_page_faults for rank in ranks),
     )
 
@@ -128,10 +128,11 @@ def summarize(
         float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
     )
     target = config.get("target_precision")
-    own_step_times_s = measurements.own_step_times_s
-    stragglers = None
-    if own_step_times_s is not None:
-        stragglers = find_stragglers(own_step_times_s, ranks_per_node=ranks_per_node)
+    stragglers = bottleneck = None
+    if measurements.rank_phases is not None:
+        stragglers = find_stragglers(measurements.rank_phases, ranks_per_node=ranks_per_node)
+    if breakdown is not None:
+        bottleneck = name_bottleneck(breakdown, config, stragglers=stragglers or ())
     flags = {
         "drift": steadiness is not None and not steadiness.is_steady,
         "noisy": variation is not None and variation > MAX_VARIATION,
@@ -163,7 +164,7 @@ def summarize(
         "breakdown": breakdown,
         "stragglers": stragglers,
         "attention_kernels": measurements.attention_kernels,
-        "bottleneck": None if breakdown is None else name_bottleneck(breakdown, config),
+        "bottleneck": bottleneck,
         "startup": None if startup is None else startup.summary(num_warmup_steps=num_warmup_steps),
         "peak_memory_gib": measurements.peak_memory_gib,
         "page_faults_per_step": measurements.num_page_faults / len(measured),

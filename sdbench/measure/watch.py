@@ -17,7 +17,7 @@ from sdbench.base.stop import StopRequest, stop_signals_ask
 from sdbench.measure.attention_kernels import AttentionLog
 from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings
 from sdbench.measure.hardware import num_page_faults, peak_memory_gib
-from sdbench.measure.phases import DATA_WAIT, OTHER, PhaseClock
+from sdbench.measure.phases import DATA_WAIT, OTHER, RANK_WAIT, PhaseClock
 from sdbench.measure.timer import PROFILED, CudaMarks, StepTimer
 from sdbench.ranks.distributed import Ranks, maximum_on_hosts
 from sdbench.record.store import INVALID
@@ -151,6 +151,9 @@ class StepWatch:
     def data_wait_ends(self) -> None:
         """The batch has arrived, or the epoch is over."""
         self.timer.data_wait_ends()
+        if self.phases.is_running:
+            # What comes next may wait for others unseen: FSDP gathers weights, DDP its buckets.
+            self._maximum_of_ranks(0)
         self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: Tensor) -> None:
@@ -165,8 +168,6 @@ class StepWatch:
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
-        if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
-            self.phases.stop()
         self.timer.step_ends(loss=loss)
         if self.attention.is_running:
             self.attention.stop()
@@ -177,6 +178,10 @@ class StepWatch:
         if self._profiler is not None:
             self._end_trace()
         self._agree_on_end()
+        # Here, where the ranks are together as at the start: what one of them does for longer
+        # behind its step shows in its own time.
+        if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
+            self.phases.stop()
         if self.is_over and self._gpu_monitor is not None:
             self._gpu_monitor.stop()
         self._next_step_begins()
@@ -191,9 +196,7 @@ class StepWatch:
         if self.timer.num_steps >= self._num_steps_now:
             losses.read()
         is_bad = losses.first_not_finite is not None
-        agreed = maximum_on_hosts(
-            LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0, self._ranks
-        )
+        agreed = self._maximum_of_ranks(LOSS_IS_NOT_FINITE if is_bad else self._request.number or 0)
         if agreed == LOSS_IS_NOT_FINITE:
             values = losses.read()
             index = losses.first_not_finite
@@ -205,6 +208,13 @@ class StepWatch:
             self._request.note(agreed)
             self._request.forget()  # what is saved behind the last step takes its time
             self.is_stopped = True
+
+    def _maximum_of_ranks(self, number: int) -> int:
+        """The largest number of all ranks, for which the last of them is waited for."""
+        if self._ranks.world_size == 1:
+            return number
+        with self.phases.phase(RANK_WAIT):
+            return maximum_on_hosts(number, self._ranks)
 
     def _next_step_begins(self) -> None:
         index = self.timer.num_steps

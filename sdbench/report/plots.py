@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito, "Color Universal Design" (2008), without their yellow, which is faint on white.
 SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-# Paul Tol, "Colour schemes" (SRON technical note, 2021), the scheme "muted" with its pale grey.
+# Paul Tol, "Colour schemes" (SRON technical note, 2021), the scheme "muted" with its pale grey, and
+# a dark one.
 PART_COLOURS = (
     "#CC6677",
     "#DDCC77",
@@ -32,6 +33,7 @@ PART_COLOURS = (
     "#117733",
     "#44AA99",
     "#882255",
+    "#555555",
     "#999933",
     "#AA4499",
     "#BBBBBB",

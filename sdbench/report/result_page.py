@@ -235,7 +235,7 @@ def _breakdown_table(groups: Groups) -> Table:
         known = [run["summary"]["breakdown"] for run in group if run["summary"].get("breakdown")]
         for phase in known[0]["seconds"] if known else ():
             row = rows.setdefault(phase, {"phase": phase.replace("_", " ")})
-            times_s = [one["seconds"][phase] for one in known]
+            times_s = [one["seconds"].get(phase, 0.0) for one in known]
             shares = [
                 100 * time_s / one["step_time_s"]
                 for time_s, one in zip(times_s, known, strict=True)

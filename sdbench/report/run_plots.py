@@ -29,6 +29,7 @@ PARTS = {
     "unet_forward": "U-Net forward",
     "backward": "backward",
     "gradient_communication": "gradient communication",
+    "rank_wait": "waiting for other ranks",
     "optimizer": "optimizer",
     "ema": "EMA",
     "other": "other",
@@ -57,7 +58,7 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     shown = profiled[:MAX_BARS]
     sources = _describe_sources(shown, num_found=len(profiled))
     heights = [0.62 * len(shown) + 0.1]
-    figure, (ax,) = make_figure(heights, sources=sources, left=0.25, below=1.05)
+    figure, (ax,) = make_figure(heights, sources=sources, left=0.25, below=1.25)
     for position, record in enumerate(shown):
         _draw_bar(ax, record, y=-position)
     ax.set_ylim(-len(shown) + 0.45, 0.75)
@@ -72,7 +73,7 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
         parts.values(),
         parts.keys(),
         loc="lower center",
-        ncols=5,
+        ncols=4,
         bbox_to_anchor=(0.5, 0.5 / figure.get_figheight()),
         columnspacing=1.2,
         handlelength=1.2,
@@ -144,7 +145,7 @@ def _draw_bar(ax: Axes, record: dict[str, Any], *, y: float) -> None:
     breakdown = record["summary"]["breakdown"]
     left = 0.0
     for (name, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
-        percent = 100 * breakdown["seconds"][name] / breakdown["step_time_s"]
+        percent = 100 * breakdown["seconds"].get(name, 0) / breakdown["step_time_s"]
         ax.barh(y, percent, left=left, height=0.5, color=colour, edgecolor="white", label=meaning)
         if percent >= MIN_LABELLED_PERCENT:
             ax.text(

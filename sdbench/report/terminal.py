@@ -117,7 +117,7 @@ def _attention_kernels(kernels: Sequence[dict[str, Any]]) -> str:
 def _straggler(rank: dict[str, Any]) -> str:
     return (
         f"rank {rank['rank']} on node {rank['node']}: {rank['own_step_time_s']:.3g} s a step "
-        f"before it waits for the others, {rank['times_median']:.2f} times the median rank"
+        f"without its waits for others, {rank['times_median']:.2f} times the median rank"
     )
 
 

@@ -153,6 +153,7 @@ def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) ->
     return {
         **{name: step.seconds[name] * share for name in UPDATES},
         phases.GRADIENT_COMMUNICATION: _exposed(step, cluster, change, num_gpus=num_gpus),
+        phases.RANK_WAIT: step.seconds[phases.RANK_WAIT],
         "rest": rest_s,
     }
 
@@ -219,7 +220,7 @@ def read_step(arguments: OverheadFlags) -> Step:
         micro_batch=micro_batch,
         num_micro_batches=math.ceil(device_batch / micro_batch),
         num_gpus=num_gpus,
-        seconds={name: factor * breakdown["seconds"][name] for name in phases.PHASES},
+        seconds={name: factor * breakdown["seconds"].get(name, 0.0) for name in phases.PHASES},
         num_sharers=_count_sharers(record),
         gradient_bytes=num_bytes,
         is_16_bit=is_16_bit,
