@@ -23,19 +23,18 @@ MAX_TREND = 0.01
 MAX_HALVES_DIFFERENCE = 0.02
 TREND_LEVEL = 0.90
 HALVES_LEVEL = 0.95
-# A drift of 3 % in 100 independent steps that vary by 3 % is found in 83 % of the windows by 50
-# blocks and in 68 % by 20 (STATISTICS.md has the tables of all constants of this file).
+# A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
+# 50 blocks and in a third by 25. STATISTICS.md has what is found with the constants of this file.
 MAX_DRIFT_BLOCKS = 50
-# Added to the correlation of n blocks before their drift is judged: 6 / n. Correlation and drift of
+# Added to the correlation of n blocks before their drift is judged: 8 / n. Correlation and drift of
 # a few steps look alike, and without it every fourth window of 10 steps with a correlation of 0.8
 # is called drifting.
-DRIFT_CORRELATION_MARGIN = 6
+DRIFT_CORRELATION_MARGIN = 8
 # hyperfine's bound on the modified z-score, 0.6745 |x - median| / MAD > 10: a distance of more than
 # 14.826 times the median absolute deviation.
 OUTLIER_MADS = 14.826
-# A window that looks precise may have stopped on a lucky stretch. Asking for the worth of 20
-# independent steps kept the coverage of the interval at the stop between 91 and 97 % in simulations
-# (tests/test_statistics.py); without it, 85 % at a lag-1 correlation of 0.8.
+# A window that looks precise may have stopped on a lucky stretch, all the more where steps are
+# correlated, so it has to be worth 20 independent ones.
 MIN_EFFECTIVE_STEPS = 20
 # Rule of three: what happens in a share p of the steps is missed by n of them with a chance of
 # (1 - p)^n, which is 5 % at n = 3 / p. After 3 / target steps, doublings of a step that were not
@@ -372,7 +371,7 @@ def _fit_change(blocks: np.ndarray, shape: str, *, level: float) -> tuple[float,
     power = float(residuals @ residuals)
     lag1 = float(residuals[1:] @ residuals[:-1]) / power if power else 0.0
     correlation = float(np.interp(lag1, fit.expected_lag1, fit.correlations))
-    correlation += DRIFT_CORRELATION_MARGIN / len(blocks)
+    correlation = max(0.0, correlation + DRIFT_CORRELATION_MARGIN / len(blocks))
     variance = power * float(np.interp(correlation, fit.correlations, fit.variance_by_power))
     degrees = float(np.interp(correlation, fit.correlations, fit.degrees_of_freedom))
     quantile = float(special.stdtrit(degrees, (1 + level) / 2))
@@ -411,7 +410,7 @@ def _shape_fit(num_blocks: int, shape: str) -> _ShapeFit:
     fit = np.linalg.pinv(design)
     residual_maker = np.eye(num_blocks) - design @ fit
     neighbours = (np.eye(num_blocks, k=1) + np.eye(num_blocks, k=-1)) / 2
-    correlations = np.linspace(0.0, MAX_LAG1_CORRELATION, 20)
+    correlations = np.linspace(-0.5, MAX_LAG1_CORRELATION, 30)
     rows = []
     for correlation in correlations:
         noise = correlation ** np.abs(index[:, None] - index)  # autoregression of unit variance

@@ -109,6 +109,7 @@ CHANGES: Mapping[str, tuple[str, Callable[[int], np.ndarray]]] = {
     "plain, 6 % slower from the middle on": ("plain", _jump_by(0.06, after=0.5)),
     "plain, 6 % slower in the last third": ("plain", _jump_by(0.06, after=0.67)),
     "plain, 6 % slower in the last tenth": ("plain", _jump_by(0.06, after=0.9)),
+    "plain, 30 % slower in the last third": ("plain", _jump_by(0.30, after=0.67)),
 }
 
 
@@ -181,51 +182,53 @@ def percent(share: float) -> str:
 HEAD = f"""\
 # What the intervals and alarms are worth
 
-A run gives a 95 % interval of its images/s, stops at a precision if it is asked to, and says `drift`
-where its steps had not settled. How often that is right can only be known where the truth is known,
-so {NUM_WINDOWS:,} windows of simulated steps of each kind go through the same code. This page is made by
-`.venv/bin/python -m tests.reference.simulate_steps`, seeds included, and a test repeats cells of it.
-A share of 95 % has a standard error of 0.7 percentage points.
+A run gives a 95 % interval of its images/s, stops at a precision if it is asked to, and says
+`drift` where its steps had not settled. How often that is right can only be known where the truth
+is known, so {NUM_WINDOWS:,} windows of simulated steps of each kind go through the same code. This
+page is made by `.venv/bin/python -m tests.reference.simulate_steps`, seeds included, and a test
+repeats cells of it. A share of 95 % has a standard error of 0.7 percentage points.
 
-| case | a step takes 1 s, and varies by 3 % |
+| case | a step takes 1 s and varies by 3 %, |
 |---|---|
 | plain | independently, with a normal distribution |
 | correlated, 0.5 and 0.8 | like the step before it, with this lag-1 correlation |
 | heavy-tailed | with Student's t distribution of 3 degrees of freedom |
 | outliers | and 2 % of the steps take 2 s longer |
 | pauses | and every 25th step takes 1 s longer |
-| two states | and all steps take 0.1 s longer, in stretches of 20 steps on average, every other one |
+| two states | and steps take 0.1 s longer in every other stretch of 20 steps on average |
 """
 
 COVERAGE = """\
 ## Within-run intervals
 
-Percent of the windows whose interval has the true rate in it (promised: 95), and behind it half the
-median width of the interval in percent.
+Percent of the windows whose interval has the true rate in it (promised: 95), and in brackets half
+the median width of the interval, in percent of the rate.
 """
 
 SEEN = """\
 An interval knows only what happened in its window. With 2 % of outliers, 82 % of the windows of 10
-steps have none, and nothing in them tells of it; where one was seen, the interval is widened by what
-its number may be as well: 0.03 to 5.6 where 1 was seen, the exact bounds of a Poisson variable. So the
-share of the true rates is high where an outlier was seen, and low where none was. A result without
-outliers says how rare a pause may have been missed: 1 step in n / 3 of n steps (5 % of the windows
-miss it). The same holds for two states: of 10 or 20 steps, many see one state alone. What other
-windows would give, other runs say: `python -m sdbench repeat`.
+steps have none, and nothing in them tells of it. Where one was seen, the interval is widened by
+what their number may be as well: between 0.03 and 5.6 where 1 was seen, the exact bounds of a
+Poisson variable. A result without outliers says how rare a pause may have been missed: 1 step in
+n / 3 of n steps, which 5 % of the windows miss. The same holds for two states, since 10 or 20
+steps often see one of them alone. What other windows would give, other runs say:
+`python -m sdbench repeat`.
 
-Percent of the windows without an outlier / with one, by the same measure:
+Percent of the windows whose interval has the true rate in it: of those without an outlier / of
+those with one.
 """
 
 PRECISION = f"""\
 ## --target_precision {TARGET:.0%}
 
-Looked at after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. No window is called precise before
-3 / target steps ({intervals.num_precise_steps(TARGET)} for {TARGET:.0%}, \
-{intervals.num_precise_steps(0.02)} for 2 %, {intervals.num_precise_steps(0.05)} for 5 %) \
-and {intervals.MIN_PRECISE_S:.0f} s, whatever its interval:
-fewer may have missed what would move the mean by more. Where the longest window does not reach the
-target, the run is flagged `precision_not_reached`, and its interval stands. {NUM_TARGET_WINDOWS} runs of
-each kind; the standard error is 1.1 percentage points.
+Looked at after {FIRST_LOOK}, {2 * FIRST_LOOK}, ... {LAST_LOOK} steps. No window is called precise
+before 3 / target steps ({intervals.num_precise_steps(TARGET)} for 1 %, \
+{intervals.num_precise_steps(0.02)} for 2 %, {intervals.num_precise_steps(0.05)} for 5 %) and \
+{intervals.MIN_PRECISE_S:.0f} s, whatever its interval: fewer
+may have missed what would move the mean by more. Where the longest window does not reach the
+target, the run is flagged `precision_not_reached`, and its interval stands. {NUM_TARGET_WINDOWS} \
+runs of each kind;
+95 % has a standard error of 1.1 percentage points.
 
 | case | reach it, % of the runs | median steps | interval has the true rate in it, % |
 |---|---|---|---|
@@ -239,9 +242,10 @@ In the last row the steps do change, though not for good.
 """
 
 POWER = """\
-Percent of the windows that are called drifting where they do. 3 % from end to end is about what the
-slope of 20 independent steps varies by itself, so few windows of 10 or 20 steps can show it. A jump
-near the end of a window, or one between two very even stretches, is hardly told from correlated noise.
+Percent of the windows that are called drifting where they do. The fitted drift of 20 independent
+steps varies by 2.3 % itself, and that of 10 by 3.3 %, so few of these windows can show 3 %. One
+large jump away from the middle is taken for correlated noise: it widens the interval, and is no
+drift.
 """
 
 
