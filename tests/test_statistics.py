@@ -178,17 +178,19 @@ def test_a_trend_is_drift_and_noise_is_not():
     assert found >= 190
 
 
-def test_drift_is_told_by_slope_and_by_halves():
-    # From 1.09 to 1.00 s in ten steps: -0.09 over the median of 1.045; halves 1.02 and 1.07.
+def test_drift_is_told_by_a_slope_and_by_a_jump():
+    # From 1.09 to 1.00 s in ten steps: -0.09 over the mean of 1.045; halves 1.02 and 1.07.
     finding = intervals.check_steady([1.09 - 0.01 * index for index in range(10)])
     assert not finding.is_steady
     assert finding.trend == pytest.approx(-0.09 / 1.045)
-    assert finding.halves_difference == pytest.approx(1.02 / 1.07 - 1)
+    assert finding.jump == pytest.approx(1.02 / 1.07 - 1)
     # A slow step alone is a pause, a slow stretch is not.
     assert intervals.check_steady([1.0] * 9 + [2.0]).trend == pytest.approx(0.0)
     assert intervals.check_steady([1.0] * 8 + [2.0] * 2).trend > 0.5
-    # One jump in the middle has a slope as well, but two levels are what the halves show.
-    assert not intervals.check_steady([1.0] * 10 + [1.03] * 10).is_steady
+    # A jump has a slope as well, but the two levels are what tells it, wherever it is.
+    for place in (4, 10, 16):
+        finding = intervals.check_steady([1.0] * place + [1.03] * (20 - place))
+        assert not finding.is_steady and finding.jump == pytest.approx(0.03)
     assert intervals.check_steady([1.0] * 20).is_steady
     assert intervals.check_steady([1.0] * 9) is None
 

@@ -18,11 +18,12 @@ MIN_STEPS = 10
 MIN_RUNS = 3
 LEVEL = 0.95
 # A window has settled when its trend changes the step time by no more than 1 % from end to end and
-# its halves differ by no more than 2 %. More is called a change where its interval excludes 0.
+# no jump by more than 2 %. More is called a change where its interval excludes 0, that of the jump
+# at a level which allows for having looked for the likeliest place.
 MAX_TREND = 0.01
-MAX_HALVES_DIFFERENCE = 0.02
+MAX_JUMP = 0.02
 TREND_LEVEL = 0.90
-HALVES_LEVEL = 0.95
+JUMP_LEVEL = 0.997
 # A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
 # 50 blocks and in a third by 25. STATISTICS.md has what is found with the constants of this file.
 MAX_DRIFT_BLOCKS = 50
@@ -102,14 +103,14 @@ class Steadiness:
     """Whether a window of steps has settled.
 
     Attributes:
-        is_steady: Whether neither trend nor halves show a change that is large and beyond noise.
+        is_steady: Whether neither trend nor jump is large and beyond noise.
         trend: Change of the fitted line over the window, as a fraction of the mean step time.
-        halves_difference: Mean of the second half over that of the first, minus 1.
+        jump: Mean behind the likeliest place of a jump over that before it, minus 1.
     """
 
     is_steady: bool
     trend: float
-    halves_difference: float
+    jump: float
 
 
 def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) -> Interval | None:
@@ -169,7 +170,7 @@ def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
 
 
 def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
-    """Check whether a window of steps has settled, by its slope and by its halves.
+    """Check whether a window of steps has settled, by its slope and by a jump.
 
     Both are fitted to block means by least squares, and count only where they exceed the noise that
     the fit leaves, taken as a first-order autoregression. A slow step between others that are not
@@ -190,12 +191,11 @@ def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
     blocks = np.asarray(_block_means(times_s, max_blocks=MAX_DRIFT_BLOCKS))
     change_s, is_trend = _fit_change(blocks, "slope", level=TREND_LEVEL)
     trend = change_s / float(blocks.mean())
-    first, second = np.array_split(blocks, 2)
-    difference = float(second.mean() / first.mean()) - 1
-    _, is_jump = _fit_change(blocks, "halves", level=HALVES_LEVEL)
-    has_trend = abs(trend) > MAX_TREND and is_trend
-    halves_differ = abs(difference) > MAX_HALVES_DIFFERENCE and is_jump
-    return Steadiness(not (has_trend or halves_differ), trend, difference)
+    place = _likeliest_jump(blocks)
+    jump_s, is_jump = _fit_change(blocks, place, level=JUMP_LEVEL)
+    jump = jump_s / float(blocks[:place].mean())
+    has_changed = (abs(trend) > MAX_TREND and is_trend) or (abs(jump) > MAX_JUMP and is_jump)
+    return Steadiness(not has_changed, trend, jump)
 
 
 def count_outliers(step_times_s: Sequence[float]) -> int:
@@ -361,7 +361,20 @@ def _pauses(step_times_s: Sequence[float]) -> list[np.ndarray]:
     return np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
 
 
-def _fit_change(blocks: np.ndarray, shape: str, *, level: float) -> tuple[float, bool]:
+def _likeliest_jump(blocks: np.ndarray) -> int:
+    """The index of the first block behind the jump that leaves the smallest squared residuals.
+
+    Two blocks or a tenth of all are left at either end.
+    """
+    num_blocks = len(blocks)
+    margin = max(2, num_blocks // 10)
+    places = np.arange(margin, num_blocks - margin + 1)
+    before = np.cumsum(blocks - blocks.mean())[places - 1]
+    # The jump takes away the sum of squares between the two stretches.
+    return int(places[np.argmax(before**2 / (places * (num_blocks - places)))])
+
+
+def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[float, bool]:
     """The change of the blocks by a shape of `_ShapeFit`, and whether it is beyond their noise."""
     from scipy import special
 
@@ -400,13 +413,11 @@ class _ShapeFit:
 
 
 @functools.cache
-def _shape_fit(num_blocks: int, shape: str) -> _ShapeFit:
+def _shape_fit(num_blocks: int, shape: str | int) -> _ShapeFit:
+    """The fit of ``slope``, from 0 to 1 between the ends, or of a jump by 1 at this index."""
     index = np.arange(num_blocks)
     design = np.ones((num_blocks, 2))
-    # Either shape is higher by 1 at its end: the slope from the first to the last block.
-    design[:, 1] = (
-        index / (num_blocks - 1) if shape == "slope" else index >= math.ceil(num_blocks / 2)
-    )
+    design[:, 1] = index / (num_blocks - 1) if shape == "slope" else index >= shape
     fit = np.linalg.pinv(design)
     residual_maker = np.eye(num_blocks) - design @ fit
     neighbours = (np.eye(num_blocks, k=1) + np.eye(num_blocks, k=-1)) / 2

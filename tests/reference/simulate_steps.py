@@ -243,9 +243,7 @@ In the last row the steps do change, though not for good.
 
 POWER = """\
 Percent of the windows that are called drifting where they do. The fitted drift of 20 independent
-steps varies by 2.3 % itself, and that of 10 by 3.3 %, so few of these windows can show 3 %. One
-large jump away from the middle is taken for correlated noise: it widens the interval, and is no
-drift.
+steps varies by 2.3 % itself, and that of 10 by 3.3 %, so few of these windows can show 3 %.
 """
 
 
