@@ -70,6 +70,10 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert interval["kind"] == "within-run" and interval["num_samples"] == 10
     assert interval["low"] < summary["images_per_second"]
     assert summary["mfu_percent"] is None and summary["gpu_utilization_percent"] is None
+    said = "none seen; pauses rarer than 1 step in 3 may have been missed"
+    if summary["num_outliers"]:
+        said = f"{summary['num_outliers']} of the measured steps, kept"
+    assert re.search(rf"^  outliers +{said}$", output, re.MULTILINE)
 
     folder = tmp_path / "runs" / record["run_id"]
     with (folder / "steps.csv").open() as file:

@@ -65,6 +65,16 @@ def test_a_value_of_the_users_is_never_changed():
     assert set(result.chosen) == {"data_format", "num_threads", *bounds}
 
 
+def test_the_longest_window_has_room_for_what_a_precision_takes():
+    def longest(*argv):
+        return plan("--use_synth_data", *argv).config.max_measure_batches
+
+    assert longest() == 10
+    assert longest("--target_precision", "5%") == 160  # 16 windows of 10; 3 / 0.05 is 60
+    assert longest("--target_precision", "1%") == 300
+    assert longest("--target_precision", "1%", "--max_measure_batches", "20") == 20
+
+
 @pytest.mark.parametrize(
     ("machine", "seed", "fast"),
     [

@@ -6,6 +6,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.plan.draft import Draft
 from sdbench.settings.compiling import NUM_GRAPH_STEPS
 from sdbench.settings.setting import PerDevice, of_device
+from sdbench.statistics.intervals import num_precise_steps
 
 # A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. On a CPU
 # Composer's third step is still slow: 4.36 and then 3.56 s. (4 + 10 + 2 profiled) steps of 8 images
@@ -133,6 +134,8 @@ def _choose_bounds(draft: Draft, num_spare_steps: int | None) -> None:
     if num_spare_steps is None:
         max_warmup = warmup + MAX_WARMUP_WINDOWS * measure
         max_measure = MAX_WINDOW_FACTOR * measure
+        if has_target:
+            max_measure = max(max_measure, num_precise_steps(config.target_precision))
     else:
         max_warmup = warmup + (0 if has_target else num_spare_steps)
         max_measure = measure + num_spare_steps

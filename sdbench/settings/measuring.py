@@ -81,13 +81,15 @@ class MeasuringSettings:
     target_precision: float | None = setting(
         SHARE,
         None,
-        "double the measured window until the 95 % interval is within so much of the rate",
+        "double the measured window until the 95 % interval is within so much of the rate; takes "
+        "3 batches divided by it (300 for 1%) and 30 s at least, since a few batches miss pauses",
         only_measures=True,
     )
     max_measure_batches: int | None = setting(
         POSITIVE,
         None,
-        "longest window for --target_precision (default: 16 times --measure_batches)",
+        "longest window for --target_precision (default: 16 times --measure_batches, or the least "
+        "that the precision takes)",
         only_measures=True,
     )
     profile_batches: int | None = setting(

@@ -7,6 +7,7 @@ within-run, one from several runs between-runs. A rate is images over time, neve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -17,16 +18,32 @@ MIN_STEPS = 10
 MIN_RUNS = 3
 LEVEL = 0.95
 # A window has settled when its trend changes the step time by no more than 1 % from end to end and
-# its halves differ by no more than 2 %.
+# no jump by more than 2 %. More is called a change where its interval excludes 0, that of the jump
+# at a level which allows for having looked for the likeliest place.
 MAX_TREND = 0.01
-MAX_HALVES_DIFFERENCE = 0.02
+MAX_JUMP = 0.02
+TREND_LEVEL = 0.90
+JUMP_LEVEL = 0.997
+# A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
+# 50 blocks and in a third by 25. STATISTICS.md has what is found with the constants of this file.
+MAX_DRIFT_BLOCKS = 50
+# Added to the correlation of n blocks before their drift is judged: 8 / n. Correlation and drift of
+# a few steps look alike, and without it every fourth window of 10 steps with a correlation of 0.8
+# is called drifting.
+DRIFT_CORRELATION_MARGIN = 8
 # hyperfine's bound on the modified z-score, 0.6745 |x - median| / MAD > 10: a distance of more than
 # 14.826 times the median absolute deviation.
 OUTLIER_MADS = 14.826
-# A window that looks precise may have stopped on a lucky stretch. Asking for the worth of 20
-# independent steps kept the coverage of the interval at the stop between 91 and 97 % in simulations
-# (tests/test_statistics.py); without it, 85 % at a lag-1 correlation of 0.8.
+# A window that looks precise may have stopped on a lucky stretch, all the more where steps are
+# correlated, so it has to be worth 20 independent ones.
 MIN_EFFECTIVE_STEPS = 20
+# Rule of three: what happens in a share p of the steps is missed by n of them with a chance of
+# (1 - p)^n, which is 5 % at n = 3 / p. After 3 / target steps, doublings of a step that were not
+# seen are too rare to move the mean by more than the target.
+RULE_OF_THREE = 3
+# What a machine does every few seconds (a cron job, a flush of the page cache, a power cap) is to
+# be in the window, however short the steps are.
+MIN_PRECISE_S = 30.0
 MAX_LAG1_CORRELATION = 0.95
 # The correlation of a few steps is itself known badly, and taken too low it makes an interval too
 # narrow. Half a standard error more, 1 / (2 sqrt(n)), brings the coverage of 10 and 20 steps with a
@@ -86,14 +103,14 @@ class Steadiness:
     """Whether a window of steps has settled.
 
     Attributes:
-        is_steady: Whether neither trend nor halves show a change that is large and beyond noise.
-        trend: Theil-Sen slope times the window's length, as a fraction of the median step time.
-        halves_difference: Mean of the second half over that of the first, minus 1.
+        is_steady: Whether neither trend nor jump is large and beyond noise.
+        trend: Change of the fitted line over the window, as a fraction of the mean step time.
+        jump: Mean behind the likeliest place of a jump over that before it, minus 1.
     """
 
     is_steady: bool
     trend: float
-    halves_difference: float
+    jump: float
 
 
 def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) -> Interval | None:
@@ -102,7 +119,9 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     Consecutive steps are correlated, so an interval over single steps is too narrow. The means of
     at most 20 blocks of consecutive steps are less correlated: a t interval over them is converted
     to a rate. Where the lag-1 correlation of the steps gives a wider interval, that one is taken,
-    since the means of short blocks are still correlated.
+    since the means of short blocks are still correlated. Slow outliers are kept, as events whose
+    number is a Poisson variable: one that was seen may as well have been none or five. Of pauses
+    that did not happen in these steps an interval knows nothing.
 
     Args:
         step_times_s: Times of the measured steps in order, in seconds.
@@ -113,37 +132,49 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
     """
     if len(step_times_s) < MIN_STEPS:
         return None
-    blocks = _block_means(step_times_s)
-    mean_s, half_s = _mean_step(step_times_s)
+    mean = _mean_step(step_times_s)
     return Interval(
-        low=images_per_step / (mean_s + half_s),
-        high=images_per_step / (mean_s - half_s) if mean_s > half_s else math.inf,
+        low=images_per_step / mean.high_s,
+        high=images_per_step / mean.low_s if mean.low_s > 0 else math.inf,
         level=LEVEL,
         kind="within-run",
-        num_samples=len(blocks),
+        num_samples=mean.num_blocks,
     )
+
+
+def num_precise_steps(target: float) -> int:
+    """Number of steps below which no window is called precise, whatever its interval.
+
+    Args:
+        target: As in `is_precise`.
+    """
+    return math.ceil(RULE_OF_THREE / target)
 
 
 def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
     """Whether the mean step time is known precisely enough to end the window.
 
-    Ask at steps that were fixed beforehand, not after every step.
+    It takes `num_precise_steps` and `MIN_PRECISE_S`, since a few steps look precise where they have
+    missed the pauses. Ask at steps that were fixed beforehand, not after every step.
 
     Args:
         step_times_s: Times of the steps so far, in seconds.
         target: Half-width of the within-run interval as a fraction of the mean, e.g. 0.01.
     """
-    if len(step_times_s) < MIN_STEPS or _num_effective(step_times_s) < MIN_EFFECTIVE_STEPS:
+    if len(step_times_s) < max(MIN_STEPS, num_precise_steps(target)):
         return False
-    mean_s, half_s = _mean_step(step_times_s)
-    return half_s <= target * mean_s
+    if sum(step_times_s) < MIN_PRECISE_S or _num_effective(step_times_s) < MIN_EFFECTIVE_STEPS:
+        return False
+    mean = _mean_step(step_times_s)
+    return (mean.high_s - mean.low_s) / 2 <= target * mean.mean_s
 
 
 def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
-    """Check whether a window of steps has settled, by its slope and by its halves.
+    """Check whether a window of steps has settled, by its slope and by a jump.
 
-    Both are computed from block means, so that a single slow step does not decide, and count only
-    where they exceed the noise of the blocks.
+    Both are fitted to block means by least squares, and count only where they exceed the noise that
+    the fit leaves, taken as a first-order autoregression. A slow step between others that are not
+    is a pause and no drift: it counts as the median.
 
     Args:
         step_times_s: Times of the steps in order, in seconds.
@@ -153,35 +184,25 @@ def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
     """
     if len(step_times_s) < MIN_STEPS:
         return None
-    from scipy import stats
-
-    blocks = np.asarray(_block_means(step_times_s))
-    slope = stats.theilslopes(blocks, alpha=LEVEL)
-    trend = float(slope.slope) * (len(blocks) - 1) / float(np.median(blocks))
-    first, second = np.array_split(blocks, 2)
-    difference = float(second.mean() / first.mean()) - 1
-
-    # What is left without the trend, or without the two levels, is noise. Where it is correlated, a
-    # stretch of slow steps looks like a change, and the bounds are widened by the square root of
-    # blocks over independent ones.
-    noise = blocks - slope.slope * np.arange(len(blocks))
-    slope_bound = (slope.high_slope - slope.low_slope) / 2 * _widening(noise)
-    has_trend = abs(trend) > MAX_TREND and abs(slope.slope) > slope_bound
-    noise = np.concatenate([first - first.mean(), second - second.mean()])
-    # The difference of two means of k/2 blocks each has the variance 4 s^2 / k.
-    error = float(np.std(noise, ddof=2)) * 2 / math.sqrt(len(blocks)) * _widening(noise)
-    halves_differ = (
-        abs(difference) > MAX_HALVES_DIFFERENCE
-        and abs(float(second.mean() - first.mean())) > t_quantile(len(blocks) - 2) * error
-    )
-    return Steadiness(not (has_trend or halves_differ), trend, difference)
+    times_s = np.array(step_times_s, dtype=float)
+    for pause in _pauses(times_s):
+        if len(pause) == 1:
+            times_s[pause] = np.median(step_times_s)
+    blocks = np.asarray(_block_means(times_s, max_blocks=MAX_DRIFT_BLOCKS))
+    change_s, is_trend = _fit_change(blocks, "slope", level=TREND_LEVEL)
+    trend = change_s / float(blocks.mean())
+    place = _likeliest_jump(blocks)
+    jump_s, is_jump = _fit_change(blocks, place, level=JUMP_LEVEL)
+    jump = jump_s / float(blocks[:place].mean())
+    has_changed = (abs(trend) > MAX_TREND and is_trend) or (abs(jump) > MAX_JUMP and is_jump)
+    return Steadiness(not has_changed, trend, jump)
 
 
 def count_outliers(step_times_s: Sequence[float]) -> int:
     """Number of steps far from the median. No step is left out for it."""
     times_s = np.asarray(step_times_s)
     distances = np.abs(times_s - np.median(times_s))
-    return int((distances > OUTLIER_MADS * np.median(distances)).sum())
+    return int((distances > _outlier_distance(times_s)).sum())
 
 
 def between_runs_interval(rates: Sequence[float]) -> Interval | None:
@@ -327,12 +348,97 @@ def _verdict(ratio: float, interval: Interval) -> str:
     return FASTER if ratio > 1 else SLOWER
 
 
-def _widening(noise: Sequence[float]) -> float:
-    return math.sqrt(len(noise) / _num_effective(noise))
+def _outlier_distance(times_s: np.ndarray) -> float:
+    return OUTLIER_MADS * float(np.median(np.abs(times_s - np.median(times_s))))
 
 
-def _block_means(step_times_s: Sequence[float]) -> list[float]:
-    num_blocks = min(MAX_BLOCKS, len(step_times_s))
+def _pauses(step_times_s: Sequence[float]) -> list[np.ndarray]:
+    """The indices of each stretch of consecutive steps that are slow outliers."""
+    times_s = np.asarray(step_times_s)
+    slow = np.flatnonzero(times_s > np.median(times_s) + _outlier_distance(times_s))
+    if not len(slow):
+        return []
+    return np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
+
+
+def _likeliest_jump(blocks: np.ndarray) -> int:
+    """The index of the first block behind the jump that leaves the smallest squared residuals.
+
+    Two blocks or a tenth of all are left at either end.
+    """
+    num_blocks = len(blocks)
+    margin = max(2, num_blocks // 10)
+    places = np.arange(margin, num_blocks - margin + 1)
+    before = np.cumsum(blocks - blocks.mean())[places - 1]
+    # The jump takes away the sum of squares between the two stretches.
+    return int(places[np.argmax(before**2 / (places * (num_blocks - places)))])
+
+
+def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[float, bool]:
+    """The change of the blocks by a shape of `_ShapeFit`, and whether it is beyond their noise."""
+    from scipy import special
+
+    fit = _shape_fit(len(blocks), shape)
+    change = float(fit.weights @ blocks)
+    residuals = fit.residual_maker @ blocks
+    power = float(residuals @ residuals)
+    lag1 = float(residuals[1:] @ residuals[:-1]) / power if power else 0.0
+    correlation = float(np.interp(lag1, fit.expected_lag1, fit.correlations))
+    correlation = max(0.0, correlation + DRIFT_CORRELATION_MARGIN / len(blocks))
+    variance = power * float(np.interp(correlation, fit.correlations, fit.variance_by_power))
+    degrees = float(np.interp(correlation, fit.correlations, fit.degrees_of_freedom))
+    quantile = float(special.stdtrit(degrees, (1 + level) / 2))
+    return change, abs(change) > quantile * math.sqrt(variance)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShapeFit:
+    """The least-squares fit of a level and a shape to blocks, and what correlated noise does to it.
+
+    Attributes:
+        weights: The change by the shape is their product with the blocks, (blocks,).
+        residual_maker: The residuals are its product with the blocks, (blocks, blocks).
+        correlations: Lag-1 correlations of the noise, ascending, for each of which there is:
+        expected_lag1: Lag-1 correlation of the residuals, which is lower.
+        variance_by_power: Variance of the change over the sum of squared residuals.
+        degrees_of_freedom: Of the latter, by Satterthwaite.
+    """
+
+    weights: np.ndarray
+    residual_maker: np.ndarray
+    correlations: np.ndarray
+    expected_lag1: np.ndarray
+    variance_by_power: np.ndarray
+    degrees_of_freedom: np.ndarray
+
+
+@functools.cache
+def _shape_fit(num_blocks: int, shape: str | int) -> _ShapeFit:
+    """The fit of ``slope``, from 0 to 1 between the ends, or of a jump by 1 at this index."""
+    index = np.arange(num_blocks)
+    design = np.ones((num_blocks, 2))
+    design[:, 1] = index / (num_blocks - 1) if shape == "slope" else index >= shape
+    fit = np.linalg.pinv(design)
+    residual_maker = np.eye(num_blocks) - design @ fit
+    neighbours = (np.eye(num_blocks, k=1) + np.eye(num_blocks, k=-1)) / 2
+    correlations = np.linspace(-0.5, MAX_LAG1_CORRELATION, 30)
+    rows = []
+    for correlation in correlations:
+        noise = correlation ** np.abs(index[:, None] - index)  # autoregression of unit variance
+        residual_noise = residual_maker @ noise
+        power = np.trace(residual_noise)  # expected sum of squares
+        rows.append(
+            (
+                np.trace(residual_maker @ neighbours @ residual_noise) / power,
+                fit[1] @ noise @ fit[1] / power,
+                power**2 / np.trace(residual_noise @ residual_noise),
+            )
+        )
+    return _ShapeFit(fit[1], residual_maker, correlations, *np.array(rows).T)
+
+
+def _block_means(step_times_s: Sequence[float], *, max_blocks: int = MAX_BLOCKS) -> list[float]:
+    num_blocks = min(max_blocks, len(step_times_s))
     blocks = np.array_split(np.asarray(step_times_s, dtype=float), num_blocks)
     return [float(block.mean()) for block in blocks]
 
@@ -354,13 +460,56 @@ def _num_effective(samples: Sequence[float]) -> float:
     return num_samples * (1 - correlation) / (1 + correlation)
 
 
-def _mean_step(step_times_s: Sequence[float]) -> tuple[float, float]:
-    """Mean step time and the half-width of its interval.
+@dataclasses.dataclass(frozen=True)
+class _MeanStep:
+    """Mean step time with its interval, and the number of blocks behind it."""
 
-    The mean is that of all steps, not of the blocks, which may differ by a step in length.
+    mean_s: float
+    low_s: float
+    high_s: float
+    num_blocks: int
+
+
+def _mean_step(step_times_s: Sequence[float]) -> _MeanStep:
+    """Mean step time and its interval.
+
+    The mean is that of all steps, not of the blocks, which may differ by a step in length. It is
+    the mean of the steps without pauses plus what the pauses add, and the interval of the sum has
+    the distances of both intervals from their values, added as squares (MOVER, Zou and Donner,
+    Statistics in Medicine 27, 2008).
     """
-    _, half_s = _mean_and_half_width(_block_means(step_times_s))
-    return float(np.mean(step_times_s)), max(half_s, _correlated_half_width(step_times_s))
+    times_s = np.asarray(step_times_s, dtype=float)
+    pauses = _pauses(times_s)
+    plain_s = np.delete(times_s, np.concatenate(pauses)) if pauses else times_s
+    blocks = _block_means(plain_s)
+    _, half_s = _mean_and_half_width(blocks)
+    half_s = max(half_s, _correlated_half_width(plain_s))
+    mean_s, below_s, above_s = float(times_s.mean()), half_s, half_s
+    if pauses:
+        added_s = np.array([(times_s[pause] - plain_s.mean()).sum() for pause in pauses])
+        low_s, high_s = _poisson_bounds(added_s)
+        below_s = math.hypot(half_s, (added_s.sum() - low_s) / len(times_s))
+        above_s = math.hypot(half_s, (high_s - added_s.sum()) / len(times_s))
+    return _MeanStep(mean_s, mean_s - below_s, mean_s + above_s, len(blocks))
+
+
+def _poisson_bounds(sizes: np.ndarray) -> tuple[float, float]:
+    """Bounds of the expected sum of events, whose number is a Poisson variable, from those seen.
+
+    The exact bounds of a Poisson count, for the count and size of equal events that have the same
+    sum and the same sum of squares (Fay and Feuer, Statistics in Medicine 16, 1997).
+
+    Args:
+        sizes: Of each event, positive.
+    """
+    from scipy import special
+
+    size = float(sizes @ sizes / sizes.sum())
+    count = float(sizes.sum()) / size
+    tail = (1 - LEVEL) / 2
+    low = special.gammaincinv(count, tail)
+    high = special.gammaincinv(count + 1, 1 - tail)
+    return float(low) * size, float(high) * size
 
 
 def _correlated_half_width(step_times_s: Sequence[float]) -> float:

@@ -230,13 +230,14 @@ def test_the_policy_judges_the_slowest_rank_of_each_step():
 
 
 def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():
-    # Steps of 0.8 and 1.2 s in turn: 20 blocks of one step have a half-width of 9.6 %.
-    policy = make_policy(target_precision=0.05, max_measured_steps=70)
+    policy = make_policy(target_precision=0.05, max_measured_steps=100)
+    # Steps of 0.8 and 1.2 s in turn: whole pairs are all alike, and 5 % take 3 / 0.05 = 60 steps.
     assert policy([0.8, 1.2] * 10, 1) == 40
-    assert policy([0.8, 1.2] * 20, 1) == CLOSE  # whole pairs are all alike
-    rough = [0.8, 1.2, 1.2, 0.8, 0.8] * 8
-    assert policy(rough, 1) == 70
-    assert policy(rough + rough[:30], 1) == CLOSE
+    assert policy([0.8, 1.2] * 20, 1) == 80
+    assert policy([0.8, 1.2] * 40, 1) == CLOSE
+    # Eighty even steps of 0.1 s have not lasted 30 s.
+    assert policy([0.1] * 80, 1) == 100
+    assert policy([0.1] * 100, 1) == CLOSE
 
 
 def test_page_faults_are_those_of_the_measured_window():
