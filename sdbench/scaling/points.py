@@ -119,9 +119,9 @@ def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
 
 
 def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
-    size = row.get("micro_batch") or micro_batch
+    size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
     images = row.get("images_per_step") or row.get("global_batch")
-    if not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise _missing(row, "micro_batch", flag="--micro_batch, for the rows that do not tell it")
     if images is None:
         raise _missing(row, "global_batch", flag="the column global_batch or images_per_step")
@@ -138,7 +138,7 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
 
 def _missing(row: Row, column: str, *, flag: str) -> ConfigError:
     return ConfigError(
-        f"a row does not tell its {column} as a whole number",
+        f"a row does not tell its {column} as a whole number above 0",
         value=as_text(row.get(column)),
         allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, {row.get('source')})",
         flag=flag,
