@@ -52,7 +52,9 @@ def format_law(law: StepLaw) -> str:
             **_setup(point.setup),
             "step, s": point.step_time_s,
             "images/s": make_cell(point.images_per_second, num_digits=5),
-            "law": make_cell(point.setup.images_per_step / law.step_time_s(point.setup), num_digits=5),
+            "law": make_cell(
+                point.setup.images_per_step / law.step_time_s(point.setup), num_digits=5
+            ),
             "error": Cell(f"{error:+.1%}", error),
         }
         for point, error in zip(law.points, errors, strict=True)

@@ -22,10 +22,10 @@ The interval does not believe that the law is right. It holds for every law with
 none negative, that agrees with the figures (`region`); the data that hide take no longer than a
 micro-batch, hidden_share x communication_s <= time_per_micro_batch_s. What no term describes is
 added as Kennedy and O'Hagan (2001, Bayesian calibration of computer models) do: the law is off by a
-factor that changes smoothly, to first order by a power e of what is doubled. Figures stand about a
+factor that changes smoothly, to first order a power of the number of GPUs. Figures stand about a
 doubling apart and are off by the relative error s, so that a power that changes a step by s in a
-doubling passes unseen among them; d doublings beyond them it has changed it by d x s. A figure there
-then has the standard deviation s x sqrt(1 + d^2) from the law.
+doubling passes unseen among them; d doublings beyond them it has changed the step by d x s. A figure
+there deviates from the law by s x sqrt(1 + d^2).
 """
 
 from __future__ import annotations
