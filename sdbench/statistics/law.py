@@ -24,7 +24,7 @@ micro-batch, hidden_share x communication_s <= time_per_micro_batch_s. What no t
 added as Kennedy and O'Hagan (2001, Bayesian calibration of computer models) do: the law is off by a
 factor that changes smoothly, to first order a power of the number of GPUs. Figures stand about a
 doubling apart and are off by the relative error s, so that a power that changes a step by s in a
-doubling passes unseen among them; d doublings beyond them it has changed the step by d x s. A figure
+doubling passes unseen among them; d doublings beyond them it has changed it by d x s. A figure
 there deviates from the law by s x sqrt(1 + d^2).
 """
 
