@@ -305,6 +305,8 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     notes += [f"{term}: comes out as 0" for term in terms if term not in law.terms]
     if COMMUNICATION not in law.terms:
         notes.append(f"{COMMUNICATION}: not told apart from the other terms by these points")
+    if law.hidden_share:
+        notes.append(f"{100 * law.hidden_share:.0f} % of the communication hides behind the work")
     if len({_num_nodes(point.setup, gpus_per_node) for point in points}) == 1:
         notes.append("all figures have as many nodes: others are an assumption")
     limit, relative_error, degrees = _how_sure(points, law, gpus_per_node)
