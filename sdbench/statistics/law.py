@@ -308,7 +308,9 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     if law.hidden_share:
         notes.append(f"{100 * law.hidden_share:.0f} % of the communication hides behind the work")
     if len({_num_nodes(point.setup, gpus_per_node) for point in points}) == 1:
-        notes.append("all figures have as many nodes: others are an assumption")
+        notes.append(
+            "all figures have the same number of nodes: what another one takes is not known"
+        )
     limit, relative_error, degrees = _how_sure(points, law, gpus_per_node)
     has_nodes = any(_num_nodes(point.setup, gpus_per_node) > 1 for point in points)
     is_mixed = has_nodes and not _has_phases(points) and COMMUNICATION not in law.terms
