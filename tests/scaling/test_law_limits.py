@@ -154,6 +154,23 @@ def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(repos
         for prediction, point in zip(predictions, beyond, strict=True)
     ]
     assert held == [True] * 6
+    # The table of results/scaling.md.
+    ends = {
+        prediction.setup.num_gpus: (
+            round(prediction.images_per_second),
+            round(prediction.images_per_second_low),
+            round(prediction.images_per_second_high),
+        )
+        for prediction in predictions
+    }
+    assert ends == {
+        192: (2721, 2416, 2930),
+        256: (3732, 2960, 4119),
+        320: (3499, 2545, 3972),
+        384: (3499, 2353, 4087),
+        448: (4573, 2516, 5449),
+        512: (5226, 2649, 6268),
+    }
 
 
 # Communication by itself.
