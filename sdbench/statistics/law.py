@@ -19,8 +19,9 @@ hides behind the backward pass of the last micro-batch:
     max(0, (nodes - 1) / nodes - hidden_share) x communication_s.
 
 The interval does not believe that the law is right. It holds for every law with all of these terms,
-none negative, that agrees with the figures (`region`); the data that hide take no longer than a
-micro-batch, hidden_share x communication_s <= time_per_micro_batch_s. What no term describes is
+none negative, that agrees with the figures (`region`). No more hides than a micro-batch takes,
+hidden_share x communication_s <= time_per_micro_batch_s; where there is a time per image, its part
+of a micro-batch is taken to hide nothing. What no term describes is
 added as Kennedy and O'Hagan (2001, Bayesian calibration of computer models) do: the law is off by a
 factor that changes smoothly, to first order a power of the number of GPUs. Figures stand about a
 doubling apart and are off by the relative error s, so that a power that changes a step by s in a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -155,15 +156,7 @@ def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(repos
     ]
     assert held == [True] * 6
     # The table of results/scaling.md.
-    ends = {
-        prediction.setup.num_gpus: (
-            round(prediction.images_per_second),
-            round(prediction.images_per_second_low),
-            round(prediction.images_per_second_high),
-        )
-        for prediction in predictions
-    }
-    assert ends == {
+    printed = {
         192: (2721, 2416, 2930),
         256: (3732, 2960, 4119),
         320: (3499, 2545, 3972),
@@ -171,6 +164,13 @@ def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(repos
         448: (4573, 2516, 5449),
         512: (5226, 2649, 6268),
     }
+    for prediction in predictions:
+        found = (
+            prediction.images_per_second,
+            prediction.images_per_second_low,
+            prediction.images_per_second_high,
+        )
+        assert found == pytest.approx(printed[prediction.setup.num_gpus], rel=1e-3)
 
 
 # Communication by itself.
@@ -198,6 +198,33 @@ def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(tmp_
     assert row["step_time_s"] == pytest.approx(0.6964125, rel=1e-4)
     assert main(["scaling", "fit", str(table)]) == 0
     assert "50 % of the communication hides" in capsys.readouterr().out
+
+
+def test_seconds_of_communication_narrow_an_extrapolation():
+    random = np.random.default_rng(21)
+    held, widths = [], {True: [], False: []}
+    for _ in range(30):
+        constants = (0.2, 0.3, random.uniform(0.2, 0.5), 0.1, random.uniform(1e-4, 1e-3))
+        points = []
+        for num_gpus in (8, 16, 32, 64, 96, 128):
+            setup, noise = strong(num_gpus), math.exp(0.01 * random.standard_normal())
+            seconds = step_s(setup, *constants)
+            waited_s = seconds - setup.num_micro_batches * 0.2 - 0.3
+            waited_s *= math.exp(0.01 * random.standard_normal())
+            points.append(
+                dataclasses.replace(point_of(setup, seconds * noise), communication_s=waited_s)
+            )
+        plain = [dataclasses.replace(point, communication_s=None) for point in points]
+        for is_known, figures in ((True, points), (False, plain)):
+            prediction = fit_law(figures).predict(strong(256))
+            low, high = prediction.images_per_second_low, prediction.images_per_second_high
+            widths[is_known].append((high - low) / prediction.images_per_second)
+            if is_known:
+                held.append(
+                    low <= strong(256).images_per_step / step_s(strong(256), *constants) <= high
+                )
+    assert np.mean(held) >= 0.93
+    assert np.median(widths[True]) < 0.6 * np.median(widths[False])
 
 
 def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
