@@ -285,7 +285,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         gpus_per_node: GPUs of a node.
 
     Raises:
-        ConfigError: If there are too few different points to fit the terms.
+        ConfigError: If there are too few different points to fit the terms, or steps take no time.
     """
     notes: list[str] = []
     several_sizes = len({point.setup.micro_batch for point in points}) > 1
@@ -303,11 +303,19 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
             flag="TABLE and --where",
         )
     law = _choose(points, terms, gpus_per_node)
+    if not law.terms:
+        raise ConfigError(
+            "the steps of the figures take no time",
+            value=f"{min(point.step_time_s for point in points):.3g} s",
+            allowed=f"more than {NO_TIME_S:g} s",
+            flag="the columns images_per_second and global_batch",
+        )
     notes += [f"{term}: comes out as 0" for term in terms if term not in law.terms]
     if COMMUNICATION not in law.terms:
         notes.append(f"{COMMUNICATION}: not told apart from the other terms by these points")
     if law.hidden_share:
-        notes.append(f"{100 * law.hidden_share:.0f} % of the communication hides behind the work")
+        share = f"{100 * law.hidden_share:.0f} %"
+        notes.append(f"about {share} of the communication hides behind the backward pass")
     if len({_num_nodes(point.setup, gpus_per_node) for point in points}) == 1:
         notes.append(
             "all figures have the same number of nodes: what another one takes is not known"
@@ -397,6 +405,7 @@ def _fit_terms(
         errors_s = np.sqrt(square_sum / degrees * np.diag(np.linalg.pinv(rows.T @ rows)))
         lows = seconds - t_quantile(degrees) * errors_s
     names = tuple(term for term, is_kept in zip(terms, kept, strict=True) if is_kept)
+    hidden_share = hidden_share if COMMUNICATION in names else 0.0
     return _Fit(names, hidden_share, seconds, square_sum, degrees, lows)
 
 
