@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from sdbench.base.escape import for_terminal
 from sdbench.report.figures import as_text
 from sdbench.report.tables import Cell, make_cell, make_table, to_terminal
@@ -14,7 +16,7 @@ from sdbench.scaling.candidates import LIKELY, Candidate, Limits
 from sdbench.scaling.cost import PRICES_FILE, Amount, Estimate, Recipe, Tariff
 from sdbench.scaling.overhead import Forecast, efficiency
 from sdbench.scaling.points import IMAGE_SIZE, Row, known_values
-from sdbench.statistics.law import Prediction, Setup, StepLaw
+from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, Setup, StepLaw
 
 AMOUNTS = ("days_to_train", "gpu_hours", "cost_usd", "energy_kwh")
 
@@ -50,15 +52,22 @@ def format_law(law: StepLaw) -> str:
             **_setup(point.setup),
             "step, s": point.step_time_s,
             "images/s": make_cell(point.images_per_second, num_digits=5),
-            "law": make_cell(law.predict(point.setup).images_per_second, num_digits=5),
+            "law": make_cell(
+                point.setup.images_per_step / law.step_time_s(point.setup), num_digits=5
+            ),
             "error": Cell(f"{error:+.1%}", error),
         }
         for point, error in zip(law.points, errors, strict=True)
     ]
-    sizes = [abs(error) for error in errors]
     summary = (
-        f"error of {len(sizes)} figures: mean {sum(sizes) / len(sizes):.2%}, max {max(sizes):.2%}"
+        f"error of {len(errors)} figures: mean {law.mean_error:.2%}, "
+        f"max {max(map(abs, errors)):.2%}"
     )
+    if law.mean_error > MAX_MEAN_ERROR:
+        summary += (
+            "\nwarning: these figures do not follow the law, and nothing is predicted from it; see "
+            "the largest errors"
+        )
     return "\n\n".join(
         (to_terminal(make_table(constants)), to_terminal(make_table(points)), summary)
     )
@@ -264,7 +273,7 @@ def _describe_estimate(one: Estimate, predictions: Sequence[Prediction] = ()) ->
         text += f" with micro-batches {' and '.join(sizes)}"
     days, low, high = one.days_to_train
     text += f": {format_number(days)} days"
-    if not math.isnan(low):
+    if not (math.isnan(low) and math.isnan(high)):
         text += f" ({format_range(low, high)})"
     if math.isnan(one.cost_usd[0]):
         return f"{text}, {one.gpu_hours[0]:,.0f} GPU-hours"
@@ -302,13 +311,16 @@ def _whole(amount: Amount) -> Cell:
 
 
 def _interval(amount: Amount) -> str:
-    return "" if math.isnan(amount[1]) else format_range(*amount[1:])
+    return "" if np.isnan(amount[1:]).all() else format_range(*amount[1:])
 
 
-def format_range(low: float, high: float | None) -> str:
-    """An interval in words; an end that is not known is unbounded."""
-    is_bounded = high is not None and not math.isnan(high)
-    return f"{format_number(low)} to {format_number(high) if is_bounded else 'unbounded'}"
+def format_range(low: float | None, high: float | None) -> str:
+    """An interval of a positive number in words; an end that is not known is 0 or unbounded."""
+    low, high = (None if end is None or not math.isfinite(end) else end for end in (low, high))
+    return (
+        f"{'0' if low is None else format_number(low)} to "
+        f"{'unbounded' if high is None else format_number(high)}"
+    )
 
 
 def _gain(one: Prediction, first: Prediction) -> tuple[float, float]:

@@ -49,10 +49,15 @@ Fit the step law to the figures of one kind of GPU and one kind of work:
   images of one GPU = floor(batch / GPUs)
 
 With several micro-batch sizes, images of one GPU x time per image joins it; with figures of several
-nodes that show it, (nodes - 1) / nodes x communication that is not hidden. Images in a step are
-GPUs x images of one GPU, which is less than the batch where it does not divide. The constants are
-those with the least squares of relative errors; their 95 % intervals take the figures for
-independent.
+nodes that show it, (nodes - 1) / nodes x communication and (GPUs - 1) x latency per rank. Where
+they do not, the overhead has the communication in it, and is named so. Images in a step are GPUs x
+images of one GPU, which is less than the batch where it does not divide. The constants are those
+with the least squares of relative errors. Their 95 % intervals have all constants, none negative,
+of all terms that agree with the figures, which are taken for independent.
+
+Folders of runs may stand beside tables. Where a run was profiled, or a table has the column
+gradient_communication_s, the time that a step waits for gradients is fitted by itself, and the law
+also has the part of it that hides behind the backward pass.
 """
 
 FIT_EPILOG = """\
@@ -67,7 +72,9 @@ examples:
 PREDICT_DESCRIPTION = """\
 Fit the step law, and say what it gives for other numbers of GPUs: with one global batch for all
 (strong scaling), or with so many images on each GPU (weak scaling). The interval is that of a
-figure measured there. Speed-up and efficiency are against the fewest GPUs asked for.
+figure measured there. It holds for every law that agrees with the figures; beyond them, which is
+noted, also for a law that is off by a power of what doubles. Speed-up and efficiency are against
+the fewest GPUs asked for. Figures that are off by more than 20 % on average predict nothing.
 """
 
 PREDICT_EPILOG = """\
@@ -167,7 +174,12 @@ class TableFlags:
     """The figures that a command works with."""
 
     tables: tuple[Path, ...] = setting(
-        PATH, (), "figures in CSV", is_positional=True, takes_several=True, spelling="[TABLE ...]"
+        PATH,
+        (),
+        "figures in CSV, or folders of runs",
+        is_positional=True,
+        takes_several=True,
+        spelling="[TABLE ...]",
     )
     where: tuple[str, ...] = shared(CompareFlags, "where")
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
-from sdbench.record.store import OK
 from sdbench.report.runs import read_record
 from sdbench.scaling.changes import CHANGES, ENCODERS, Change
 from sdbench.scaling.command_line import OverheadFlags
-from sdbench.scaling.points import split_batch
+from sdbench.scaling.points import phase_seconds, split_batch
 from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
 from sdbench.settings.parallel import NODE_MIB, SEVERAL_NODES_MIB, SHARED, WITHIN_NODE
 from sdbench.statistics.law import Setup, communication_share
@@ -196,9 +195,8 @@ def read_step(arguments: OverheadFlags) -> Step:
     if arguments.record is None:
         return _given_step(arguments)
     record = read_record(arguments.record, flag="--record")
-    summary = record["summary"] or {}
-    breakdown = summary.get("breakdown")
-    if record["status"] != OK or not breakdown:
+    seconds = phase_seconds(record)
+    if seconds is None:
         raise ConfigError(
             "the record does not say how long the phases of a step take",
             value=f"{arguments.record}: {record['status']}",
@@ -207,9 +205,7 @@ def read_step(arguments: OverheadFlags) -> Step:
         )
     config, num_gpus = record["config"], record["ranks"]["world_size"]
     device_batch = config["batch_size"] // num_gpus
-    # The clock of the phases makes a step slower. Their shares of it are those of a measured step.
-    step_time_s = config["batch_size"] / summary["images_per_second"]
-    factor = step_time_s / breakdown["step_time_s"]
+    step_time_s = config["batch_size"] / record["summary"]["images_per_second"]
     is_16_bit = "bf16" in (config["precision"], config.get("grad_compression"))
     num_bytes = record["workload"]["num_trainable_parameters"] * (2 if is_16_bit else 4)
     micro_batch = min(device_batch, config["device_train_microbatch_size"])
@@ -220,7 +216,7 @@ def read_step(arguments: OverheadFlags) -> Step:
         micro_batch=micro_batch,
         num_micro_batches=math.ceil(device_batch / micro_batch),
         num_gpus=num_gpus,
-        seconds={name: factor * breakdown["seconds"].get(name, 0.0) for name in phases.PHASES},
+        seconds=seconds,
         num_sharers=_count_sharers(record),
         gradient_bytes=num_bytes,
         is_16_bit=is_16_bit,

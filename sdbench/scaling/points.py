@@ -1,14 +1,17 @@
-"""Reads figures of one kind of GPU and one kind of work from tables and the command line."""
+"""Reads figures of one kind of GPU and one kind of work from tables, records and flags."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import is_bounded
+from sdbench.measure import phases
 from sdbench.record.configuration import group
+from sdbench.record.row import make_row
+from sdbench.record.store import OK
 from sdbench.report.figures import (
     MEASURED,
     as_text,
@@ -17,6 +20,7 @@ from sdbench.report.figures import (
     read_figures,
     select_rows,
 )
+from sdbench.report.runs import read_record
 from sdbench.scaling.cost import Amount, make_amount
 from sdbench.settings.kinds import MAX_COUNT
 from sdbench.statistics.intervals import between_runs_interval, mean_rate
@@ -29,6 +33,8 @@ Rates = dict[int, dict[int, Amount]]
 # Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
+# Seconds of a step that waits for gradients: what the backward pass does not hide.
+COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
 
@@ -37,14 +43,20 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
     """Read the rows that have a figure and meet the conditions, each run once.
 
     Args:
-        paths: Tables in CSV.
+        paths: Tables in CSV, and folders of runs, whose row also has the seconds of a step that
+            waits for gradients.
         where: Conditions of the form ``COLUMN=VALUE``.
         required: Columns that every table must have.
 
     Raises:
-        ConfigError: If a file cannot be read, lacks a column, or no row is left.
+        ConfigError: If a file cannot be read, lacks a column, a figure stands twice, or no row is
+            left.
     """
-    rows = mark_copies(row for path in paths for row in read_figures(path, required=required))
+    rows = mark_copies(
+        row
+        for path in paths
+        for row in ([_row_of_run(path)] if path.is_dir() else read_figures(path, required=required))
+    )
     rows = select_rows(rows, parse_conditions(where, flag="--where"), flag="--where")
     rows = [
         row
@@ -60,7 +72,48 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
             allowed="rows with num_gpus and images_per_second whose status is ok",
             flag="TABLE and --where",
         )
+    _check_each_once(rows)
     return rows
+
+
+def _row_of_run(folder: Path) -> Row:
+    record = read_record(folder, flag="TABLE")
+    row = make_row(record)
+    seconds = phase_seconds(record)
+    if seconds is not None and record["ranks"]["world_size"] > 1:
+        row[COMMUNICATION_S] = seconds[phases.GRADIENT_COMMUNICATION]
+    return row
+
+
+def phase_seconds(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """Seconds of each phase of a measured step; None if a run was not profiled.
+
+    The clock of the phases makes a step slower. Their shares of it are those of a measured step.
+    """
+    summary = record["summary"] or {}
+    breakdown = summary.get("breakdown")
+    if record["status"] != OK or not breakdown:
+        return None
+    step_time_s = record["config"]["batch_size"] / summary["images_per_second"]
+    factor = step_time_s / breakdown["step_time_s"]
+    # A record of an older version may lack a phase.
+    return {name: factor * breakdown["seconds"].get(name, 0.0) for name in phases.PHASES}
+
+
+def _check_each_once(rows: Sequence[Row]) -> None:
+    """Refuse a figure that stands twice: the law would take it for two. Runs are known by name."""
+    seen = set()
+    for row in rows:
+        cells = frozenset((column, cell) for column, cell in row.items() if cell is not None)
+        if cells in seen:
+            raise ConfigError(
+                "a row stands twice, and would count as two figures",
+                value=f"{row['images_per_second']} images/s of {row['num_gpus']} GPUs, "
+                f"{as_text(row.get('source')) or 'without a source'}",
+                allowed="each figure once; repeated measurements differ in a column, e.g. source",
+                flag="TABLE",
+            )
+        seen.add(cells)
 
 
 def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -> None:
@@ -93,13 +146,32 @@ def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[
         micro_batch: Micro-batch of the rows that have none.
 
     Raises:
-        ConfigError: If a row has no batch or no micro-batch.
+        ConfigError: If a row has no batch or no micro-batch, or its communication is no time.
     """
     return [
-        Point(_make_setup(row, micro_batch=micro_batch), float(row["images_per_second"]))
+        Point(
+            _make_setup(row, micro_batch=micro_batch),
+            float(row["images_per_second"]),
+            _communication_s(row),
+        )
         for row in rows
         if row.get("kind") != MODELLED
     ]
+
+
+def _communication_s(row: Row) -> float | None:
+    value = row.get(COMMUNICATION_S)
+    if value is None:
+        return None
+    step_time_s = (row.get("images_per_step") or row["global_batch"]) / row["images_per_second"]
+    if isinstance(value, int | float) and 0 <= value < step_time_s:
+        return float(value)
+    raise ConfigError(
+        "the seconds of a step that waits for gradients are no part of it",
+        value=as_text(value),
+        allowed=f"0 to {step_time_s:.4g}, the whole step (num_gpus {row['num_gpus']})",
+        flag=f"the column {COMMUNICATION_S}",
+    )
 
 
 def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
@@ -119,9 +191,9 @@ def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
 
 
 def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
-    size = row.get("micro_batch") or micro_batch
+    size = row["micro_batch"] if row.get("micro_batch") is not None else micro_batch
     images = row.get("images_per_step") or row.get("global_batch")
-    if not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise _missing(row, "micro_batch", flag="--micro_batch, for the rows that do not tell it")
     if images is None:
         raise _missing(row, "global_batch", flag="the column global_batch or images_per_step")
@@ -138,7 +210,7 @@ def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
 
 def _missing(row: Row, column: str, *, flag: str) -> ConfigError:
     return ConfigError(
-        f"a row does not tell its {column} as a whole number",
+        f"a row does not tell its {column} as a whole number above 0",
         value=as_text(row.get(column)),
         allowed=f"a {column} in every row (num_gpus {row['num_gpus']}, {row.get('source')})",
         flag=flag,

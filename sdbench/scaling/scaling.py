@@ -51,7 +51,7 @@ from sdbench.scaling.points import (
     split_batch,
 )
 from sdbench.scaling.worker_rates import read_worker_rates
-from sdbench.statistics.law import Setup, StepLaw, fit_law
+from sdbench.statistics.law import MAX_MEAN_ERROR, Setup, StepLaw, fit_law
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def run_fit(arguments: FitFlags) -> int:
 def run_predict(arguments: PredictFlags) -> int:
     """Print the predictions for other GPU counts, and write them to the file of --out."""
     rows = _read(arguments)
-    law = _fit(rows, arguments)
+    law = _fit_to_predict(rows, arguments)
     micro_batch = _one_micro_batch(law, arguments)
     global_batch = _global_batch(rows, arguments)
     predictions = [
@@ -258,6 +258,20 @@ def _fit(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
     return fit_law(points, gpus_per_node=arguments.num_gpus_per_node)
 
 
+def _fit_to_predict(rows: Sequence[Row], arguments: FitFlags) -> StepLaw:
+    """Fit the law, and refuse one that its own figures do not follow."""
+    law = _fit(rows, arguments)
+    if law.mean_error > MAX_MEAN_ERROR:
+        raise ConfigError(
+            "the figures do not follow the step law, so that it predicts nothing",
+            value=f"a mean error of {law.mean_error:.0%}",
+            allowed=f"at most {MAX_MEAN_ERROR:.0%}; python -m sdbench scaling fit shows the error "
+            "of each figure",
+            flag="TABLE and --where",
+        )
+    return law
+
+
 def _laws_of(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[int, StepLaw]:
     laws = {}
     for stage in recipe.stages:
@@ -270,7 +284,7 @@ def _laws_of(rows: Sequence[Row], recipe: Recipe, arguments: PlanFlags) -> dict[
                 allowed="figures at every resolution of the recipe",
                 flag="TABLE, --where or --recipe",
             )
-        laws[stage.image_size] = _fit(chosen, arguments)
+        laws[stage.image_size] = _fit_to_predict(chosen, arguments)
     return laws
 
 
