@@ -7,7 +7,8 @@ depend on the order of files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,21 @@ from sdbench.report.limits import load_profile, make_limit_tables
 from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
-from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
+from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.runs import read_record, use_each
-from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
-from sdbench.report.throughput_table import make_tables
+from sdbench.report.tables import (
+    Table,
+    to_captioned_markdown,
+    to_folded_markdown,
+    to_markdown,
+)
+from sdbench.report.throughput_table import make_headline_table, make_tables
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 RUNS, NUMERICS = "runs", "numerics"
-LADDER_PAGE, LIMITS_PAGE = "ladder.md", "limits.md"
+README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
 PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
@@ -118,49 +124,110 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
     time_table = training_times.make_time_table(times)
     with plain_style():
-        time_plots = [plot for plot in [training_times.draw(times)] if plot is not None]
+        time_plot = training_times.draw(times)
+    if time_plot is not None:
+        plots[time_plot.name] = time_plot
+
+    def chosen(*names: str) -> list[Plot]:
+        return [plots[name] for name in names if name in plots]
+
     seed_table = make_seed_table(quoted, map(make_row, ended_well))
-    tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
+    headlines = make_headline_table(ended_well)
     data_table = feed_table.make_data_table(loaded)
     ladder = _make_ladder(ended_well, losses)
     limits = make_limit_tables(profiles)
-    others = make_other_tables(quoted)
-    sections = _make_sections(tables, data_table, time_table, ladder, limits, others)
+    seed_charts = chosen(throughput_plots.MICRO_BATCH)
+    comparison = Section(
+        "A100 against H100",
+        "Eight GPUs of a machine, Stable Diffusion 2 at 512 px, global batch 2048, in images/s over "
+        "all eight: the figures of seed 003 with their ratio. Each is of one run.",
+        [] if seed_table is None else [seed_table],
+        plots=seed_charts,
+    )
+    best = Section(
+        "Best of each machine",
+        "What was measured here. Of the published configurations of a machine, a model and a "
+        "kind of work, the one whose 95 % interval begins highest.",
+        [headlines] if headlines.rows else [],
+    )
+    others = Section(
+        "Figures of other people",
+        "As their authors gave them; open a source to see them.",
+        folds=fold_by_source({**quoted, **modelled}),
+        plots=chosen(throughput_plots.SPEED_UP, throughput_plots.SCALING),
+    )
+    measured = Section(
+        "Every measured configuration",
+        "Images/s over all devices. Three or more runs of one configuration show their median "
+        "and a 95 % interval between runs, fewer the interval within each run. Figures with "
+        "the encoders in the step are never in one table with those on latents. Tick two rows to "
+        "set them beside each other.",
+        make_tables(ended_well),
+        plots=chosen(throughput_plots.OTHER_MICRO_BATCHES, *run_plots.NAMES),
+    )
+    training = Section(
+        "Time of training runs",
+        "A whole run of train.py against the number of workers, from its start to its end.",
+        [] if time_table is None else [time_table],
+        plots=chosen(*training_times.NAMES),
+    )
+    data = Section(
+        "Data",
+        "How fast a data source alone was read, without a model, and how fast data sets were "
+        "encoded beforehand.",
+        [data_table] if data_table.rows else [],
+    )
+    speed_ups = Section(
+        "Speed-ups",
+        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+        "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
+        [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
+    )
+    floor = Section(
+        "Limits",
+        "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
+        "AdamW at the ceilings of the machine.",
+        limits,
+    )
+    sections = [comparison, best, others, measured, training, data, speed_ups, floor]
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
-    readme, ladder_page = results / "README.md", results / LADDER_PAGE
-    generated = {
-        "throughput": _format_throughput(tables, plots),
-        "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
-        "training-times": _format_times(time_table, time_plots),
-    }
-    plots += time_plots
     texts = {
-        readme: fill_blocks(_read_text(readme), generated, path=readme),
         results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": feed_table.format_csv(loaded),
-        results / "index.html": format_page(sections, plots),
+        results / "index.html": format_page([one for one in sections if one.has_content]),
     }
-    for path, groups in ((ladder_page, ladder), (results / LIMITS_PAGE, {"limits": limits})):
-        if path.exists():
-            generated = {
-                name: to_captioned_markdown(group) if group else NO_RUNS
-                for name, group in groups.items()
-            }
+    places = {
+        README: {
+            "comparison": _format_section(comparison),
+            "headlines": _format_section(best),
+            "others": _format_section(others),
+            "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
+            "training-times": _format_section(training),
+        },
+        LADDER_PAGE: {
+            **{name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()},
+            "measured": _format_section(measured),
+        },
+        LIMITS_PAGE: {"limits": to_captioned_markdown(limits) or NO_RUNS},
+    }
+    for name, generated in places.items():
+        path = results / name
+        if name == README or path.exists():
             texts[path] = fill_blocks(_read_text(path), generated, path=path)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
     for path, text in texts.items():
         replace_file(path, text)
-    save(plots, results / "plots", names=PLOT_NAMES)
+    save(plots.values(), results / "plots", names=PLOT_NAMES)
     summary = (
         f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
         f"from {len(records)} runs and {len(figures)} figures of others"
     )
-    missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
+    missing = sorted(set(PLOT_NAMES) - plots.keys())
     if missing:
         summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
     if left_out:
@@ -170,18 +237,21 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
 def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> tuple[list[Plot], list[Path]]:
-    """Every plot that has data, and the tables of steps that cannot be read."""
-    rows = [*map(make_row, ended_well), *figures]
+) -> tuple[dict[str, Plot], list[Path]]:
+    """Every plot that has data by its name, and the tables of steps that cannot be read."""
+    measured = [
+        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
+    ]
+    rows = [*measured, *figures]
     with plain_style():
         step_times, left_out = run_plots.draw_step_times(ended_well, runs)
         drawn = (
-            throughput_plots.draw_micro_batch(rows),
+            *throughput_plots.draw_micro_batch(rows),
             *throughput_plots.draw_scaling(rows),
             run_plots.draw_breakdown(ended_well),
             step_times,
         )
-    return [plot for plot in drawn if plot is not None], left_out
+    return {plot.name: plot for plot in drawn if plot is not None}, left_out
 
 
 def _make_ladder(
@@ -238,66 +308,14 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
-    if not tables:
-        return "No figures yet."
-    pictures = [f"**{plot.title}**\n\n{_as_picture(plot)}" for plot in plots]
-    return "\n\n".join([to_captioned_markdown(tables), *pictures])
-
-
-def _format_times(table: Table | None, plots: Sequence[Plot]) -> str:
-    if table is None:
-        return NO_RUNS
-    return "\n\n".join([to_markdown(table), *map(_as_picture, plots)])
-
-
-def _as_picture(plot: Plot) -> str:
-    return f"![{plot.title}](plots/{plot.name}.png)"
-
-
-def _make_sections(
-    tables: Sequence[Table],
-    data_table: Table,
-    time_table: Table | None,
-    ladder: Mapping[str, Sequence[Table]],
-    limits: Sequence[Table],
-    other_tables: Sequence[Table],
-) -> list[Section]:
-    sections = [
-        Section(
-            "Throughput",
-            "Images/s over all devices. Three or more runs of one configuration show their median "
-            "and a 95 % interval between runs, fewer the interval within each run. Figures with "
-            "the encoders in the step are never in one table with those on latents.",
-            tables,
-        ),
-        Section(
-            "Speed-ups",
-            "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-            "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
-            [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
-        ),
-        Section(
-            "Limits",
-            "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
-            "AdamW at the ceilings of the machine.",
-            limits,
-        ),
-        Section(
-            "Data",
-            "How fast a data source alone was read, without a model, and how fast data sets were "
-            "encoded beforehand.",
-            [data_table] if data_table.rows else [],
-        ),
-        Section(
-            "Time of training runs",
-            "A whole run of train.py against the number of workers, from its start to its end.",
-            [] if time_table is None else [time_table],
-        ),
-        Section(
-            "Other figures of other people",
-            "Days, costs and rates per GPU as their authors gave them.",
-            other_tables,
-        ),
+def _format_section(section: Section) -> str:
+    """The tables, folds and charts of a section in markdown."""
+    pictures = [
+        f"**{plot.title}**\n\n![{plot.title}](plots/{plot.name}.png)" for plot in section.plots
     ]
-    return [section for section in sections if section.tables]
+    parts = [
+        to_captioned_markdown(section.tables),
+        to_folded_markdown(section.folds),
+        *pictures,
+    ]
+    return "\n\n".join(filter(None, parts)) or NO_RUNS

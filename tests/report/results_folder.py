@@ -29,6 +29,7 @@ PARTS_S = {
     "other": 0.1,
 }
 BREAKDOWN = {"num_steps": 5, "step_time_s": 4.0, "seconds": PARTS_S}
+README_PLACES = ("comparison", "headlines", "others", "data", "training-times")
 # Line breaks, the marks of markdown, HTML and CSV, two dollar signs, and letters beyond ASCII.
 HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2d\u202e'
 
@@ -92,8 +93,7 @@ def rows_of(table: Table) -> list[dict[str, str]]:
 
 def make_readme(results: Path) -> None:
     """A README.md with places for the tables."""
-    names = ("throughput", "data", "training-times")
-    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in names]
+    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in README_PLACES]
     (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
 
 

@@ -30,6 +30,7 @@ def settle_preset(preset, *, on_gpu):
 
 FAST_ON_CPU = settle_preset(PRESETS["fast"], on_gpu=False)
 PLACES = ("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", "not-measured")
+PLACES += ("measured",)
 
 
 def cells_of(table):
