@@ -306,14 +306,14 @@ def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypa
 
 def test_the_run_folder_is_ready_to_publish(tmp_path):
     from sdbench.cli import main
-    from tests.report.results_folder import README_PLACES
+    from sdbench.report.report import PLACES, README
 
     record, _ = run(tmp_path, *TINY, *SHORT)
     results = tmp_path / "results"
     results.mkdir()
     markers = [
         f"<!-- {edge} generated: {table} -->"
-        for table in README_PLACES
+        for table in PLACES[README]
         for edge in ("begin", "end")
     ]
     (results / "README.md").write_text("\n".join(["# Results", *markers, "end\n"]))

@@ -86,36 +86,38 @@ def make_seed_table(
         rows.append(
             {
                 **dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True)),
-                f"8 x {p4de}, images/s": make_cell(rate[p4de], num_digits=6),
-                f"8 x {p5}, images/s": make_cell(rate[p5], num_digits=6),
                 "ratio": Cell(f"{ratio:.2f}x", ratio),
+                **{
+                    f"8 x {gpu.partition('-')[0]}, images/s": make_cell(rate[gpu], num_digits=6)
+                    for gpu in gpus
+                },
                 "ratio printed there": Cell(f"{printed:.2f}x", printed)
                 if isinstance(printed, int | float)
                 else printed,
-                "tested": "n=1, not tested",
+                "tested": "no (n=1)",
                 **{
                     f"measured: 8 x {name}, images/s": by_settings.get(settings)
                     for name, by_settings in ours.items()
                 },
             }
         )
-    caption = f"{p5} over {p4de}, eight of each: seed 003, section 1.5, reproduced"
+    caption = f"8 x {p5} over 8 x {p4de}: seed 003, section 1.5, reproduced"
     return make_table(rows, name="p4de-p5", caption=caption)
 
 
-def fold_by_source(tables: Mapping[str, Sequence[dict[str, Any]]]) -> list[Fold]:
+def fold_by_source(tables: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[Fold]:
     """Put the figures of each source behind a line of their own.
 
     Args:
-        tables: Rows by file, with their kind. Times of whole runs and the ratios that the seed
-            prints have tables of their own and are left out.
+        tables: The name and the rows of each file, with their kind. Times of whole runs and the
+            ratios that the seed prints have tables of their own and are left out.
 
     Returns:
         For each source, in order: a table for each kind of work, and one with the columns of its
         file for days, costs and what else has no images/s.
     """
     by_source: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for file, rows in tables.items():
+    for file, rows in tables:
         for row in rows:
             if file != SEED_RATIOS and TIME not in row:
                 files = by_source.setdefault(row.get("source") or "source not told", {})

@@ -37,7 +37,6 @@ from sdbench.report.tables import (
     Table,
     to_captioned_markdown,
     to_folded_markdown,
-    to_markdown,
 )
 from sdbench.report.throughput_table import make_headline_table, make_tables
 from sdbench.settings.kinds import PATH
@@ -48,6 +47,69 @@ RUNS, NUMERICS = "runs", "numerics"
 README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
+COMPARISON, HEADLINES, OTHERS = "comparison", "headlines", "others"
+MEASURED, TIMES, DATA = "measured", "training-times", "data"
+SPEED_UPS, LIMITS = "speed-ups", "limits"
+# In the order of the page: the heading of each part, how to read it, and its charts.
+SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
+    COMPARISON: (
+        "A100 against H100",
+        "Eight GPUs of one machine, Stable Diffusion 2 at 512 px, global batch 2048, images/s over "
+        "all eight: the figures of seed 003, each of one run, and their ratio.",
+        (throughput_plots.MICRO_BATCH,),
+    ),
+    HEADLINES: (
+        "Best of each machine",
+        "What was measured here. Of the published configurations of a machine, a model and a "
+        "kind of work, the one whose 95 % interval begins highest.",
+        (),
+    ),
+    OTHERS: (
+        "Figures of others",
+        "As their authors gave them; open a source to see them.",
+        (throughput_plots.SPEED_UP, throughput_plots.SCALING),
+    ),
+    MEASURED: (
+        "All measured",
+        "Images/s over all devices. Three or more runs of one configuration show their median "
+        "and a 95 % interval between runs, fewer the interval within each run. Figures with "
+        "the encoders in the step are never in one table with those on latents. Tick two rows to "
+        "set them beside each other.",
+        (throughput_plots.OTHER_MICRO_BATCHES, *run_plots.NAMES),
+    ),
+    TIMES: (
+        "Training times",
+        "A whole run of train.py against the number of workers, from its start to its end.",
+        training_times.NAMES,
+    ),
+    DATA: (
+        "Data",
+        "How fast a data source alone was read, without a model, and how fast data sets were "
+        "encoded beforehand.",
+        (),
+    ),
+    SPEED_UPS: (
+        "Speed-ups",
+        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+        "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
+        (),
+    ),
+    LIMITS: (
+        "Limits",
+        "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
+        "AdamW at the ceilings of the machine.",
+        (),
+    ),
+}
+# The places of the texts that are written by hand; a text but README.md need not exist.
+PLACES = {
+    README: (COMPARISON, HEADLINES, OTHERS, DATA, TIMES),
+    LADDER_PAGE: (
+        *("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", NOT_MEASURED),
+        MEASURED,
+    ),
+    LIMITS_PAGE: (LIMITS,),
+}
 PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
 EPILOG = """\
 examples:
@@ -122,112 +184,59 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     plots, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
-    time_table = training_times.make_time_table(times)
     with plain_style():
-        time_plot = training_times.draw(times)
-    if time_plot is not None:
-        plots[time_plot.name] = time_plot
-
-    def chosen(*names: str) -> list[Plot]:
-        return [plots[name] for name in names if name in plots]
-
-    seed_table = make_seed_table(quoted, map(make_row, ended_well))
-    headlines = make_headline_table(ended_well)
-    data_table = feed_table.make_data_table(loaded)
+        plots += [plot for plot in [training_times.draw(times)] if plot is not None]
     ladder = _make_ladder(ended_well, losses)
-    limits = make_limit_tables(profiles)
-    seed_charts = chosen(throughput_plots.MICRO_BATCH)
-    comparison = Section(
-        "A100 against H100",
-        "Eight GPUs of a machine, Stable Diffusion 2 at 512 px, global batch 2048, in images/s over "
-        "all eight: the figures of seed 003 with their ratio. Each is of one run.",
-        [] if seed_table is None else [seed_table],
-        plots=seed_charts,
-    )
-    best = Section(
-        "Best of each machine",
-        "What was measured here. Of the published configurations of a machine, a model and a "
-        "kind of work, the one whose 95 % interval begins highest.",
-        [headlines] if headlines.rows else [],
-    )
-    others = Section(
-        "Figures of other people",
-        "As their authors gave them; open a source to see them.",
-        folds=fold_by_source({**quoted, **modelled}),
-        plots=chosen(throughput_plots.SPEED_UP, throughput_plots.SCALING),
-    )
-    measured = Section(
-        "Every measured configuration",
-        "Images/s over all devices. Three or more runs of one configuration show their median "
-        "and a 95 % interval between runs, fewer the interval within each run. Figures with "
-        "the encoders in the step are never in one table with those on latents. Tick two rows to "
-        "set them beside each other.",
-        make_tables(ended_well),
-        plots=chosen(throughput_plots.OTHER_MICRO_BATCHES, *run_plots.NAMES),
-    )
-    training = Section(
-        "Time of training runs",
-        "A whole run of train.py against the number of workers, from its start to its end.",
-        [] if time_table is None else [time_table],
-        plots=chosen(*training_times.NAMES),
-    )
-    data = Section(
-        "Data",
-        "How fast a data source alone was read, without a model, and how fast data sets were "
-        "encoded beforehand.",
-        [data_table] if data_table.rows else [],
-    )
-    speed_ups = Section(
-        "Speed-ups",
-        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-        "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
-        [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
-    )
-    floor = Section(
-        "Limits",
-        "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
-        "AdamW at the ceilings of the machine.",
-        limits,
-    )
-    sections = [comparison, best, others, measured, training, data, speed_ups, floor]
+    tables = {
+        COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
+        HEADLINES: [make_headline_table(ended_well)],
+        MEASURED: make_tables(ended_well),
+        TIMES: [training_times.make_time_table(times)],
+        DATA: [feed_table.make_data_table(loaded)],
+        SPEED_UPS: [
+            table for name, group in ladder.items() if name != NOT_MEASURED for table in group
+        ],
+        LIMITS: make_limit_tables(profiles),
+    }
+    folds = {OTHERS: fold_by_source([*quoted.items(), *modelled.items()])}
+    sections = {
+        name: Section(
+            heading,
+            help_text,
+            [table for table in tables.get(name, ()) if table is not None and table.rows],
+            folds.get(name, ()),
+            [plot for plot in plots if plot.name in names_of_plots],
+        )
+        for name, (heading, help_text, names_of_plots) in SECTIONS.items()
+    }
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
+    shown = [section for section in sections.values() if section.has_content]
     texts = {
         results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": feed_table.format_csv(loaded),
-        results / "index.html": format_page([one for one in sections if one.has_content]),
+        results / "index.html": format_page(shown),
     }
-    places = {
-        README: {
-            "comparison": _format_section(comparison),
-            "headlines": _format_section(best),
-            "others": _format_section(others),
-            "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
-            "training-times": _format_section(training),
-        },
-        LADDER_PAGE: {
-            **{name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()},
-            "measured": _format_section(measured),
-        },
-        LIMITS_PAGE: {"limits": to_captioned_markdown(limits) or NO_RUNS},
-    }
-    for name, generated in places.items():
+    generated = {name: _format_section(section) for name, section in sections.items()}
+    generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}
+    for name, places in PLACES.items():
         path = results / name
         if name == README or path.exists():
-            texts[path] = fill_blocks(_read_text(path), generated, path=path)
+            contents = {place: generated[place] for place in places}
+            texts[path] = fill_blocks(_read_text(path), contents, path=path)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
     for path, text in texts.items():
         replace_file(path, text)
-    save(plots.values(), results / "plots", names=PLOT_NAMES)
+    save(plots, results / "plots", names=PLOT_NAMES)
     summary = (
         f"made README.md, throughput.csv, data.csv, index.html and {len(plots)} plots in {results} "
         f"from {len(records)} runs and {len(figures)} figures of others"
     )
-    missing = sorted(set(PLOT_NAMES) - plots.keys())
+    missing = sorted(set(PLOT_NAMES) - {plot.name for plot in plots})
     if missing:
         summary += f"\nnot drawn, for want of data: {', '.join(missing)}"
     if left_out:
@@ -237,8 +246,8 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
 
 def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
-) -> tuple[dict[str, Plot], list[Path]]:
-    """Every plot that has data by its name, and the tables of steps that cannot be read."""
+) -> tuple[list[Plot], list[Path]]:
+    """Every plot that has data, and the tables of steps that cannot be read."""
     measured = [
         {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
     ]
@@ -251,7 +260,7 @@ def _draw_plots(
             run_plots.draw_breakdown(ended_well),
             step_times,
         )
-    return {plot.name: plot for plot in drawn if plot is not None}, left_out
+    return [plot for plot in drawn if plot is not None], left_out
 
 
 def _make_ladder(

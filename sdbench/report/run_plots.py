@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_plot
 from sdbench.base.outside import is_bounded, open_table
 from sdbench.record.configuration import group, place_of_encoders
 from sdbench.record.devices import count_devices
@@ -59,11 +61,12 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     sources = _describe_sources(shown, num_found=len(profiled))
     groups = list(group(shown, key_of=_work_of).values())
     heights = [0.62 * len(bars) for bars in groups]
-    figure, axes = make_figure(heights, sources=sources, left=0.25, gap=0.5, below=1.05)
+    figure, axes = make_figure(heights, sources=sources, left=0.25, gap=0.65, below=1.05)
     notes: dict[str, list[str]] = {}
     for ax, bars in zip(axes, groups, strict=True):
         common, labels = tell_apart(bars)
-        ax.set_title(shorten(common, length=105), fontsize=9.5, weight="bold")
+        lines = textwrap.wrap(for_plot(common), 95, max_lines=2, placeholder=" ...")
+        ax.set_title("\n".join(lines), fontsize=9, weight="bold")
         for position, (record, label) in enumerate(zip(bars, labels, strict=True)):
             _draw_bar(ax, record, y=-position, label=label, notes=notes)
         ax.set_ylim(-len(bars) + 0.6, 0.75)

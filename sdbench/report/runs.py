@@ -155,7 +155,11 @@ def _facts_of(record: dict[str, Any]) -> dict[str, str]:
         "use_ema": "EMA" if config["use_ema"] else "no EMA",
         "batch_size": f"global batch {config['batch_size']}",
         "micro_batch": f"micro-batch {config['device_train_microbatch_size']}",
-        **{name: f"{name} {value}" for name, value in other_settings(record).items()},
+        **{
+            name: f"{name} {value}"
+            for name, value in other_settings(record).items()
+            if name != "lora_rank"  # the model tells it
+        },
     }
 
 

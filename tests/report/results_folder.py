@@ -11,6 +11,7 @@ from typing import Any
 
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
+from sdbench.report.report import PLACES, README
 from sdbench.report.tables import Table
 from sdbench.settings.config import PRESETS
 from sdbench.settings.setting import PerDevice
@@ -29,7 +30,6 @@ PARTS_S = {
     "other": 0.1,
 }
 BREAKDOWN = {"num_steps": 5, "step_time_s": 4.0, "seconds": PARTS_S}
-README_PLACES = ("comparison", "headlines", "others", "data", "training-times")
 # Line breaks, the marks of markdown, HTML and CSV, two dollar signs, and letters beyond ASCII.
 HOSTILE = '=cmd()|<b>"x"</b> `a` $x^2$ *s* _u_ [l](http://x)\nsecond \u00e9\u4e2d\u202e'
 
@@ -93,7 +93,7 @@ def rows_of(table: Table) -> list[dict[str, str]]:
 
 def make_readme(results: Path) -> None:
     """A README.md with places for the tables."""
-    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in README_PLACES]
+    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in PLACES[README]]
     (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
 
 
