@@ -254,6 +254,9 @@ def test_every_quoted_figure_stands_in_the_fold_of_its_source():
         "mosaicml/diffusion README @49282fd": [5, 5, 5],  # 256 px, 512 px, days and costs
         "mosaicml/diffusion-benchmark README @c7f3cff": [6, 6],
         "seed 004 README": [2],
+        "Anyscale pretraining template README": [3],
+        "Anyscale pretraining template 01_preprocess.ipynb": [2],
+        "ray_diffusion ingest benchmark (Anyscale)": [1],
     }
 
 
