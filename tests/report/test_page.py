@@ -178,13 +178,14 @@ def test_the_ratio_of_a100_and_h100_is_in_the_first_screen(page, tmp_path):
       const right = Math.max(...places.map((place) => place.right));
       const bottom = Math.max(...places.map((place) => place.bottom));
       return [cells.map((cell) => cell.textContent),
-        right <= view.innerWidth && bottom <= view.innerHeight,
+        Math.round(right), Math.round(bottom),
         [...page.querySelectorAll("h2")].map((heading) => heading.textContent)];
     """
-    seen = seen_in_frames(page, script, tmp_path, sizes=[(1280, 720), (390, 844)])
-    for ratios, is_in_view, headings in seen:
+    sizes = [(1280, 720), (390, 844)]
+    seen = seen_in_frames(page, script, tmp_path, sizes=sizes)
+    for (width, height), (ratios, right, bottom, headings) in zip(sizes, seen, strict=True):
         assert ratios == ["1.33x", "1.66x", "1.78x", "1.83x", "1.82x", "1.82x", "1.89x"]
-        assert is_in_view
+        assert right <= width and bottom <= height
         assert headings == [
             "A100 against H100",
             "Best of each machine",
@@ -207,7 +208,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
       const heading = (name) => headings.find((cell) => cell.textContent === name);
       // Columns: the command is hidden until it is chosen.
       seen.command = [heading("command").offsetWidth > 0];
-      const choice = table.parentElement.previousElementSibling;
+      const choice = table.parentElement.nextElementSibling;
       [...choice.querySelectorAll("label")].find((label) => label.textContent === " command")
         .querySelector("input").click();
       seen.command.push(heading("command").offsetWidth > 0);
