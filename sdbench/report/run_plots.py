@@ -65,8 +65,7 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     notes: dict[str, list[str]] = {}
     for ax, bars in zip(axes, groups, strict=True):
         common, labels = tell_apart(bars)
-        lines = textwrap.wrap(for_plot(common), 95, max_lines=2, placeholder=" ...")
-        ax.set_title("\n".join(lines), fontsize=9, weight="bold")
+        _set_title(ax, common, weight="bold")
         for position, (record, label) in enumerate(zip(bars, labels, strict=True)):
             _draw_bar(ax, record, y=-position, label=label, notes=notes)
         ax.set_ylim(-len(bars) + 0.6, 0.75)
@@ -91,6 +90,12 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
     )
     title = "Where the time of a step goes"
     return render(figure, name=BREAKDOWN, title=title, notes=notes)
+
+
+def _set_title(ax: Axes, text: str, *, weight: str = "normal") -> None:
+    """Give axes a title of at most two lines."""
+    lines = textwrap.wrap(for_plot(text), 95, max_lines=2, placeholder=" ...")
+    ax.set_title("\n".join(lines), fontsize=9, weight=weight)
 
 
 def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -119,7 +124,7 @@ def draw_step_times(
     if not shown:
         return None, left_out
     sources = _describe_sources([record for record, _ in shown], num_found=len(traced))
-    figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.75)
+    figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.9)
     _, labels = tell_apart([record for record, _ in shown])
     for ax, (record, steps), label in zip(axes, shown, labels, strict=True):
         _draw_trace(ax, record, steps, label=label)
@@ -257,4 +262,4 @@ def _draw_trace(
     ax.set_ylabel("step time, s")
     notes = ", ".join(record["summary"].get("flags", ()))
     title = label + (f" ({notes})" if notes else "")
-    ax.set_title(shorten(title, length=95), fontsize=9.5)
+    _set_title(ax, title)

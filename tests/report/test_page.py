@@ -134,7 +134,7 @@ def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path)
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", f"{ACTIONS}</body>"), encoding="utf-8")
     tables = Tables()
-    tables.feed(opened(f"{page.as_uri()}#sort=512px-online:5:descending", tmp_path))
+    tables.feed(opened(f"{page.as_uri()}#sort=512px-online:6:descending", tmp_path))
 
     # By a click on its heading: P5 from the fastest to the slowest.
     rates = [float(row[5]) for row in tables.rows["p4de-p5"]]
@@ -222,6 +222,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
         .filter((row) => row.cells[0].textContent === "devices")
         .map((row) => [row.cells[1].textContent, row.cells[2].textContent]);
       panel.querySelector("button").click();
+      seen.isOtherWork = panel.textContent.includes("Not the same work");
       seen.closed = panel.hidden && !page.querySelector("tr.chosen");
       // A point of the seed's chart.
       const point = page.querySelector("#sd_p4de_p5-1 use");
@@ -237,6 +238,8 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
         .filter((table) => !table.parentElement.hidden).map((table) => table.id);
       seen.isOpen = [...page.querySelectorAll("details.fold[open] > summary")]
         .map((summary) => summary.textContent.slice(0, 20));
+      seen.headings = [...page.querySelectorAll("section:not([hidden]) > h2")]
+        .map((heading) => heading.textContent);
       type(page.getElementById("search"), "", "input");
       seen.all = page.querySelectorAll("main tr[hidden]").length;
       return seen;
@@ -246,7 +249,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     assert seen["ratio"] == "B / A: 11.1 times the images/s. "
     assert seen["devices"] == [["8", "16"]]
     assert "precision" not in seen["differences"]
-    assert seen["closed"]
+    assert not seen["isOtherWork"] and seen["closed"]
     assert seen["note"].splitlines() == [
         "A100-SXM4-80GB (p4de.24xlarge), EMA, global batch 2048, quoted",
         "micro-batch 4: 142.69 images/s",
@@ -254,6 +257,7 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
     ]
     assert (seen["found"], seen["tables"]) == ("3 rows", ["source-7-512px-precomputed"])
     assert seen["isOpen"] == ["MLPerf Training v5.0"]
+    assert seen["headings"] == ["Figures of others"]
     assert seen["all"] == 0
 
 
