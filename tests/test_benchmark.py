@@ -324,7 +324,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     texts = [(published / name).read_text() for name in ("record.json", "stdout.log")]
     assert all(str(tmp_path) not in text and "<results_dir>" in text for text in texts)
     table = (results / "README.md").read_text()
-    assert "| tiny | 64 | online |" in table and table.endswith("end\n")
+    assert "| tiny, 64 px, online |" in table and table.endswith("end\n")
     with (results / "throughput.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["source"] == record["run_id"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -125,9 +126,9 @@ def tell_apart(records: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
         ", ".join(text for name, text in each.items() if name not in shared) for each in facts
     ]
     for more in (_code_of, _start_of):
-        repeated = {label for label in labels if labels.count(label) > 1}
+        numbers = collections.Counter(labels)
         labels = [
-            ", ".join(filter(None, (label, more(record)))) if label in repeated else label
+            label if numbers[label] == 1 else ", ".join(filter(None, (label, more(record))))
             for label, record in zip(labels, records, strict=True)
         ]
     common = ", ".join(text for name, text in facts[0].items() if name in shared)
@@ -136,7 +137,9 @@ def tell_apart(records: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
 
 def describe_configuration(record: dict[str, Any]) -> str:
     """The settings of a run in words, without its device, its model and its kind of work."""
-    told_elsewhere = ("device", "model", "image_size", "latents")
+    told_elsewhere = {"device", "model", "image_size", "latents"}
+    if record["config"]["data_format"] == "synthetic":
+        told_elsewhere |= {"num_workers", "data_format"}
     facts = _facts_of(record).items()
     return ", ".join(text for name, text in facts if name not in told_elsewhere)
 
@@ -155,6 +158,8 @@ def _facts_of(record: dict[str, Any]) -> dict[str, str]:
         "use_ema": "EMA" if config["use_ema"] else "no EMA",
         "batch_size": f"global batch {config['batch_size']}",
         "micro_batch": f"micro-batch {config['device_train_microbatch_size']}",
+        "num_workers": f"num_workers {config['num_workers']}",
+        "data_format": f"data_format {config['data_format']}",
         **{
             name: f"{name} {value}"
             for name, value in other_settings(record).items()

@@ -6,7 +6,6 @@ about 1.5 times the work of a step on latents, and an image of 512 px four times
 
 from __future__ import annotations
 
-import collections
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,12 +30,12 @@ from sdbench.report.runs import (
     peak_memory_cell,
     rates_cell,
     summary_cell,
+    tell_apart,
 )
 from sdbench.report.tables import (
     EMPTY,
     Cell,
     Table,
-    make_cell,
     make_table,
     median_cell,
     optional_cell,
@@ -46,11 +45,10 @@ from sdbench.statistics.intervals import between_runs_interval
 
 # Columns that a page has and markdown has not.
 EXTRA = ("run ids", "command")
-OTHER = "other settings"
-# Columns that tell two configurations apart.
-NAMES = (
-    *("device", "devices", "model", "px", "preset", "engine", "precision", "EMA", "global batch"),
-    *("micro-batch", OTHER),
+# Settings of a row, which its name tells where they differ.
+SETTINGS = (
+    *("model", "px", "preset", "engine", "precision", "EMA", "global batch", "micro-batch"),
+    "other settings",
 )
 
 
@@ -68,27 +66,19 @@ def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
     """
     groups = group_runs(records)
     scalings = describe_scalings([runs[0] for runs in groups])
-    rows: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    for runs, scaling in zip(groups, scalings, strict=True):
-        config = runs[0]["config"]
-        row = _measured_row(runs, scaling=scaling)
-        rows.setdefault((config["image_size"], place_of_encoders(config)), []).append(row)
-    return _make_work_tables({work: _name_apart(of_work) for work, of_work in rows.items()})
+    works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
+    rows = {}
+    for work, items in works.items():
+        _, names = tell_apart([runs[0] for runs, _ in items])
+        rows[work] = [
+            _measured_row(runs, name=name, scaling=scaling)
+            for (runs, scaling), name in zip(items, names, strict=True)
+        ]
+    return _make_work_tables(rows, extra=(*SETTINGS, *EXTRA))
 
 
-def _name_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows, with the code in the name of those that have the same settings in every column.
-
-    Code of another commit has other settings, or other defaults.
-    """
-    names = [tuple(str(row[name]) for name in NAMES) for row in rows]
-    numbers = collections.Counter(names)
-    return [
-        row
-        if numbers[name] == 1
-        else {**row, OTHER: make_cell(f"{row[OTHER].text}, {row['source'].partition(', ')[2]}")}
-        for row, name in zip(rows, names, strict=True)
-    ]
+def _work_of(record: dict[str, Any]) -> tuple[int, str]:
+    return record["config"]["image_size"], place_of_encoders(record["config"])
 
 
 def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[Table]:
@@ -105,14 +95,17 @@ def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[
 
 
 def _make_work_tables(
-    rows: Mapping[tuple[Any, Any], Sequence[dict[str, Any]]], *, name: str = ""
+    rows: Mapping[tuple[Any, Any], Sequence[dict[str, Any]]],
+    *,
+    name: str = "",
+    extra: Sequence[str] = (),
 ) -> list[Table]:
     return [
         make_table(
             of_work,
             name=f"{name}{image_size}px-{latents}",
             caption=describe_work(image_size=image_size, latents=latents),
-            extra=EXTRA,
+            extra=extra,
         ).without_empty_columns()
         for (image_size, latents), of_work in rows.items()
     ]
@@ -175,9 +168,7 @@ def _headline_row(runs: Sequence[dict[str, Any]], *, num_configurations: int) ->
     track, figures = _track_of(runs[0]), _figures_of(runs)
     return {
         "machine": track.machine,
-        "model": track.model,
-        "px": track.image_size,
-        "encoders": track.latents,
+        "work": f"{track.model}, {track.image_size} px, {track.latents}",
         "images/s (95 % interval)": rates_cell(runs),
         "runs": len(runs),
         **{name: cell for name, cell in figures.items() if name.startswith(("MFU", "power"))},
@@ -224,28 +215,31 @@ def _other_settings(record: dict[str, Any]) -> str | None:
     return ", ".join(filter(None, shown))
 
 
-def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> dict[str, Any]:
+def _measured_row(
+    records: Sequence[dict[str, Any]], *, name: str, scaling: str | None
+) -> dict[str, Any]:
     first, config = records[0], records[0]["config"]
-    settings = {
-        "model": describe_model(first),
-        "px": config["image_size"],
-        "engine": config["engine"],
-        "precision": config["precision"],
-        "EMA": config["use_ema"],
-        "global batch": config["batch_size"],
-        "micro-batch": config["device_train_microbatch_size"],
-        "scaling": scaling,
-    }
+    settings = (
+        describe_model(first),
+        config["image_size"],
+        config["preset"],
+        config["engine"],
+        config["precision"],
+        config["use_ema"],
+        config["batch_size"],
+        config["device_train_microbatch_size"],
+        _other_settings(first),
+    )
     return {
         "kind": "measured",
         "device": describe_device(first),
         "devices": first["ranks"]["world_size"],
-        "preset": optional_cell(config["preset"]),
-        OTHER: optional_cell(_other_settings(first)),
+        "configuration": name,
         "images/s (95 % interval)": rates_cell(records),
         "images/s per device": summary_cell(records, "images_per_second_per_device"),
         "runs": len(records),
-        **{name: optional_cell(value) for name, value in settings.items()},
+        **dict(zip(SETTINGS, map(optional_cell, settings), strict=True)),
+        "scaling": optional_cell(scaling),
         **_figures_of(records),
         "notes": notes_cell(records),
         "source": _source_of(records),
@@ -294,7 +288,7 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
         "device": device_of(figure),
         "devices": num_devices,
         "preset": figure.get("preset"),
-        OTHER: optional_cell(other_settings),
+        "other settings": optional_cell(other_settings),
         "images/s (95 % interval)": Cell(text, rate),
         "images/s per device": rate / num_devices if num_devices else None,
         "model": figure.get("model"),

@@ -151,10 +151,10 @@ def test_flags_are_told_in_words():
 def test_rows_with_the_same_settings_are_told_apart_by_their_code():
     older = make_record(config__lr_end_factor=0.5, git__commit="abcdef1234")
     (table,) = make_tables([make_record(), older, make_record(config__precision="fp32")])
-    assert [cells(table, row=row)["other settings"] for row in range(3)] == [
-        "num_workers 0, code 977fb62",
-        "num_workers 0, code abcdef1",
-        "num_workers 0",
+    assert [cells(table, row=row)["configuration"] for row in range(3)] == [
+        "amp_bf16, code 977fb62",
+        "amp_bf16, code abcdef1",
+        "fp32",
     ]
 
 
@@ -179,21 +179,31 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
         within(90.0, 99.0, **gpu, ranks__world_size=2),
     ]
     table = make_headline_table(runs)
-    names = ("machine", "px", "encoders", "images/s (95 % interval)", "best of")
+    names = ("machine", "work", "images/s (95 % interval)", "best of")
     assert [[row[name] for name in names] for row in rows_of(table)] == [
-        ["1 x NVIDIA H100", "256", "online", "60 (50 to unbounded, 95 % within-run)", "1"],
-        ["2 x NVIDIA H100", "256", "online", "99 (90 to unbounded, 95 % within-run)", "1"],
         [
-            "1 x Intel Xeon Processor, 2 cores",
-            *("256", "online", "0.7 (0.6 to unbounded, 95 % within-run)", "3"),
+            "1 x NVIDIA H100",
+            "sd2-base, 256 px, online",
+            "60 (50 to unbounded, 95 % within-run)",
+            "1",
+        ],
+        [
+            "2 x NVIDIA H100",
+            "sd2-base, 256 px, online",
+            "99 (90 to unbounded, 95 % within-run)",
+            "1",
         ],
         [
             "1 x Intel Xeon Processor, 2 cores",
-            *("512", "online", "0.8 (0.3 to unbounded, 95 % within-run)", "1"),
+            *("sd2-base, 256 px, online", "0.7 (0.6 to unbounded, 95 % within-run)", "3"),
         ],
         [
             "1 x Intel Xeon Processor, 2 cores",
-            *("256", "precomputed", "0.9 (0.3 to unbounded, 95 % within-run)", "1"),
+            *("sd2-base, 512 px, online", "0.8 (0.3 to unbounded, 95 % within-run)", "1"),
+        ],
+        [
+            "1 x Intel Xeon Processor, 2 cores",
+            *("sd2-base, 256 px, precomputed", "0.9 (0.3 to unbounded, 95 % within-run)", "1"),
         ],
     ]
     first = cells(table)
