@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,7 +103,9 @@ def _describe_cores(record: dict[str, Any]) -> str:
     return f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
 
 
-def tell_apart(records: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+def tell_apart(
+    records: Sequence[dict[str, Any]], *, without: Collection[str] = ()
+) -> tuple[str, list[str]]:
     """Say what several configurations have in common, and what is different in each.
 
     Where two do not differ in a setting of the user's, the commits of their code or, if these are
@@ -111,12 +113,16 @@ def tell_apart(records: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
 
     Args:
         records: One of each configuration.
+        without: Names of facts that are told elsewhere, such as ``device``.
 
     Returns:
         What all share, and a label for each. Of a single one, its preset and the user's settings
         are the label.
     """
-    facts = [_facts_of(record) for record in records]
+    facts = [
+        {name: text for name, text in _facts_of(record).items() if name not in without}
+        for record in records
+    ]
     names = dict.fromkeys(name for each in facts for name in each)
     if len(facts) == 1:
         shared = set(names) - {"preset", *other_settings(records[0])}

@@ -13,6 +13,8 @@ from sdbench.report.terminal import NOT_KNOWN, format_number
 
 # Rows that a page shows of a table.
 MAX_ROWS = 1000
+# Extra columns that tell where a row comes from, which no caption repeats.
+ORIGIN = ("run ids", "command")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Table:
         return ", ".join(
             f"{self.columns[index].name} {text}"
             for index, text in self.constants.items()
-            if text and not self.columns[index].is_extra
+            if text and self.columns[index].name not in ORIGIN
         )
 
     def without_empty_columns(self) -> Table:

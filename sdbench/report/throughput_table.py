@@ -34,6 +34,7 @@ from sdbench.report.runs import (
 )
 from sdbench.report.tables import (
     EMPTY,
+    ORIGIN,
     Cell,
     Table,
     make_table,
@@ -43,8 +44,6 @@ from sdbench.report.tables import (
 from sdbench.report.terminal import format_number
 from sdbench.statistics.intervals import between_runs_interval
 
-# Columns that a page has and markdown has not.
-EXTRA = ("run ids", "command")
 # Settings of a row, which its name tells where they differ.
 SETTINGS = (
     *("model", "px", "preset", "engine", "precision", "EMA", "global batch", "micro-batch"),
@@ -69,12 +68,19 @@ def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
     works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
     rows = {}
     for work, items in works.items():
-        _, names = tell_apart([runs[0] for runs, _ in items])
+        names = _name_apart([runs[0] for runs, _ in items])
         rows[work] = [
             _measured_row(runs, name=name, scaling=scaling)
             for (runs, scaling), name in zip(items, names, strict=True)
         ]
-    return _make_work_tables(rows, extra=(*SETTINGS, *EXTRA))
+    return _make_work_tables(rows, extra=(*SETTINGS, *ORIGIN))
+
+
+def _name_apart(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each configuration of a table; the only one is named in full."""
+    if len(records) == 1:
+        return [f"{describe_model(records[0])}, {describe_configuration(records[0])}"]
+    return tell_apart(records, without=["device"])[1]
 
 
 def _work_of(record: dict[str, Any]) -> tuple[int, str]:
@@ -127,7 +133,7 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     ]
     caption = "The best published configuration of each machine, model and kind of work"
     return make_table(
-        rows, name="headlines", caption=caption, left=["notes"], extra=EXTRA
+        rows, name="headlines", caption=caption, left=["notes"], extra=ORIGIN
     ).without_empty_columns()
 
 
