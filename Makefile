@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CHROMIUM ?= chromium
 ARGS ?=
 RUN ?=
 OUT ?= runs/benchmark_gpu
@@ -30,7 +31,7 @@ define install_wheels
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster test-kubernetes lint publish results settings clean
+.PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster test-kubernetes lint publish results page-picture settings clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -84,6 +85,10 @@ publish: $(STAMP) ## Copy a run into results/: make publish RUN=runs/...
 
 results: $(STAMP) ## Make the tables, plots and page in results/ again from its records
 	$(VENV)/bin/python -m sdbench report
+
+page-picture: ## Make the picture of results/index.html that README.md shows; CHROMIUM=chromium
+	$(CHROMIUM) --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
+	  --window-size=1280,900 --screenshot=results/plots/page.png results/index.html
 
 settings: $(STAMP) ## Make SETTINGS.md again from the declarations of the settings
 	$(VENV)/bin/python -m sdbench.settings.page > SETTINGS.md.new

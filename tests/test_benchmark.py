@@ -310,13 +310,14 @@ def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypa
 
 def test_the_run_folder_is_ready_to_publish(tmp_path):
     from sdbench.cli import main
+    from sdbench.report.report import PLACES, README
 
     record, _ = run(tmp_path, *TINY, *SHORT)
     results = tmp_path / "results"
     results.mkdir()
     markers = [
         f"<!-- {edge} generated: {table} -->"
-        for table in ("throughput", "data", "training-times")
+        for table in PLACES[README]
         for edge in ("begin", "end")
     ]
     (results / "README.md").write_text("\n".join(["# Results", *markers, "end\n"]))
@@ -327,7 +328,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     texts = [(published / name).read_text() for name in ("record.json", "stdout.log")]
     assert all(str(tmp_path) not in text and "<results_dir>" in text for text in texts)
     table = (results / "README.md").read_text()
-    assert "| tiny | 64 | fast |" in table and table.endswith("end\n")
+    assert "| tiny, 64 px, online |" in table and table.endswith("end\n")
     with (results / "throughput.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["source"] == record["run_id"]

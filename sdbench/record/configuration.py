@@ -95,14 +95,19 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
 
 
 def describe_other_settings(record: dict[str, Any]) -> str | None:
-    """The user's settings that have no column in a row, e.g. ``attention eager, lr 0.0002``."""
+    """The settings of `other_settings`, e.g. ``attention eager, lr 0.0002``; None if none."""
+    chosen = [f"{name} {value}" for name, value in other_settings(record).items()]
+    return ", ".join(chosen) or None
+
+
+def other_settings(record: dict[str, Any]) -> dict[str, Any]:
+    """The user's settings that have no column in a row, by name."""
     config = record["config"]
-    chosen = [
-        f"{name} {config[name]}"
+    return {
+        name: config[name]
         for name, origin in record["origin"].items()
         if origin in ("flag", "file") and name in config and name not in HOW_MEASURED | IN_COLUMNS
-    ]
-    return ", ".join(chosen) or None
+    }
 
 
 def _as_setting(value: Any) -> str | int | float:

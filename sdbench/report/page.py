@@ -1,19 +1,19 @@
-"""Makes HTML pages of tables and plots.
+"""Makes HTML pages of tables and charts.
 
-A page needs no network and no other file: plots are data URIs, and the script that sorts and
-filters is in the page. The template escapes every text.
+A page needs no network and no other file: charts are SVG in the page, and so is the script that
+searches, sorts and compares rows and tells what a point of a chart is. The template escapes every
+text.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.report.plots import Plot
-from sdbench.report.tables import Table
+from sdbench.report.tables import Fold, Table
 
 RESULTS_TEMPLATE = "page.html.j2"
 KINDS = ("measured", "quoted", "modelled")
@@ -21,25 +21,35 @@ KINDS = ("measured", "quoted", "modelled")
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading, a sentence on how to read the tables below it, and the tables."""
+    """A part of a page.
+
+    Attributes:
+        heading: Its heading.
+        help_text: A sentence on how to read it.
+        tables: Its tables.
+        folds: Tables below them that a reader opens.
+        plots: Charts below these.
+    """
 
     heading: str
     help_text: str
-    tables: Sequence[Table]
+    tables: Sequence[Table] = ()
+    folds: Sequence[Fold] = ()
+    plots: Sequence[Plot] = ()
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.tables or self.folds or self.plots)
 
 
 def format_page(
-    sections: Sequence[Section],
-    plots: Sequence[Plot],
-    *,
-    template: str = RESULTS_TEMPLATE,
-    **values: Any,
+    sections: Sequence[Section], *, template: str = RESULTS_TEMPLATE, **values: Any
 ) -> str:
     """Make a page.
 
     Args:
-        sections: Shown above the plots.
-        plots: The charts.
+        sections: Its parts, in order.
         template: File beside this one; all but that of the results extend it.
         **values: For the blocks of the template.
 
@@ -55,8 +65,11 @@ def format_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pictures = [
-        (plot.name, plot.title, base64.b64encode(plot.svg.encode()).decode()) for plot in plots
-    ]
+    notes = {
+        gid: texts
+        for section in sections
+        for plot in section.plots
+        for gid, texts in plot.notes.items()
+    }
     page = environment.get_template(template)
-    return page.render(sections=sections, pictures=pictures, kinds=KINDS, **values) + "\n"
+    return page.render(sections=sections, notes=notes, kinds=KINDS, **values) + "\n"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ PART_COLOURS = (
 )
 MARKERS = {"measured": "D", "quoted": "o", "modelled": "^"}
 WIDTH_INCHES = 7.5
+# Several charts on one page would have these ids twice, such as patch_1 and matplotlib.axis_2.
+NUMBERED_ID = re.compile(r' id="(?:matplotlib\.)?[A-Za-z0-9]+_[0-9]+"')
+METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 DOTS_PER_INCH = 110
 STYLE = {
     "font.size": 9.5,
@@ -73,12 +77,22 @@ class Plot:
         title: What the chart shows, in a line; also the alternative text of the picture.
         svg: The chart as SVG.
         png: The chart as PNG.
+        notes: What a reader of the page sees at the points of a line or at a bar, by the id of the
+            line or the bar in the SVG: a text of several lines for each point.
     """
 
     name: str
     title: str
     svg: str
     png: bytes
+    notes: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def svg_element(self) -> str:
+        """The chart as an element of an HTML page, without the ids that matplotlib numbers."""
+        element = self.svg[self.svg.index("<svg") :]
+        element = METADATA.sub("", element)
+        return NUMBERED_ID.sub("", element)
 
 
 @contextlib.contextmanager
@@ -137,8 +151,17 @@ def shorten(text: Any, *, length: int = 60) -> str:
     return for_plot(label if len(label) <= length else f"{label[: length - 3]}...")
 
 
-def render(figure: Figure, *, name: str, title: str) -> Plot:
-    """Render a figure as SVG and PNG, without the date and the version of matplotlib."""
+def render(
+    figure: Figure, *, name: str, title: str, notes: Mapping[str, Sequence[str]] | None = None
+) -> Plot:
+    """Render a figure as SVG and PNG, without the date and the version of matplotlib.
+
+    Args:
+        figure: The chart.
+        name: See `Plot`.
+        title: See `Plot`.
+        notes: See `Plot`; the ids are the gids of lines and bars, and begin with the name.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -146,10 +169,10 @@ def render(figure: Figure, *, name: str, title: str) -> Plot:
     metadata = {"Title": title, "Date": None, "Creator": None, "Type": None, "Format": None}
     FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
     FigureCanvasSVG(figure).print_svg(svg, metadata=metadata)  # last: it sets the figure to 72 dpi
-    return Plot(name, title, svg.getvalue(), png.getvalue())
+    return Plot(name, title, svg.getvalue(), png.getvalue(), notes or {})
 
 
-def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
+def save(plots: Iterable[Plot], folder: Path, *, names: Sequence[str]) -> None:
     """Write the plots, and delete older ones that have no data any more.
 
     Args:
@@ -158,12 +181,13 @@ def save(plots: Sequence[Plot], folder: Path, *, names: Sequence[str]) -> None:
         names: Every name that a plot may have.
     """
     folder.mkdir(exist_ok=True)
+    drawn = set()
     for plot in plots:
+        drawn.add(plot.name)
         for ending, content in (("svg", plot.svg.encode()), ("png", plot.png)):
             temporary = folder / f".{plot.name}.{ending}"
             temporary.write_bytes(content)
             temporary.replace(folder / f"{plot.name}.{ending}")
-    drawn = {plot.name for plot in plots}
     for name in names:
         for ending in ("svg", "png"):
             if name not in drawn:

@@ -1,20 +1,20 @@
 """Tables of other people's figures (results/quoted) and of predictions (results/modelled).
 
-Figures in images/s become rows of the tables of throughput. The others, days and costs, are shown
-in tables with the columns of their files.
+The seed's ratio of two GPUs has a table of its own; all other figures are folded by their source.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.report.figures import TIME, read_figures
+from sdbench.report.figures import TIME, device_of, read_figures
 from sdbench.report.runs import use_each
-from sdbench.report.tables import Cell, Table, make_cell, make_table
+from sdbench.report.tables import Cell, Fold, Table, make_cell, make_table
+from sdbench.report.throughput_table import make_figure_tables
 
 # The tables of seed 003, section 1.5: throughputs, and the ratios that it prints.
 SEED_TABLE = "aws_p4de_p5_single_node"
@@ -86,31 +86,69 @@ def make_seed_table(
         rows.append(
             {
                 **dict(zip(("micro-batch", "num_workers", "EMA"), settings, strict=True)),
-                f"8 x {p4de}, images/s": make_cell(rate[p4de], num_digits=6),
-                f"8 x {p5}, images/s": make_cell(rate[p5], num_digits=6),
                 "ratio": Cell(f"{ratio:.2f}x", ratio),
+                **{
+                    f"8 x {gpu.partition('-')[0]}, images/s": make_cell(rate[gpu], num_digits=6)
+                    for gpu in gpus
+                },
                 "ratio printed there": Cell(f"{printed:.2f}x", printed)
                 if isinstance(printed, int | float)
                 else printed,
-                "tested": "n=1, not tested",
+                "tested": "no (n=1)",
                 **{
                     f"measured: 8 x {name}, images/s": by_settings.get(settings)
                     for name, by_settings in ours.items()
                 },
             }
         )
-    caption = "P4de and P5 in seed 003, section 1.5, reproduced"
+    caption = f"8 x {p5} over 8 x {p4de}: seed 003, section 1.5, reproduced"
     return make_table(rows, name="p4de-p5", caption=caption)
 
 
-def make_other_tables(quoted: dict[str, list[dict[str, Any]]]) -> list[Table]:
-    """A table for each file of figures that no other table has, with the columns of the file."""
-    elsewhere = {"images_per_second", TIME}
+def fold_by_source(tables: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[Fold]:
+    """Put the figures of each source behind a line of their own.
+
+    Args:
+        tables: The name and the rows of each file, with their kind. Times of whole runs and the
+            ratios that the seed prints have tables of their own and are left out.
+
+    Returns:
+        For each source, in order: a table for each kind of work, and one with the columns of its
+        file for days, costs and what else has no images/s.
+    """
+    by_source: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for file, rows in tables:
+        for row in rows:
+            if file != SEED_RATIOS and TIME not in row:
+                files = by_source.setdefault(row.get("source") or "source not told", {})
+                files.setdefault(file, []).append(row)
     return [
-        _as_it_is(file, rows)
-        for file, rows in quoted.items()
-        if file != SEED_RATIOS and rows and not elsewhere & rows[0].keys()
+        _make_fold(source, files, number=number)
+        for number, (source, files) in enumerate(by_source.items(), 1)
     ]
+
+
+def _make_fold(source: str, files: Mapping[str, Sequence[dict[str, Any]]], *, number: int) -> Fold:
+    rows = [row for of_file in files.values() for row in of_file]
+    rates = [row for row in rows if row.get("images_per_second") is not None]
+    others = {
+        file: rest
+        for file, of_file in files.items()
+        if (rest := [row for row in of_file if "images_per_second" not in row])
+    }
+    devices = dict.fromkeys(device_of(row) or row.get("hardware") for row in rows)
+    count = "1 figure" if len(rows) == 1 else f"{len(rows)} figures"
+    summary = f"{source}: {count}, {', '.join(str(name) for name in devices if name)}"
+    return Fold(
+        summary,
+        [
+            *make_figure_tables(rates, name=f"source-{number}"),
+            *(
+                _as_it_is(file, rest, name=f"source-{number}-{file}")
+                for file, rest in others.items()
+            ),
+        ],
+    )
 
 
 def _settings(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -133,6 +171,6 @@ def _measured_under_seed_conditions(
     }
 
 
-def _as_it_is(file: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _as_it_is(file: str, rows: Sequence[dict[str, Any]], *, name: str) -> Table:
     cells = [{name: make_cell(value, num_digits=6) for name, value in row.items()} for row in rows]
-    return make_table(cells, name=file, caption=f"{file}.csv, quoted")
+    return make_table(cells, name=name, caption=f"{file}.csv, {rows[0]['kind']}")

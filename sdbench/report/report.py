@@ -7,7 +7,8 @@ depend on the order of files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,85 @@ from sdbench.report.limits import load_profile, make_limit_tables
 from sdbench.report.markers import fill_blocks
 from sdbench.report.page import Section, format_page
 from sdbench.report.plots import Plot, plain_style, save
-from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
+from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
 from sdbench.report.runs import read_record, use_each
-from sdbench.report.tables import Table, to_captioned_markdown, to_markdown
-from sdbench.report.throughput_table import make_tables
+from sdbench.report.tables import (
+    Table,
+    to_captioned_markdown,
+    to_folded_markdown,
+)
+from sdbench.report.throughput_table import make_headline_table, make_tables
 from sdbench.settings.kinds import PATH
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
 
 RUNS, NUMERICS = "runs", "numerics"
-LADDER_PAGE, LIMITS_PAGE = "ladder.md", "limits.md"
+README, LADDER_PAGE, LIMITS_PAGE = "README.md", "ladder.md", "limits.md"
 NOT_MEASURED = "not-measured"
 NO_RUNS = "No runs yet."
+COMPARISON, HEADLINES, OTHERS = "comparison", "headlines", "others"
+MEASURED, TIMES, DATA = "measured", "training-times", "data"
+SPEED_UPS, LIMITS = "speed-ups", "limits"
+# In the order of the page: the heading of each part, how to read it, and its charts.
+SECTIONS: dict[str, tuple[str, str, Sequence[str]]] = {
+    COMPARISON: (
+        "A100 against H100",
+        "Eight GPUs of one machine, Stable Diffusion 2 at 512 px, global batch 2048, images/s over "
+        "all eight: the figures of seed 003, each of one run, and their ratio.",
+        (throughput_plots.MICRO_BATCH,),
+    ),
+    HEADLINES: (
+        "Best of each machine",
+        "What was measured here. Of the published configurations of a machine, a model and a "
+        "kind of work, the one whose 95 % interval begins highest.",
+        (),
+    ),
+    OTHERS: (
+        "Figures of others",
+        "As their authors gave them; open a source to see them.",
+        (throughput_plots.SPEED_UP, throughput_plots.SCALING),
+    ),
+    MEASURED: (
+        "All measured",
+        "Images/s over all devices. Three or more runs of one configuration show their median "
+        "and a 95 % interval between runs, fewer the interval within each run. Figures with "
+        "the encoders in the step are never in one table with those on latents. Tick two rows to "
+        "set them beside each other.",
+        (throughput_plots.OTHER_MICRO_BATCHES, *run_plots.NAMES),
+    ),
+    TIMES: (
+        "Training times",
+        "A whole run of train.py against the number of workers, from its start to its end.",
+        training_times.NAMES,
+    ),
+    DATA: (
+        "Data",
+        "How fast a data source alone was read, without a model, and how fast data sets were "
+        "encoded beforehand.",
+        (),
+    ),
+    SPEED_UPS: (
+        "Speed-ups",
+        "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
+        "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
+        (),
+    ),
+    LIMITS: (
+        "Limits",
+        "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
+        "AdamW at the ceilings of the machine.",
+        (),
+    ),
+}
+# The places of the texts that are written by hand; a text but README.md need not exist.
+PLACES = {
+    README: (COMPARISON, HEADLINES, OTHERS, DATA, TIMES),
+    LADDER_PAGE: (
+        *("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", NOT_MEASURED),
+        MEASURED,
+    ),
+    LIMITS_PAGE: (LIMITS,),
+}
 PLOT_NAMES = (*throughput_plots.NAMES, *run_plots.NAMES, *training_times.NAMES)
 EPILOG = """\
 examples:
@@ -116,40 +184,48 @@ def rebuild(results: Path) -> tuple[str, list[Path]]:
     plots, bad_steps = _draw_plots(ended_well, figures, results / RUNS)
     left_out += [*bad_quoted, *bad_modelled, *bad_losses, *bad_profiles, *bad_steps]
     times = training_times.collect(whole_runs, [row for rows in quoted.values() for row in rows])
-    time_table = training_times.make_time_table(times)
     with plain_style():
-        time_plots = [plot for plot in [training_times.draw(times)] if plot is not None]
-    seed_table = make_seed_table(quoted, map(make_row, ended_well))
-    tables = make_tables(ended_well, figures) + ([] if seed_table is None else [seed_table])
-    data_table = feed_table.make_data_table(loaded)
+        plots += [plot for plot in [training_times.draw(times)] if plot is not None]
     ladder = _make_ladder(ended_well, losses)
-    limits = make_limit_tables(profiles)
-    others = make_other_tables(quoted)
-    sections = _make_sections(tables, data_table, time_table, ladder, limits, others)
+    tables = {
+        COMPARISON: [make_seed_table(quoted, map(make_row, ended_well))],
+        HEADLINES: [make_headline_table(ended_well)],
+        MEASURED: make_tables(ended_well),
+        TIMES: [training_times.make_time_table(times)],
+        DATA: [feed_table.make_data_table(loaded)],
+        SPEED_UPS: [
+            table for name, group in ladder.items() if name != NOT_MEASURED for table in group
+        ],
+        LIMITS: make_limit_tables(profiles),
+    }
+    folds = {OTHERS: fold_by_source([*quoted.items(), *modelled.items()])}
+    sections = {
+        name: Section(
+            heading,
+            help_text,
+            [table for table in tables.get(name, ()) if table is not None and table.rows],
+            folds.get(name, ()),
+            [plot for plot in plots if plot.name in names_of_plots],
+        )
+        for name, (heading, help_text, names_of_plots) in SECTIONS.items()
+    }
     rows = [*map(make_row, trained), *figures]
     columns = tuple(dict.fromkeys((*COLUMNS, *(name for row in figures for name in row))))
 
     # Everything is made before anything is written.
-    readme, ladder_page = results / "README.md", results / LADDER_PAGE
-    generated = {
-        "throughput": _format_throughput(tables, plots),
-        "data": to_markdown(data_table) if data_table.rows else NO_RUNS,
-        "training-times": _format_times(time_table, time_plots),
-    }
-    plots += time_plots
+    shown = [section for section in sections.values() if section.has_content]
     texts = {
-        readme: fill_blocks(_read_text(readme), generated, path=readme),
         results / "throughput.csv": format_csv(rows, columns=columns),
         results / "data.csv": feed_table.format_csv(loaded),
-        results / "index.html": format_page(sections, plots),
+        results / "index.html": format_page(shown),
     }
-    for path, groups in ((ladder_page, ladder), (results / LIMITS_PAGE, {"limits": limits})):
-        if path.exists():
-            generated = {
-                name: to_captioned_markdown(group) if group else NO_RUNS
-                for name, group in groups.items()
-            }
-            texts[path] = fill_blocks(_read_text(path), generated, path=path)
+    generated = {name: _format_section(section) for name, section in sections.items()}
+    generated |= {name: to_captioned_markdown(group) or NO_RUNS for name, group in ladder.items()}
+    for name, places in PLACES.items():
+        path = results / name
+        if name == README or path.exists():
+            contents = {place: generated[place] for place in places}
+            texts[path] = fill_blocks(_read_text(path), contents, path=path)
     for path in sorted((results / "pages").glob("*.md")):
         texts[path] = result_page.fill(_read_text(path), ended_well, path=path)
 
@@ -172,11 +248,14 @@ def _draw_plots(
     ended_well: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], runs: Path
 ) -> tuple[list[Plot], list[Path]]:
     """Every plot that has data, and the tables of steps that cannot be read."""
-    rows = [*map(make_row, ended_well), *figures]
+    measured = [
+        {**make_row(record), "command": shlex.join(record["command"])} for record in ended_well
+    ]
+    rows = [*measured, *figures]
     with plain_style():
         step_times, left_out = run_plots.draw_step_times(ended_well, runs)
         drawn = (
-            throughput_plots.draw_micro_batch(rows),
+            *throughput_plots.draw_micro_batch(rows),
             *throughput_plots.draw_scaling(rows),
             run_plots.draw_breakdown(ended_well),
             step_times,
@@ -238,66 +317,14 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _format_throughput(tables: Sequence[Table], plots: Sequence[Plot]) -> str:
-    if not tables:
-        return "No figures yet."
-    pictures = [f"**{plot.title}**\n\n{_as_picture(plot)}" for plot in plots]
-    return "\n\n".join([to_captioned_markdown(tables), *pictures])
-
-
-def _format_times(table: Table | None, plots: Sequence[Plot]) -> str:
-    if table is None:
-        return NO_RUNS
-    return "\n\n".join([to_markdown(table), *map(_as_picture, plots)])
-
-
-def _as_picture(plot: Plot) -> str:
-    return f"![{plot.title}](plots/{plot.name}.png)"
-
-
-def _make_sections(
-    tables: Sequence[Table],
-    data_table: Table,
-    time_table: Table | None,
-    ladder: Mapping[str, Sequence[Table]],
-    limits: Sequence[Table],
-    other_tables: Sequence[Table],
-) -> list[Section]:
-    sections = [
-        Section(
-            "Throughput",
-            "Images/s over all devices. Three or more runs of one configuration show their median "
-            "and a 95 % interval between runs, fewer the interval within each run. Figures with "
-            "the encoders in the step are never in one table with those on latents.",
-            tables,
-        ),
-        Section(
-            "Speed-ups",
-            "What each speed-up gains, alone and on top of those above it; what Composer, the EMA, "
-            "micro-batches and ranks cost or gain; whether the losses stay those of fp32.",
-            [table for name, group in ladder.items() if name != NOT_MEASURED for table in group],
-        ),
-        Section(
-            "Limits",
-            "Profiled steps beside the floor that they need: the model's FLOPs and one pass of "
-            "AdamW at the ceilings of the machine.",
-            limits,
-        ),
-        Section(
-            "Data",
-            "How fast a data source alone was read, without a model, and how fast data sets were "
-            "encoded beforehand.",
-            [data_table] if data_table.rows else [],
-        ),
-        Section(
-            "Time of training runs",
-            "A whole run of train.py against the number of workers, from its start to its end.",
-            [] if time_table is None else [time_table],
-        ),
-        Section(
-            "Other figures of other people",
-            "Days, costs and rates per GPU as their authors gave them.",
-            other_tables,
-        ),
+def _format_section(section: Section) -> str:
+    """The tables, folds and charts of a section in markdown."""
+    pictures = [
+        f"**{plot.title}**\n\n![{plot.title}](plots/{plot.name}.png)" for plot in section.plots
     ]
-    return [section for section in sections if section.tables]
+    parts = [
+        to_captioned_markdown(section.tables),
+        to_folded_markdown(section.folds),
+        *pictures,
+    ]
+    return "\n\n".join(filter(None, parts)) or NO_RUNS

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_plot
 from sdbench.base.outside import is_bounded, open_table
-from sdbench.record.configuration import place_of_encoders
+from sdbench.record.configuration import group, place_of_encoders
 from sdbench.record.devices import count_devices
 from sdbench.record.store import STEPS_NAME
 from sdbench.report.plots import PART_COLOURS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.runs import group_runs, use_each
+from sdbench.report.runs import describe_devices, group_runs, tell_apart, use_each
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +47,7 @@ MAX_STEPS_DRAWN = 300
 
 
 def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
-    """Draw the share of each phase in a step.
+    """Draw the share of each phase in a step, with axes for each device and kind of work.
 
     Args:
         records: Records of training runs with the status ok.
@@ -57,18 +60,26 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
         return None
     shown = profiled[:MAX_BARS]
     sources = _describe_sources(shown, num_found=len(profiled))
-    heights = [0.62 * len(shown) + 0.1]
-    figure, (ax,) = make_figure(heights, sources=sources, left=0.25, below=1.25)
-    for position, record in enumerate(shown):
-        _draw_bar(ax, record, y=-position)
-    ax.set_ylim(-len(shown) + 0.45, 0.75)
-    ax.set_xlim(0, 100)
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    ax.grid(False)
-    ax.set_xlabel("share of a step, %")
-    handles, labels = ax.get_legend_handles_labels()
-    parts = dict(zip(labels, handles, strict=True))
+    groups = list(group(shown, key_of=_work_of).values())
+    heights = [0.62 * len(bars) for bars in groups]
+    figure, axes = make_figure(heights, sources=sources, left=0.25, gap=0.65, below=1.25)
+    notes: dict[str, list[str]] = {}
+    for ax, bars in zip(axes, groups, strict=True):
+        common, labels = tell_apart(bars)
+        _set_title(ax, common, weight="bold")
+        for position, (record, label) in enumerate(zip(bars, labels, strict=True)):
+            _draw_bar(ax, record, y=-position, label=label, notes=notes)
+        ax.set_ylim(-len(bars) + 0.6, 0.75)
+        ax.set_xlim(0, 100)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.spines[["left", "bottom"]].set_visible(False)
+        ax.grid(False)
+    axes[-1].set_xticks(range(0, 101, 20))
+    axes[-1].spines["bottom"].set_visible(True)
+    axes[-1].set_xlabel("share of a step, %")
+    handles, names = axes[0].get_legend_handles_labels()
+    parts = dict(zip(names, handles, strict=True))
     figure.legend(
         parts.values(),
         parts.keys(),
@@ -78,7 +89,19 @@ def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
         columnspacing=1.2,
         handlelength=1.2,
     )
-    return render(figure, name=BREAKDOWN, title="Where the time of a step goes")
+    title = "Where the time of a step goes"
+    return render(figure, name=BREAKDOWN, title=title, notes=notes)
+
+
+def _set_title(ax: Axes, text: str, *, weight: str = "normal") -> None:
+    """Give axes a title of at most two lines."""
+    lines = textwrap.wrap(for_plot(text), 95, max_lines=2, placeholder=" ...")
+    ax.set_title("\n".join(lines), fontsize=9, weight=weight)
+
+
+def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    config = record["config"]
+    return describe_devices(record), config["image_size"], place_of_encoders(config)
 
 
 def draw_step_times(
@@ -102,9 +125,10 @@ def draw_step_times(
     if not shown:
         return None, left_out
     sources = _describe_sources([record for record, _ in shown], num_found=len(traced))
-    figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.75)
-    for ax, (record, steps) in zip(axes, shown, strict=True):
-        _draw_trace(ax, record, steps)
+    figure, axes = make_figure([1.5] * len(shown), sources=sources, gap=0.9)
+    _, labels = tell_apart([record for record, _ in shown])
+    for ax, (record, steps), label in zip(axes, shown, labels, strict=True):
+        _draw_trace(ax, record, steps, label=label)
     axes[-1].set_xlabel("step")
     plot = render(figure, name=STEP_TIMES, title="Step times, with warm-up shaded")
     return plot, left_out
@@ -141,12 +165,28 @@ def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int) -> str
     return f"The newest {len(shown)} of {num_found} configurations; {text}"
 
 
-def _draw_bar(ax: Axes, record: dict[str, Any], *, y: float) -> None:
+def _draw_bar(
+    ax: Axes, record: dict[str, Any], *, y: float, label: str, notes: dict[str, list[str]]
+) -> None:
+    """Draw the phases of a step, and write what a reader sees at each into `notes`."""
     breakdown = record["summary"]["breakdown"]
+    origin = f"run: {record['run_id']}\n{shlex.join(record['command'])}"
     left = 0.0
     for (name, meaning), colour in zip(PARTS.items(), PART_COLOURS, strict=True):
-        percent = 100 * breakdown["seconds"].get(name, 0) / breakdown["step_time_s"]
-        ax.barh(y, percent, left=left, height=0.5, color=colour, edgecolor="white", label=meaning)
+        seconds = breakdown["seconds"].get(name, 0.0)
+        percent = 100 * seconds / breakdown["step_time_s"]
+        gid = f"{BREAKDOWN}-{len(notes) + 1}"
+        notes[gid] = [f"{label}\n{meaning}: {percent:.1f} %, {seconds:.3g} s\n{origin}"]
+        ax.barh(
+            y,
+            percent,
+            left=left,
+            height=0.5,
+            color=colour,
+            edgecolor="white",
+            label=meaning,
+            gid=gid,
+        )
         if percent >= MIN_LABELLED_PERCENT:
             ax.text(
                 left + percent / 2,
@@ -158,7 +198,7 @@ def _draw_bar(ax: Axes, record: dict[str, Any], *, y: float) -> None:
                 color="white" if _is_dark(colour) else "black",
             )
         left += percent
-    heading = f"{describe_run(record)}: {breakdown['step_time_s']:.3g} s"
+    heading = f"{label}: {breakdown['step_time_s']:.3g} s"
     ax.text(0, y + 0.3, shorten(heading, length=105), fontsize=8.5, va="bottom")
 
 
@@ -191,7 +231,9 @@ def _read_steps(path: Path) -> list[tuple[int, str, float]]:
     return steps
 
 
-def _draw_trace(ax: Axes, record: dict[str, Any], steps: Sequence[tuple[int, str, float]]) -> None:
+def _draw_trace(
+    ax: Axes, record: dict[str, Any], steps: Sequence[tuple[int, str, float]], *, label: str
+) -> None:
     num_together = -(-len(steps) // MAX_STEPS_DRAWN)
     groups = [steps[start : start + num_together] for start in range(0, len(steps), num_together)]
     positions = [group[0][0] for group in groups]
@@ -220,5 +262,5 @@ def _draw_trace(ax: Axes, record: dict[str, Any], steps: Sequence[tuple[int, str
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_ylabel("step time, s")
     notes = ", ".join(record["summary"].get("flags", ()))
-    title = describe_run(record) + (f" ({notes})" if notes else "")
-    ax.set_title(shorten(title, length=95), fontsize=9.5)
+    title = label + (f" ({notes})" if notes else "")
+    _set_title(ax, title)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sdbench.base.errors import ConfigError
-from sdbench.record.configuration import as_key, group, settings_of
+from sdbench.record.configuration import (
+    as_key,
+    describe_model,
+    group,
+    other_settings,
+    place_of_encoders,
+    settings_of,
+)
 from sdbench.record.devices import count_devices
 from sdbench.record.store import load_record
 from sdbench.report.tables import Cell, median_cell, optional_cell
@@ -23,6 +31,8 @@ LATENTS_IN_WORDS = {
     "subject": "one subject is learned from latents that stay on the device (dreambooth)",
     "moments": "VAE moments made beforehand, text encoder in the step (moments)",
 }
+# Runs that a cell or a point of a chart names.
+MAX_NAMED_RUNS = 5
 
 
 def read_record(path: Path, *, flag: str) -> dict[str, Any]:
@@ -91,6 +101,92 @@ def describe_devices(record: dict[str, Any]) -> str:
 def _describe_cores(record: dict[str, Any]) -> str:
     machine = record["machine"]
     return f", {machine['num_cpu_cores']} cores" if machine["device_type"] == "cpu" else ""
+
+
+def tell_apart(
+    records: Sequence[dict[str, Any]], *, without: Collection[str] = ()
+) -> tuple[str, list[str]]:
+    """Say what several configurations have in common, and what is different in each.
+
+    Where two do not differ in a setting of the user's, the commits of their code or, if these are
+    one, the times at which they began are told.
+
+    Args:
+        records: One of each configuration.
+        without: Names of facts that are told elsewhere, such as ``device``.
+
+    Returns:
+        What all share, and a label for each. Of a single one, its preset and the user's settings
+        are the label.
+    """
+    facts = [
+        {name: text for name, text in _facts_of(record).items() if name not in without}
+        for record in records
+    ]
+    names = dict.fromkeys(name for each in facts for name in each)
+    if len(facts) == 1:
+        shared = set(names) - {"preset", *other_settings(records[0])}
+    else:
+        shared = {name for name in names if len({each.get(name) for each in facts}) == 1}
+    labels = [
+        ", ".join(text for name, text in each.items() if name not in shared) for each in facts
+    ]
+    for more in (_code_of, _start_of):
+        numbers = collections.Counter(labels)
+        labels = [
+            label if numbers[label] == 1 else ", ".join(filter(None, (label, more(record))))
+            for label, record in zip(labels, records, strict=True)
+        ]
+    common = ", ".join(text for name, text in facts[0].items() if name in shared)
+    return common, [label or "no other setting" for label in labels]
+
+
+def describe_configuration(record: dict[str, Any]) -> str:
+    """The settings of a run in words, without its device, its model and its kind of work."""
+    told_elsewhere = {"device", "model", "image_size", "latents"}
+    if record["config"]["data_format"] == "synthetic":
+        told_elsewhere |= {"num_workers", "data_format"}
+    facts = _facts_of(record).items()
+    return ", ".join(text for name, text in facts if name not in told_elsewhere)
+
+
+def _facts_of(record: dict[str, Any]) -> dict[str, str]:
+    """The settings of a run in words, by name."""
+    config = record["config"]
+    return {
+        "device": describe_devices(record),
+        "model": describe_model(record),
+        "image_size": f"{config['image_size']} px",
+        "latents": place_of_encoders(config),
+        "preset": str(config["preset"]),
+        "engine": f"engine {config['engine']}",
+        "precision": str(config["precision"]),
+        "use_ema": "EMA" if config["use_ema"] else "no EMA",
+        "batch_size": f"global batch {config['batch_size']}",
+        "micro_batch": f"micro-batch {config['device_train_microbatch_size']}",
+        "num_workers": f"num_workers {config['num_workers']}",
+        "data_format": f"data_format {config['data_format']}",
+        **{
+            name: f"{name} {value}"
+            for name, value in other_settings(record).items()
+            if name != "lora_rank"  # the model tells it
+        },
+    }
+
+
+def _code_of(record: dict[str, Any]) -> str:
+    return f"code {(record['git']['commit'] or 'unknown')[:7]}"
+
+
+def _start_of(record: dict[str, Any]) -> str:
+    return record["started_utc"][:19].replace("T", " ")
+
+
+def name_runs(runs: Sequence[str]) -> str:
+    """The names of runs, of many the first few."""
+    left_out = len(runs) - MAX_NAMED_RUNS
+    shown = ", ".join(runs[:MAX_NAMED_RUNS])
+    return f"{shown} and {left_out} more" if left_out > 0 else shown
 
 
 def rates_cell(runs: Sequence[dict[str, Any]]) -> Cell:

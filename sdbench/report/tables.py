@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from sdbench.report.terminal import NOT_KNOWN, format_number
 
 # Rows that a page shows of a table.
 MAX_ROWS = 1000
+# Extra columns that tell where a row comes from, which no caption repeats.
+ORIGIN = ("run ids", "command")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +31,17 @@ EMPTY = Cell("", None)
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The heading of a column, and whether its cells are right-aligned."""
+    """A column of a table.
+
+    Attributes:
+        name: Its heading.
+        is_number: Whether its cells are right-aligned.
+        is_extra: Whether it is shown on an HTML page alone, and there only when it is chosen.
+    """
 
     name: str
     is_number: bool = False
+    is_extra: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +76,75 @@ class Table:
         """Number of rows beyond `MAX_ROWS`."""
         return len(self.rows) - len(self.shown_rows)
 
+    @property
+    def constants(self) -> dict[int, str]:
+        """Text of each column that says the same in all of several rows, by its index.
+
+        Figures with decimals are none of them, nor is the column that says whether a row was
+        measured: rows are filtered by it.
+        """
+        if len(self.rows) < 2:
+            return {}
+        return {
+            index: self.rows[0][index].text
+            for index in range(len(self.columns))
+            if index != self.kind_column
+            and not isinstance(self.rows[0][index].value, float)
+            and len({row[index].text for row in self.rows}) == 1
+        }
+
+    @property
+    def folded_columns(self) -> set[int]:
+        """Indices of the columns that a page hides until they are chosen."""
+        extra = {index for index, column in enumerate(self.columns) if column.is_extra}
+        return extra | self.constants.keys()
+
+    @property
+    def common(self) -> str:
+        """What is the same in all rows, e.g. ``px 256, EMA no``; empty if nothing is."""
+        return ", ".join(
+            f"{self.columns[index].name} {text}"
+            for index, text in self.constants.items()
+            if text and self.columns[index].name not in ORIGIN
+        )
+
     def without_empty_columns(self) -> Table:
         """The table without the columns whose value is None in every row."""
-        kept = [
+        return self._with_columns(
             index
             for index in range(len(self.columns))
             if any(row[index].value is not None for row in self.rows)
-        ]
+        )
+
+    def without_folded_columns(self) -> Table:
+        """The table without the columns that a page hides; the caption says what is common."""
+        folded, common = self.folded_columns, self.common
+        table = self._with_columns(
+            index for index in range(len(self.columns)) if index not in folded
+        )
+        caption = f"{self.caption}. In all rows: {common}" if common else self.caption
+        return dataclasses.replace(table, caption=caption)
+
+    def _with_columns(self, indices: Iterable[int]) -> Table:
+        kept = list(indices)
         return dataclasses.replace(
             self,
             columns=[self.columns[index] for index in kept],
             rows=[[row[index] for index in kept] for row in self.rows],
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Tables that are seen when a reader opens their line.
+
+    Attributes:
+        summary: The line, plain text.
+        tables: What is behind it.
+    """
+
+    summary: str
+    tables: Sequence[Table]
 
 
 def make_table(
@@ -86,6 +153,7 @@ def make_table(
     name: str = "",
     caption: str = "",
     left: Collection[str] = (),
+    extra: Collection[str] = (),
 ) -> Table:
     """Make a table from rows by heading. Columns are in the order in which headings first occur.
 
@@ -95,6 +163,7 @@ def make_table(
         caption: See `Table`.
         left: Headings of columns to left-align. Columns with text are left-aligned anyway, all
             others are right-aligned.
+        extra: Headings of columns that are on an HTML page alone.
     """
     rows = [
         {heading: value if isinstance(value, Cell) else make_cell(value) for heading, value in row}
@@ -104,7 +173,11 @@ def make_table(
     missing = make_cell(None)
     cells = [[row.get(heading, missing) for heading in headings] for row in rows]
     columns = [
-        Column(heading, heading not in left and not any(isinstance(one.value, str) for one in each))
+        Column(
+            heading,
+            heading not in left and not any(isinstance(one.value, str) for one in each),
+            heading in extra,
+        )
         for heading, each in zip(headings, zip(*cells, strict=True), strict=True)
     ]
     return Table(name, caption, columns, cells)
@@ -154,9 +227,19 @@ def to_markdown(table: Table) -> str:
 
 
 def to_captioned_markdown(tables: Iterable[Table]) -> str:
-    """Tables in markdown, each below its caption."""
+    """Tables in markdown, each below its caption, which has what is the same in all rows."""
+    shown = [table.without_folded_columns() for table in tables]
     return "\n\n".join(
-        f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}" for table in tables
+        f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}" for table in shown
+    )
+
+
+def to_folded_markdown(folds: Iterable[Fold]) -> str:
+    """Folds in the HTML that markdown may have, with their tables in markdown."""
+    return "\n\n".join(
+        f"<details>\n<summary>{html.escape(for_terminal(fold.summary))}</summary>\n\n"
+        f"{to_captioned_markdown(fold.tables)}\n\n</details>"
+        for fold in folds
     )
 
 

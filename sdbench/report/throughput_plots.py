@@ -1,8 +1,8 @@
 """Charts of throughput against micro-batch and against the number of GPUs.
 
-They are the three charts of seed 003 under its names, from quoted, measured and modelled rows. Axes
-show figures of one resolution and one place of the encoders. A series of a single figure is not
-drawn.
+They are the three charts of seed 003 under its names, from quoted, measured and modelled rows, and
+one of the micro-batches of other work. Axes show figures of one resolution and one place of the
+encoders. A series of a single figure is not drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from sdbench.record.configuration import group
 from sdbench.report.figures import MEASURED, describe_source, device_of
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
-from sdbench.report.runs import describe_work
+from sdbench.report.runs import describe_work, name_runs
+from sdbench.report.terminal import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,10 @@ Style = Callable[["Series"], dict[str, Any]]
 MICRO_BATCH = "sd_p4de_p5"
 SPEED_UP = "p5-model-scaling-stable-diff"
 SCALING = "p5-model-scaling-stable-diff-throughput"
-NAMES = (MICRO_BATCH, SPEED_UP, SCALING)
+OTHER_MICRO_BATCHES = "micro_batches"
+NAMES = (MICRO_BATCH, SPEED_UP, SCALING, OTHER_MICRO_BATCHES)
+# Resolution, place of the encoders and number of GPUs of the seed's chart of micro-batches.
+SEED_PANEL = (512, "online", 8)
 # More panels, or more series in one, cannot be read.
 MAX_PANELS = 4
 MAX_SERIES = 8
@@ -40,11 +44,19 @@ LEGEND_LINE_INCHES = 0.17
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Images/s at one micro-batch or number of GPUs, with the ends of their intervals."""
+    """Images/s at one micro-batch or number of GPUs.
+
+    Attributes:
+        rate: The median of the runs.
+        low: Lowest end of their intervals.
+        high: Highest end of their intervals.
+        note: The figure in words, the runs and the command of the first, or the source.
+    """
 
     rate: float
     low: float
     high: float
+    note: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,34 +88,42 @@ class Panel:
     series: Sequence[Series]
 
 
-def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> Plot | None:
+def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     """Draw throughput against micro-batch per GPU type, with and without EMA.
 
     Args:
-        rows: Rows of results/throughput.csv.
+        rows: Rows of results/throughput.csv; measured ones also have the ``command`` of their run.
 
     Returns:
-        The chart, or None if no series has two micro-batches.
+        The seed's chart, with what else was done under its conditions, and that of other work;
+        neither without a series of two micro-batches.
     """
-    panels = [
-        Panel(
-            f"{describe_work(image_size=image_size, latents=latents)}, {_count_devices(number)}",
-            series,
+    seed_panels, other_panels = [], []
+    for work, series in _collect(
+        rows,
+        x_of=lambda row: row.get("micro_batch"),
+        panel_of=lambda row: (row.get("image_size"), row.get("latents"), _num_devices(row)),
+        settings_of=lambda row: [*_settings(row), _describe_batch(row)],
+    ):
+        image_size, latents, number = work
+        title = f"{describe_work(image_size=image_size, latents=latents)}, {_count_devices(number)}"
+        panels = seed_panels if work == SEED_PANEL else other_panels
+        panels.append(Panel(title, series))
+    seed_title = "Throughput against micro-batch per GPU type, with and without EMA"
+    plots = [
+        _draw(
+            panels,
+            name=name,
+            title=title,
+            draw_panel=_draw_micro_batch_panel,
+            describe_x=lambda micro_batch: f"micro-batch {micro_batch}",
         )
-        for (image_size, latents, number), series in _collect(
-            rows,
-            x_of=lambda row: row.get("micro_batch"),
-            panel_of=lambda row: (row.get("image_size"), row.get("latents"), _num_devices(row)),
-            settings_of=lambda row: [*_settings(row), _describe_batch(row)],
-            first_panel=(512, "online", 8),
+        for panels, name, title in (
+            (seed_panels, MICRO_BATCH, seed_title),
+            (other_panels, OTHER_MICRO_BATCHES, "Throughput against micro-batch, other work"),
         )
     ]
-    return _draw(
-        panels,
-        name=MICRO_BATCH,
-        title="Throughput against micro-batch per GPU type, with and without EMA",
-        draw_panel=_draw_micro_batch_panel,
-    )
+    return [plot for plot in plots if plot is not None]
 
 
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
@@ -128,7 +148,6 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
                 f"micro-batch {row['micro_batch']}" if row.get("micro_batch") else None,
                 scaled_with(row),
             ],
-            first_panel=(512, "online"),
         )
     ]
     speed_up = _draw(
@@ -136,12 +155,14 @@ def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
         name=SPEED_UP,
         title="Speed-up against GPU count, with the ideal line",
         draw_panel=_draw_speed_up_panel,
+        describe_x=_count_devices,
     )
     throughput = _draw(
         panels,
         name=SCALING,
         title="Throughput against GPU count",
         draw_panel=_draw_scaling_panel,
+        describe_x=_count_devices,
     )
     return [plot for plot in (speed_up, throughput) if plot is not None]
 
@@ -152,12 +173,11 @@ def _collect(
     x_of: Callable[[dict[str, Any]], int | None],
     panel_of: Callable[[dict[str, Any]], tuple[Any, ...]],
     settings_of: Callable[[dict[str, Any]], list[str | None]],
-    first_panel: tuple[Any, ...],
 ) -> list[tuple[tuple[Any, ...], list[Series]]]:
     """Sort rows into panels and series.
 
     Series without a line are left out. Panels are in descending order of their number of points,
-    after `first_panel`, that of the seed.
+    after that of the seed's work.
     """
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -175,7 +195,7 @@ def _collect(
         series = [one for one in series if _line_of(one) in lines]
         if series:
             panels.append((panel, series))
-    panels.sort(key=lambda item: (item[0] != first_panel, -_num_points(item[1])))
+    panels.sort(key=lambda item: (item[0][:2] != SEED_PANEL[:2], -_num_points(item[1])))
     return panels
 
 
@@ -200,7 +220,21 @@ def _summarise(rows: Sequence[dict[str, Any]]) -> Point:
     rate = statistics.median(row["images_per_second"] for row in rows)
     lows = [row.get("images_per_second_low") or row["images_per_second"] for row in rows]
     highs = [row.get("images_per_second_high") or row["images_per_second"] for row in rows]
-    return Point(rate, min(lows), max(highs))
+    low, high = min(lows), max(highs)
+    text = f"{format_number(rate, num_digits=6)} images/s"
+    if low < high:
+        text += f" ({format_number(low)} to {format_number(high)})"
+    return Point(rate, low, high, f"{text}\n{_describe_origin(rows)}")
+
+
+def _describe_origin(rows: Sequence[dict[str, Any]]) -> str:
+    """The runs and the command of the first, or where the figure was read."""
+    first = rows[0]
+    if first["kind"] != MEASURED:
+        return _source(first)
+    names = name_runs([row["source"] for row in rows])
+    count = "run" if len(rows) == 1 else f"median of {len(rows)} runs"
+    return f"{count}: {names}\n{first['command']}"
 
 
 def _settings(row: dict[str, Any]) -> list[Any]:
@@ -257,6 +291,7 @@ def _draw(
     name: str,
     title: str,
     draw_panel: Callable[[Axes, Panel, Style], None],
+    describe_x: Callable[[int], str],
 ) -> Plot | None:
     if not panels:
         return None
@@ -267,8 +302,14 @@ def _draw(
     every_series = [series for panel in shown for series in panel.series]
     colours = _number(series.device for series in every_series)
     sources = _number(series.source for series in every_series)
+    notes: dict[str, list[str]] = {}
 
     def style_of(series: Series) -> dict[str, Any]:
+        gid = f"{name}-{len(notes) + 1}"
+        notes[gid] = [
+            f"{_describe_series(series)}\n{describe_x(x)}: {point.note}"
+            for x, point in series.points.items()
+        ]
         colour = SERIES_COLOURS[(colours[series.device] - 1) % len(SERIES_COLOURS)]
         return {
             "color": colour,
@@ -278,17 +319,18 @@ def _draw(
             "linestyle": "--" if series.has_ema is False else "-",
             # A hollow marker goes behind a full one at the same place.
             "zorder": 2 if series.has_ema is False else 3,
-            "label": _label(series, number=sources[series.source]),
+            "label": shorten(_describe_series(series), length=80) + f" [{sources[series.source]}]",
+            "gid": gid,
         }
 
-    notes = [f"[{number}] {source}" for source, number in sources.items()]
+    footnotes = [f"[{number}] {source}" for source, number in sources.items()]
     left_out = sum(len(panel.series) for panel in panels) - len(every_series)
     if left_out:
-        notes.insert(0, f"{left_out} more series are not drawn")
+        footnotes.insert(0, f"{left_out} more series are not drawn")
     legend_inches = LEGEND_LINE_INCHES * (1 + max(len(panel.series) for panel in shown))
     figure, axes = make_figure(
         [PANEL_HEIGHT_INCHES] * len(shown),
-        sources="; ".join(notes),
+        sources="; ".join(footnotes),
         gap=0.9 + legend_inches,
         below=0.55 + legend_inches,
     )
@@ -297,7 +339,7 @@ def _draw(
         draw_panel(ax, panel, style_of)
         # Below the axes, where it covers no line.
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.48 / PANEL_HEIGHT_INCHES))
-    return render(figure, name=name, title=title)
+    return render(figure, name=name, title=title, notes=notes)
 
 
 def _draw_micro_batch_panel(ax: Axes, panel: Panel, style_of: Style) -> None:
@@ -363,10 +405,10 @@ def _draw_lines(ax: Axes, panel: Panel, style_of: Style, *, relative_to: int | N
         )
 
 
-def _label(series: Series, *, number: int) -> str:
+def _describe_series(series: Series) -> str:
     ema = {True: "EMA", False: "no EMA", None: None}[series.has_ema]
     parts = [series.device, ema, series.settings, series.kind]
-    return shorten(", ".join(part for part in parts if part), length=80) + f" [{number}]"
+    return ", ".join(part for part in parts if part)
 
 
 def _number(names: Iterable[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Tables of training throughput, with measured, quoted and modelled rows in this order.
+"""Tables of training throughput: the best of each machine, all measured, and those of others.
 
 Each resolution and place of the encoders has a table of its own: a step with the encoders in it is
 about 1.5 times the work of a step on latents, and an image of 512 px four times that of one of 256.
@@ -6,64 +6,184 @@ about 1.5 times the work of a step on latents, and an image of 512 px four times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sdbench.record.configuration import (
     as_key,
     describe_model,
     describe_other_settings,
+    group,
     place_of_encoders,
     settings_of,
 )
 from sdbench.report.figures import describe_source, device_of
 from sdbench.report.runs import (
+    describe_configuration,
     describe_device,
     describe_work,
     group_runs,
+    name_runs,
     notes_cell,
     peak_memory_cell,
     rates_cell,
     summary_cell,
+    tell_apart,
 )
-from sdbench.report.tables import EMPTY, Cell, Table, make_table, median_cell, optional_cell
+from sdbench.report.tables import (
+    EMPTY,
+    ORIGIN,
+    Cell,
+    Table,
+    make_table,
+    median_cell,
+    optional_cell,
+)
 from sdbench.report.terminal import format_number
+from sdbench.statistics.intervals import between_runs_interval
+
+# Settings of a row, which its name tells where they differ.
+SETTINGS = (
+    *("model", "px", "preset", "engine", "precision", "EMA", "global batch", "micro-batch"),
+    "other settings",
+)
 
 
-def make_tables(
-    records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]] = ()
-) -> list[Table]:
-    """Make the tables of throughput.
+def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
+    """Make the tables of measured throughput.
 
     The runs of one configuration are one row, with a between-runs interval of three or more runs,
     or the within-run interval of each of fewer.
 
     Args:
         records: Records of training runs with the status ok.
-        figures: Rows of quoted and modelled tables, with their kind.
 
     Returns:
-        One table for each resolution and place of the encoders, those with measured rows first.
+        One table for each resolution and place of the encoders.
     """
-    rows: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     groups = group_runs(records)
     scalings = describe_scalings([runs[0] for runs in groups])
-    for runs, scaling in zip(groups, scalings, strict=True):
-        config = runs[0]["config"]
-        row = _measured_row(runs, scaling=scaling)
-        rows.setdefault((config["image_size"], place_of_encoders(config)), []).append(row)
-    for figure in figures:
-        if figure.get("images_per_second") is not None:
-            key = (figure.get("image_size"), figure.get("latents"))
-            rows.setdefault(key, []).append(_figure_row(figure))
+    works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
+    rows = {}
+    for work, items in works.items():
+        names = _name_apart([runs[0] for runs, _ in items])
+        rows[work] = [
+            _measured_row(runs, name=name, scaling=scaling)
+            for (runs, scaling), name in zip(items, names, strict=True)
+        ]
+    return _make_work_tables(rows, extra=(*SETTINGS, *ORIGIN))
+
+
+def _name_apart(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each configuration of a table; the only one is named in full."""
+    if len(records) == 1:
+        return [f"{describe_model(records[0])}, {describe_configuration(records[0])}"]
+    return tell_apart(records, without=["device"])[1]
+
+
+def _work_of(record: dict[str, Any]) -> tuple[int, str]:
+    return record["config"]["image_size"], place_of_encoders(record["config"])
+
+
+def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[Table]:
+    """Make tables of quoted and modelled throughput, one for each kind of work.
+
+    Args:
+        figures: Rows with images/s and their kind.
+        name: Beginning of the tables' names.
+    """
+    groups = group(figures, key_of=lambda row: (row.get("image_size"), row.get("latents")))
+    return _make_work_tables(
+        {work: list(map(_figure_row, rows)) for work, rows in groups.items()}, name=f"{name}-"
+    )
+
+
+def _make_work_tables(
+    rows: Mapping[tuple[Any, Any], Sequence[dict[str, Any]]],
+    *,
+    name: str = "",
+    extra: Sequence[str] = (),
+) -> list[Table]:
     return [
         make_table(
             of_work,
-            name=f"{image_size}px-{latents}",
+            name=f"{name}{image_size}px-{latents}",
             caption=describe_work(image_size=image_size, latents=latents),
+            extra=extra,
         ).without_empty_columns()
         for (image_size, latents), of_work in rows.items()
     ]
+
+
+def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
+    """Make the table of the best configuration of each machine, model and kind of work.
+
+    The best is the one whose 95 % interval begins highest, so that a figure that is hardly known
+    does not stand for a machine. GPUs come first.
+
+    Args:
+        records: Records of training runs with the status ok.
+    """
+    tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
+    rows = [
+        _headline_row(max(configurations, key=_lowest_rate), num_configurations=len(configurations))
+        for _, configurations in sorted(tracks.items(), key=lambda track: not track[0].on_gpu)
+    ]
+    caption = "The best published configuration of each machine, model and kind of work"
+    return make_table(
+        rows, name="headlines", caption=caption, left=["notes"], extra=ORIGIN
+    ).without_empty_columns()
+
+
+class _Track(NamedTuple):
+    """What a machine did: so many GPUs, or the CPUs of so many nodes, with any number of ranks."""
+
+    on_gpu: bool
+    machine: str
+    model: str
+    image_size: int
+    latents: str
+
+
+def _track_of(record: dict[str, Any]) -> _Track:
+    on_gpu = record["machine"]["device_type"] != "cpu"
+    number = record["ranks"]["world_size" if on_gpu else "num_nodes"]
+    return _Track(
+        on_gpu,
+        f"{number} x {describe_device(record)}",
+        describe_model(record),
+        record["config"]["image_size"],
+        place_of_encoders(record["config"]),
+    )
+
+
+def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Where the interval of a configuration begins, 0 without one, and its median rate."""
+    rates = [run["summary"]["images_per_second"] for run in runs]
+    between = between_runs_interval(rates)
+    if between is not None:
+        return between.low, statistics.median(rates)
+    within = [run["summary"]["images_per_second_interval"] for run in runs]
+    lows = [0.0 if interval is None else interval["low"] for interval in within]
+    return min(lows), statistics.median(rates)
+
+
+def _headline_row(runs: Sequence[dict[str, Any]], *, num_configurations: int) -> dict[str, Any]:
+    track, figures = _track_of(runs[0]), _figures_of(runs)
+    return {
+        "machine": track.machine,
+        "work": f"{track.model}, {track.image_size} px, {track.latents}",
+        "images/s (95 % interval)": rates_cell(runs),
+        "runs": len(runs),
+        **{name: cell for name, cell in figures.items() if name.startswith(("MFU", "power"))},
+        "configuration": describe_configuration(runs[0]),
+        "best of": num_configurations,
+        "notes": notes_cell(runs),
+        "source": _source_of(runs),
+        **_extra_cells(runs),
+    }
 
 
 def describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
@@ -101,28 +221,41 @@ def _other_settings(record: dict[str, Any]) -> str | None:
     return ", ".join(filter(None, shown))
 
 
-def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> dict[str, Any]:
+def _measured_row(
+    records: Sequence[dict[str, Any]], *, name: str, scaling: str | None
+) -> dict[str, Any]:
     first, config = records[0], records[0]["config"]
-    settings = {
-        "model": describe_model(first),
-        "px": config["image_size"],
-        "preset": config["preset"],
-        "engine": config["engine"],
-        "precision": config["precision"],
-        "EMA": config["use_ema"],
-        "global batch": config["batch_size"],
-        "micro-batch": config["device_train_microbatch_size"],
-        "scaling": scaling,
-        "other settings": _other_settings(first),
-    }
+    settings = (
+        describe_model(first),
+        config["image_size"],
+        config["preset"],
+        config["engine"],
+        config["precision"],
+        config["use_ema"],
+        config["batch_size"],
+        config["device_train_microbatch_size"],
+        _other_settings(first),
+    )
     return {
         "kind": "measured",
         "device": describe_device(first),
         "devices": first["ranks"]["world_size"],
-        "runs": len(records),
+        "configuration": name,
         "images/s (95 % interval)": rates_cell(records),
         "images/s per device": summary_cell(records, "images_per_second_per_device"),
-        **{name: optional_cell(value) for name, value in settings.items()},
+        "runs": len(records),
+        **dict(zip(SETTINGS, map(optional_cell, settings), strict=True)),
+        "scaling": optional_cell(scaling),
+        **_figures_of(records),
+        "notes": notes_cell(records),
+        "source": _source_of(records),
+        **_extra_cells(records),
+    }
+
+
+def _figures_of(records: Sequence[dict[str, Any]]) -> dict[str, Cell]:
+    """What was measured beside the rate."""
+    return {
         "step p50, s": summary_cell(records, "step_time_p50_s"),
         "peak memory, GiB": peak_memory_cell(records),
         "MFU, %": summary_cell(records, "mfu_percent", num_digits=3),
@@ -130,8 +263,14 @@ def _measured_row(records: Sequence[dict[str, Any]], *, scaling: str | None) -> 
         "power, W": median_cell(
             (record["summary"].get("gpu") or {}).get("power_w") for record in records
         ),
-        "notes": notes_cell(records),
-        "source": _source_of(records),
+    }
+
+
+def _extra_cells(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What a page alone can show: the names of the runs, and the command of the first."""
+    return {
+        "run ids": name_runs([record["run_id"] for record in records]),
+        "command": shlex.join(records[0]["command"]),
     }
 
 
@@ -154,18 +293,18 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
         "kind": figure["kind"],
         "device": device_of(figure),
         "devices": num_devices,
+        "preset": figure.get("preset"),
+        "other settings": optional_cell(other_settings),
         "images/s (95 % interval)": Cell(text, rate),
         "images/s per device": rate / num_devices if num_devices else None,
         "model": figure.get("model"),
         "px": figure.get("image_size"),
-        "preset": figure.get("preset"),
         "engine": figure.get("engine"),
         "precision": figure.get("precision"),
         "EMA": figure.get("ema"),
         "global batch": figure.get("global_batch"),
         "micro-batch": figure.get("micro_batch"),
         "scaling": EMPTY,
-        "other settings": optional_cell(other_settings),
         "step p50, s": figure.get("step_time_p50_s"),
         "peak memory, GiB": figure.get("peak_memory_gib"),
         "MFU, %": figure.get("mfu_percent"),

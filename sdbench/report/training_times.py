@@ -127,18 +127,25 @@ def draw(series: Sequence[Series]) -> Plot | None:
     if len(lines) > len(shown):
         sources = f"{len(lines) - len(shown)} more series are not drawn; {sources}"
     figure, axes = make_figure([2.2] * len(shown), sources=sources)
-    for ax, one in zip(axes, shown, strict=True):
-        _draw_panel(ax, one)
-    return render(figure, name=NAME, title="Time of a training run against the number of workers")
+    notes = {}
+    for number, (ax, one) in enumerate(zip(axes, shown, strict=True), 1):
+        gid = f"{NAME}-{number}"
+        _draw_panel(ax, one, gid=gid)
+        notes[gid] = [
+            f"{workers} workers: {_time_cell(times_s).text} s\n{_source_of(one)}"
+            for workers, times_s in one.times_s.items()
+        ]
+    title = "Time of a training run against the number of workers"
+    return render(figure, name=NAME, title=title, notes=notes)
 
 
-def _draw_panel(ax: Axes, series: Series) -> None:
+def _draw_panel(ax: Axes, series: Series, *, gid: str) -> None:
     numbers = list(series.times_s)
     medians_s = [statistics.median(series.times_s[number]) for number in numbers]
     ideal_s = [medians_s[0] * numbers[0] / number for number in numbers]
     ax.plot(numbers, ideal_s, color="#666666", linestyle=":", label="ideal")
     kind, colour = series.first["kind"], SERIES_COLOURS[0]
-    ax.plot(numbers, medians_s, color=colour, marker=MARKERS[kind], label=kind)
+    ax.plot(numbers, medians_s, color=colour, marker=MARKERS[kind], label=kind, gid=gid)
     for number, times_s in series.times_s.items():
         ax.vlines(number, min(times_s), max(times_s), color=colour, linewidth=1)
     for number, median_s in zip(numbers, medians_s, strict=True):

@@ -111,8 +111,7 @@ def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
         if table.rows
     ]
     page = format_page(
-        [Section("Where it is", HELP, [_make_state(run)])],
-        [] if plot is None else [plot],
+        [Section("Where it is", HELP, [_make_state(run)], plots=[] if plot is None else [plot])],
         template="watch.html.j2",
         name=folder.resolve().name,
         step=_last_step(run),

@@ -11,6 +11,7 @@ from typing import Any
 
 from sdbench.record.store import load_record
 from sdbench.report.markers import BEGIN, END
+from sdbench.report.report import PLACES, README
 from sdbench.report.tables import Table
 from sdbench.settings.config import PRESETS
 from sdbench.settings.setting import PerDevice
@@ -92,8 +93,7 @@ def rows_of(table: Table) -> list[dict[str, str]]:
 
 def make_readme(results: Path) -> None:
     """A README.md with places for the tables."""
-    names = ("throughput", "data", "training-times")
-    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in names]
+    blocks = [f"{BEGIN.format(name)}\n{END.format(name)}\n" for name in PLACES[README]]
     (results / "README.md").write_text("before\n" + "between\n".join(blocks) + "after\n")
 
 

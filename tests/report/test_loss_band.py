@@ -19,7 +19,7 @@ from sdbench.report.loss_band import (
     make_tables,
     read_run,
 )
-from sdbench.report.report import load_losses
+from sdbench.report.report import LADDER_PAGE, PLACES, load_losses
 from sdbench.settings.config import PRESETS
 from tests.refusals import refusal_of, refused
 from tests.report.results_folder import RESULTS, make_readme, make_recipe
@@ -133,8 +133,8 @@ def test_runs_of_losses_are_published_apart_from_those_of_speed(tmp_path):
     results.mkdir()
     make_readme(results)
     begin, end = (f"<!-- {word} generated: {{}} -->\n" for word in ("begin", "end"))
-    places = ("ladder", "engines", "ema", "micro-batches", "ranks", "loss-band", "not-measured")
-    (results / "ladder.md").write_text("".join((begin + end).format(p, p) for p in places))
+    blocks = [(begin + end).format(place, place) for place in PLACES[LADDER_PAGE]]
+    (results / "ladder.md").write_text("".join(blocks))
     record = make_recipe(precision="fp32")
     run = write_run(tmp_path / "run", record, NUM_STEPS)
     assert main(["publish", "--numerics", str(run), "--folder", str(results)]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
+import json
 import re
 import shutil
 import subprocess
@@ -10,7 +12,13 @@ import subprocess
 import pytest
 
 from sdbench.report.report import rebuild
-from tests.report.results_folder import HOSTILE, make_gpu_record, make_record, make_results
+from tests.report.results_folder import (
+    BREAKDOWN,
+    HOSTILE,
+    make_gpu_record,
+    make_record,
+    make_results,
+)
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -26,11 +34,19 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-# What a person does: sort the seed's table by its fifth column, downwards, and hide quoted rows.
-# Then the page writes down whether its pictures were drawn, and how wide it is in a frame as wide
-# as a phone (a window of this browser is never narrower than 500).
+
+
+def in_browser(test):
+    """Mark a test that opens a page in Chromium."""
+    needs_it = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+    return pytest.mark.browser(needs_it(test))
+
+
+# What a person does: sort the seed's table by its sixth column, downwards, and hide quoted rows.
+# Then the page writes down how wide it is in a frame as wide as a phone (a window of this browser
+# is never narrower than 500).
 ACTIONS = """<script>
-const heading = document.querySelectorAll("#p4de-p5 thead button")[4];
+const heading = document.querySelectorAll("#p4de-p5 thead button")[5];
 heading.click(); heading.click();
 document.querySelector("#kinds input[value=quoted]").click();
 const frame = document.createElement("iframe");
@@ -39,7 +55,6 @@ frame.srcdoc = document.documentElement.outerHTML.replaceAll("<script", "<templa
 addEventListener("load", () => {
   const inside = frame.contentDocument.documentElement;
   document.body.dataset.width = `${inside.scrollWidth} of ${inside.clientWidth}`;
-  document.body.dataset.drawn = [...document.images].every((image) => image.naturalWidth > 0);
   frame.remove();
 });
 document.body.append(frame);
@@ -56,6 +71,8 @@ class Tables(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
+        if tag == "input":
+            return  # the tick in a row's first cell
         if tag == "body":
             self.body = attributes
         elif tag == "table":
@@ -97,34 +114,180 @@ def test_the_page_loads_nothing(page):
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"""\b(?:src|href|action|srcset)=["']?([^"'\s>]+)""", text)
     assert links
-    assert [link for link in links if not link.startswith(("#", "data:image/svg+xml;"))] == []
-    assert "url(" not in text and "@import" not in text
+    assert [link for link in links if not link.startswith("#")] == []
+    assert "url(" not in text.replace("url(#", "") and "@import" not in text
     # And the browser is told to refuse, whatever a name may smuggle in.
     assert "default-src 'none'; img-src data:" in text
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert "@media (prefers-color-scheme: dark)" in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def opened(address, tmp_path):
+    """The page as a browser has it once it is loaded."""
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return process.stdout
+
+
+@in_browser
 def test_a_browser_sorts_filters_and_needs_no_sideways_scrolling(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", f"{ACTIONS}</body>"), encoding="utf-8")
-    address = f"{page.as_uri()}#sort=512px-online:5:descending"
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
-    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     tables = Tables()
-    tables.feed(process.stdout)
+    tables.feed(opened(f"{page.as_uri()}#sort=512px-online:5:descending", tmp_path))
 
     # By a click on its heading: P5 from the fastest to the slowest.
-    rates = [float(row[4]) for row in tables.rows["p4de-p5"]]
+    rates = [float(row[5]) for row in tables.rows["p4de-p5"]]
     assert rates == [385.31, 361.15, 358.68, 353.81, 329.55, 289.19, 189.28]
-    assert tables.orders["p4de-p5"][:6] == [*["none"] * 4, "descending", "none"]
+    assert tables.orders["p4de-p5"][:7] == [*["none"] * 5, "descending", "none"]
     # By the address: 1000 before 90, as numbers; quoted rows are hidden, the name is unharmed.
     shown = tables.rows["512px-online"]
     assert [row[0] for row in shown] == ["measured", "measured"]
     assert [row[1] for row in shown] == ["NVIDIA H200", HOSTILE]
     assert tables.orders["512px-online"].count("descending") == 1
     assert [row[0] for row in tables.rows["256px-online"]] == ["measured"]
-    assert tables.rows["512px-precomputed"] == []
+    assert tables.rows["source-5-512px-precomputed"] == []
     assert tables.body["data-width"] == "360 of 360"
-    assert tables.body["data-drawn"] == "true"
+
+
+def seen_in_frames(page, script, tmp_path, *, sizes):
+    """What a script finds in the page in frames of these sizes; it returns what JSON can hold."""
+    source = html.escape(page.read_text(encoding="utf-8"))
+    frames = "".join(
+        f'<iframe srcdoc="{source}" width="{width}" height="{height}" style="border: 0"></iframe>'
+        for width, height in sizes
+    )
+    outside = tmp_path / "frames.html"
+    outside.write_text(
+        f"<!DOCTYPE html><meta charset='utf-8'>{frames}<pre id='seen'></pre><script>"
+        f"function look(view) {{ const page = view.document; {script} }}\n"
+        "addEventListener('load', () => { document.getElementById('seen').textContent = "
+        "JSON.stringify([...document.querySelectorAll('iframe')].map((frame) => {"
+        "  const seen = look(frame.contentWindow); frame.remove(); return seen; })); });</script>",
+        encoding="utf-8",
+    )
+    text = opened(outside.as_uri(), tmp_path)
+    return json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text, re.S)[1]))
+
+
+@in_browser
+def test_the_ratio_of_a100_and_h100_is_in_the_first_screen(page, tmp_path):
+    script = """
+      const cells = [...page.querySelectorAll("#p4de-p5 tbody td:nth-child(4)")];
+      const places = cells.map((cell) => cell.getBoundingClientRect());
+      const right = Math.max(...places.map((place) => place.right));
+      const bottom = Math.max(...places.map((place) => place.bottom));
+      return [cells.map((cell) => cell.textContent),
+        Math.round(right), Math.round(bottom),
+        [...page.querySelectorAll("h2")].map((heading) => heading.textContent)];
+    """
+    sizes = [(1280, 720), (390, 844)]
+    seen = seen_in_frames(page, script, tmp_path, sizes=sizes)
+    for (width, height), (ratios, right, bottom, headings) in zip(sizes, seen, strict=True):
+        assert ratios == ["1.33x", "1.66x", "1.78x", "1.83x", "1.82x", "1.82x", "1.89x"]
+        assert right <= width and bottom <= height
+        assert headings == [
+            "A100 against H100",
+            "Best of each machine",
+            "Figures of others",
+            "All measured",
+            "Training times",
+        ]
+
+
+@in_browser
+def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, tmp_path):
+    script = """
+      const type = (input, value, kind) => {
+        input.value = value;
+        input.dispatchEvent(new view.Event(kind, {bubbles: true}));
+      };
+      const seen = {};
+      const table = page.getElementById("512px-online");
+      const headings = [...table.tHead.rows[0].cells];
+      const heading = (name) => headings.find((cell) => cell.textContent === name);
+      // Columns: the command is hidden until it is chosen.
+      seen.command = [heading("command").offsetWidth > 0];
+      const choice = table.parentElement.nextElementSibling;
+      [...choice.querySelectorAll("label")].find((label) => label.textContent === " command")
+        .querySelector("input").click();
+      seen.command.push(heading("command").offsetWidth > 0);
+      // Two rows beside each other.
+      const rows = [...table.tBodies[0].rows];
+      rows.forEach((row) => row.querySelector("input").click());
+      const panel = page.getElementById("compare");
+      seen.ratio = panel.querySelector("b").textContent;
+      seen.differences = [...panel.querySelectorAll("tr")].map((row) => row.cells[0].textContent);
+      seen.devices = [...panel.querySelectorAll("tr")]
+        .filter((row) => row.cells[0].textContent === "devices")
+        .map((row) => [row.cells[1].textContent, row.cells[2].textContent]);
+      panel.querySelector("button").click();
+      seen.isOtherWork = panel.textContent.includes("Not the same work");
+      seen.closed = panel.hidden && !page.querySelector("tr.chosen");
+      // A point of the seed's chart.
+      const point = page.querySelector("#sd_p4de_p5-1 use");
+      const place = point.getBoundingClientRect();
+      point.closest("svg").dispatchEvent(new view.PointerEvent("pointermove", {
+        bubbles: true, clientX: place.x + place.width / 2 + 9, clientY: place.y + place.height / 2,
+      }));
+      seen.note = page.getElementById("note").textContent;
+      // Search: both words in one row, whatever their column.
+      type(page.getElementById("search"), "mlperf GB200", "input");
+      seen.found = page.getElementById("found").textContent;
+      seen.tables = [...page.querySelectorAll("main table")]
+        .filter((table) => !table.parentElement.hidden).map((table) => table.id);
+      seen.isOpen = [...page.querySelectorAll("details.fold[open] > summary")]
+        .map((summary) => summary.textContent.slice(0, 20));
+      seen.headings = [...page.querySelectorAll("section:not([hidden]) > h2")]
+        .map((heading) => heading.textContent);
+      type(page.getElementById("search"), "", "input");
+      seen.all = page.querySelectorAll("main tr[hidden]").length;
+      return seen;
+    """
+    (seen,) = seen_in_frames(page, script, tmp_path, sizes=[(1280, 720)])
+    assert seen["command"] == [False, True]
+    assert seen["ratio"] == "B / A: 11.1 times the images/s. "
+    assert seen["devices"] == [["8", "16"]]
+    assert "precision" not in seen["differences"]
+    assert not seen["isOtherWork"] and seen["closed"]
+    assert seen["note"].splitlines() == [
+        "A100-SXM4-80GB (p4de.24xlarge), EMA, global batch 2048, quoted",
+        "micro-batch 4: 142.69 images/s",
+        "seed 003 README section 1.5",
+    ]
+    assert (seen["found"], seen["tables"]) == ("3 rows", ["source-7-512px-precomputed"])
+    assert seen["isOpen"] == ["MLPerf Training v5.0"]
+    assert seen["headings"] == ["Figures of others"]
+    assert seen["all"] == 0
+
+
+@in_browser
+def test_a_thousand_runs_open_within_a_second(tmp_path):
+    runs = [
+        make_gpu_record(
+            config__lr=1e-6 * number,
+            origin__lr="flag",
+            summary__images_per_second=100.0 + number,
+            summary__breakdown=BREAKDOWN,
+        )
+        for number in range(1, 1001)
+    ]
+    results = make_results(tmp_path / "results", *runs)
+    rebuild(results)
+    page = results / "index.html"
+    text = page.read_text(encoding="utf-8")
+    assert text.count('<tr data-kind="measured"') == 1000
+    # The time from the beginning of the navigation until all of it is laid out.
+    measure = """<script>addEventListener("load", () => {
+      document.body.getBoundingClientRect();
+      document.body.dataset.opened = performance.now();
+    });</script>"""
+    page.write_text(text.replace("</body>", f"{measure}</body>"), encoding="utf-8")
+    times_s = []
+    for _ in range(3):  # others may be at work
+        dom = opened(page.as_uri(), tmp_path)
+        times_s.append(float(re.search(r'data-opened="([0-9.]+)"', dom)[1]) / 1000)
+        if times_s[-1] < 1:
+            break
+    print(f"1,000 runs, {len(text) / 1e6:.1f} MB: {times_s} s")
+    assert min(times_s) < 1

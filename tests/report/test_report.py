@@ -11,7 +11,12 @@ import xml.etree.ElementTree as ElementTree
 
 from sdbench.cli import main
 from sdbench.report.report import rebuild
-from sdbench.report.throughput_plots import MICRO_BATCH, SCALING, SPEED_UP
+from sdbench.report.throughput_plots import (
+    MICRO_BATCH,
+    OTHER_MICRO_BATCHES,
+    SCALING,
+    SPEED_UP,
+)
 from tests.report.results_folder import (
     BREAKDOWN,
     HOSTILE,
@@ -64,9 +69,9 @@ def test_every_run_and_every_quoted_figure_is_a_row_with_its_kind(tmp_path, caps
     assert rows[-1]["fitted_to"] == "p5"
     submitters = {row["submitter"] for row in rows}
     assert {"NVIDIA", "HPE", "Google Cloud"} <= submitters
-    assert (
-        "| modelled | H100 | 1024 | 9000 (8000 to 10000) |" in (results / "README.md").read_text()
-    )
+    readme = (results / "README.md").read_text()
+    assert "<summary>scaling predict: 1 figure, H100</summary>" in readme
+    assert "| modelled | H100 | 1024 | 9000 (8000 to 10000) |" in readme
     output = capsys.readouterr().out
     assert "from 2 runs and 72 figures of others" in output
     assert "not drawn, for want of data: time_breakdown" in output
@@ -80,11 +85,11 @@ def test_without_data_there_is_no_plot_and_an_old_one_goes(tmp_path, capsys):
     assert main(["report", "--folder", str(results)]) == 0
     assert [path.name for path in (results / "plots").iterdir()] == ["page.png"]
     assert capsys.readouterr().out.splitlines()[1] == (
-        "not drawn, for want of data: p5-model-scaling-stable-diff, "
+        "not drawn, for want of data: micro_batches, p5-model-scaling-stable-diff, "
         "p5-model-scaling-stable-diff-throughput, sd_p4de_p5, step_times, time_breakdown, "
         "training_times"
     )
-    assert "No figures yet." in (results / "README.md").read_text()
+    assert "No runs yet." in (results / "README.md").read_text()
 
 
 def test_measured_figures_are_drawn_beside_those_of_the_seed(tmp_path):
@@ -112,13 +117,17 @@ def test_other_work_has_axes_of_its_own(tmp_path):
     runs = [micro_batch_run(size, 500.0, config__latents="precomputed") for size in (4, 8)]
     results = make_results(tmp_path, *runs)
     rebuild(results)
-    texts = texts_of(results, MICRO_BATCH)
-    panels = [text for text in texts if text.endswith((" device", " devices"))]
-    assert panels == [
-        "512 px, the encoders run in the step (online), 8 devices",
-        "512 px, the encoders run in the step (online), 1 device",
-        "512 px, latents and text embeddings made beforehand (precomputed), 8 devices",
-    ]
+    panels = {
+        name: [text for text in texts_of(results, name) if text.endswith((" device", " devices"))]
+        for name in (MICRO_BATCH, OTHER_MICRO_BATCHES)
+    }
+    assert panels == {
+        MICRO_BATCH: ["512 px, the encoders run in the step (online), 8 devices"],
+        OTHER_MICRO_BATCHES: [
+            "512 px, the encoders run in the step (online), 1 device",
+            "512 px, latents and text embeddings made beforehand (precomputed), 8 devices",
+        ],
+    }
 
 
 def test_growing_batches_are_told_from_a_constant_one(tmp_path):
@@ -139,7 +148,33 @@ def test_the_breakdown_shows_the_share_of_every_phase(tmp_path):
     labels = texts.index("share of a step, %") + 1
     assert texts[labels : labels + 5] == ["12", "22", "40", "5", "8"]
     assert {"data wait", "host to device", "EMA", "other"} <= set(texts)
-    assert any(text.endswith("micro-batch 2, no EMA: 4 s") for text in texts)
+    assert "fast: 4 s" in texts
+    assert any(
+        text.startswith("1 x Intel Xeon Processor, 2 cores, sd2-base, 256") for text in texts
+    )
+
+
+def test_bars_and_traces_say_in_what_they_differ(tmp_path):
+    changes = [
+        {"config__attention": "eager", "origin__attention": "flag"},
+        {"config__engine": "torch"},
+        {},
+        {"config__lr_end_factor": 0.5, "git__commit": "abcdef12" * 5},
+        {"config__latents": "precomputed"},
+    ]
+    runs = [make_record(summary__breakdown=BREAKDOWN, **change) for change in changes]
+    results = make_results(tmp_path, *runs, quoted=False)
+    rebuild(results)
+    bars = [text for text in texts_of(results, "time_breakdown") if text.endswith(": 4 s")]
+    assert sorted(bars) == [
+        "engine composer, attention eager: 4 s",
+        "engine composer, code 977fb62: 4 s",
+        "engine composer, code abcdef1: 4 s",
+        "engine torch: 4 s",
+        "fast: 4 s",  # the only one on latents
+    ]
+    traces = [text for text in texts_of(results, "step_times") if "engine" in text]
+    assert len(set(traces)) == 4
 
 
 def test_a_trace_marks_warm_up_and_what_the_run_was_flagged_for(tmp_path):
@@ -147,7 +182,7 @@ def test_a_trace_marks_warm_up_and_what_the_run_was_flagged_for(tmp_path):
     rebuild(results)
     texts = texts_of(results, "step_times")
     assert "warm-up" in texts
-    assert any(text.endswith("no EMA (drift)") for text in texts)
+    assert "fast (drift)" in texts
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path):
@@ -195,8 +230,8 @@ def test_hostile_names_and_secrets_harm_no_output(tmp_path, monkeypatch):
 
     readme = (results / "README.md").read_text()
     assert "<b>" not in readme
-    table = readme[readme.index("| kind |") :].split("\n\n")[0].splitlines()
-    bars = {line.replace("\\|", "").count("|") for line in table}
+    table = readme[readme.index("| machine |") :].split("\n\n")[0].splitlines()
+    bars = {line.replace("\\|", "").count("|") for line in table if line.startswith("| ")}
     assert len(bars) == 1, "a name broke out of its cell"
 
     page = (results / "index.html").read_text()

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 
 from sdbench.record.row import make_row
-from sdbench.report.quoted import load_figures, make_other_tables, make_seed_table
-from sdbench.report.tables import MAX_ROWS, Column, Table, make_cell, to_markdown
-from sdbench.report.throughput_table import make_tables
+from sdbench.report.quoted import fold_by_source, load_figures, make_seed_table
+from sdbench.report.tables import (
+    MAX_ROWS,
+    Column,
+    Table,
+    make_cell,
+    to_captioned_markdown,
+    to_folded_markdown,
+    to_markdown,
+)
+from sdbench.report.throughput_table import make_headline_table, make_tables
 from tests.report.results_folder import RESULTS, make_gpu_record, make_record, rows_of
 
 
@@ -140,48 +148,159 @@ def test_flags_are_told_in_words():
     )
 
 
-def test_quoted_and_modelled_figures_stand_beside_measured_ones_of_the_same_work():
+def test_rows_with_the_same_settings_are_told_apart_by_their_code():
+    older = make_record(config__lr_end_factor=0.5, git__commit="abcdef1234")
+    (table,) = make_tables([make_record(), older, make_record(config__precision="fp32")])
+    assert [cells(table, row=row)["configuration"] for row in range(3)] == [
+        "amp_bf16, code 977fb62",
+        "amp_bf16, code abcdef1",
+        "fp32",
+    ]
+
+
+def within(low, rate, **changes):
+    """A run with this lower end of its interval."""
+    interval = {"kind": "within-run", "low": low, "high": None}
+    return make_record(
+        summary__images_per_second=rate, summary__images_per_second_interval=interval, **changes
+    )
+
+
+def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_highest():
+    gpu = {"machine__device_type": "cuda", "machine__device_name": "NVIDIA H100"}
+    on_gpu = within(50.0, 60.0, **gpu, summary__mfu_percent=41.25, summary__gpu={"power_w": 612.5})
+    runs = [
+        within(0.1, 9.0, config__batch_size=8),  # the fastest, of which little is known
+        within(0.4, 0.5),
+        within(0.6, 0.7, config__engine="torch", ranks__world_size=2),  # of the same CPU
+        within(0.3, 0.8, config__image_size=512),
+        within(0.3, 0.9, config__latents="precomputed"),
+        on_gpu,
+        within(90.0, 99.0, **gpu, ranks__world_size=2),
+    ]
+    table = make_headline_table(runs)
+    names = ("machine", "work", "images/s (95 % interval)", "best of")
+    assert [[row[name] for name in names] for row in rows_of(table)] == [
+        [
+            "1 x NVIDIA H100",
+            "sd2-base, 256 px, online",
+            "60 (50 to unbounded, 95 % within-run)",
+            "1",
+        ],
+        [
+            "2 x NVIDIA H100",
+            "sd2-base, 256 px, online",
+            "99 (90 to unbounded, 95 % within-run)",
+            "1",
+        ],
+        [
+            "1 x Intel Xeon Processor, 2 cores",
+            *("sd2-base, 256 px, online", "0.7 (0.6 to unbounded, 95 % within-run)", "3"),
+        ],
+        [
+            "1 x Intel Xeon Processor, 2 cores",
+            *("sd2-base, 512 px, online", "0.8 (0.3 to unbounded, 95 % within-run)", "1"),
+        ],
+        [
+            "1 x Intel Xeon Processor, 2 cores",
+            *("sd2-base, 256 px, precomputed", "0.9 (0.3 to unbounded, 95 % within-run)", "1"),
+        ],
+    ]
+    first = cells(table)
+    assert (first["MFU, %"], first["power, W"]) == ("41.2", "612.5")
+    assert first["configuration"] == (
+        "fast, engine composer, amp_bf16, no EMA, global batch 2, micro-batch 2"
+    )
+    assert first["run ids"] == on_gpu["run_id"]
+    assert first["command"].startswith("benchmark.py ")
+    assert "command" not in to_captioned_markdown([table])
+
+
+def test_figures_of_others_are_folded_by_their_source_and_never_mix_kinds_of_work():
     figure = {"image_size": 256, "latents": "online", "gpu": "B200", "num_gpus": 4}
-    quoted = {**figure, "kind": "quoted", "images_per_second": 1001.25, "source": "a paper"}
-    modelled = {
+    paper = {**figure, "kind": "quoted", "images_per_second": 1001.25, "source": "a <paper>"}
+    law = {
         **figure,
         "kind": "modelled",
+        "source": "scaling predict",
         "images_per_second": 2000.0,
         "images_per_second_low": 1900.0,
         "images_per_second_high": 2100.0,
     }
-    other = {**quoted, "latents": "precomputed"}
-    first, second = make_tables([make_record()], [other, quoted, modelled])
-    assert [row[first.kind_column].text for row in first.rows] == ["measured", "quoted", "modelled"]
-    assert [row[second.kind_column].text for row in second.rows] == ["quoted"]
-    row = cells(first, row=1)
-    assert (row["images/s (95 % interval)"], row["images/s per device"]) == ("1001.25", "250.3")
-    assert (row["source"], row["EMA"]) == ("a paper", "n/a")
-    assert cells(first, row=2)["images/s (95 % interval)"] == "2000 (1900 to 2100)"
+    of_latents = {**paper, "latents": "precomputed", "gpu": "H100"}
+    days = {"source": "a <paper>", "kind": "quoted", "gpu": "B200", "days_to_train": 12.5}
+    folds = fold_by_source([("rates", [paper, of_latents]), ("days", [days]), ("law", [law])])
+    assert [fold.summary for fold in folds] == [
+        "a <paper>: 3 figures, B200, H100",
+        "scaling predict: 1 figure, B200",
+    ]
+    captions = [[table.caption.partition(",")[2] for table in fold.tables] for fold in folds]
+    assert captions == [
+        [
+            " the encoders run in the step (online)",
+            " latents and text embeddings made beforehand (precomputed)",
+            " quoted",
+        ],
+        [" the encoders run in the step (online)"],
+    ]
+    assert cells(folds[0].tables[0])["images/s (95 % interval)"] == "1001.25"
+    assert cells(folds[1].tables[0])["images/s (95 % interval)"] == "2000 (1900 to 2100)"
+    text = to_folded_markdown(folds)
+    assert text.count("<details>\n<summary>") == text.count("\n\n</details>") == 2
+    assert "<summary>a &lt;paper&gt;: 3 figures, B200, H100</summary>" in text
 
 
-def test_figures_with_the_encoders_in_the_step_never_share_a_table_with_others():
-    quoted = load_figures(RESULTS / "quoted", kind="quoted")[0]
-    figures = [row for rows in quoted.values() for row in rows if row.get("images_per_second")]
-    tables = {table.name: table for table in make_tables([], figures)}
-    assert {name: len(table.rows) for name, table in tables.items()} == {
-        "512px-online": 38,  # 14 + 12 of seed 003, 6 of milabench, 6 of diffusion-benchmark
-        "512px-moments": 4,  # MLPerf 3.1
-        "512px-precomputed": 24,  # MLPerf 4.0 to 5.0: 19, mosaicml/diffusion: 5
-        "256px-precomputed": 5,  # mosaicml/diffusion
+def test_every_quoted_figure_stands_in_the_fold_of_its_source():
+    folds = fold_by_source(load_figures(RESULTS / "quoted", kind="quoted")[0].items())
+    numbers = {fold.summary.partition(":")[0]: [len(t.rows) for t in fold.tables] for fold in folds}
+    assert numbers == {
+        "seed 003 README section 1.5": [14],
+        "seed 003 README section 2.2.7": [12],
+        "milabench config/scaling diffusion-single": [6],
+        "MLPerf Training v3.1 logs (median of steady blocks)": [4],
+        "MLPerf Training v4.0 logs (median of steady blocks)": [5],
+        "MLPerf Training v4.1 logs (median of steady blocks)": [6],
+        "MLPerf Training v5.0 logs (median of steady blocks)": [8],
+        "mosaicml/diffusion README @49282fd": [5, 5, 5],  # 256 px, 512 px, days and costs
+        "mosaicml/diffusion-benchmark README @c7f3cff": [6, 6],
+        "seed 004 README": [2],
+        "Anyscale pretraining template README": [3],
+        "Anyscale pretraining template 01_preprocess.ipynb": [2],
+        "ray_diffusion ingest benchmark (Anyscale)": [1],
     }
+
+
+def test_what_is_the_same_in_all_rows_stands_in_the_caption():
+    columns = [Column("px", True), Column("kind"), Column("images/s", True), Column("note")]
+    rows = [
+        [make_cell(256), make_cell("measured"), make_cell(rate), make_cell(note)]
+        for rate, note in ((0.5, "slow"), (0.5, "noisy"))
+    ]
+    text = to_captioned_markdown([Table("one", "Rates", columns, rows)])
+    assert text.splitlines() == [
+        "**Rates. In all rows: px 256**",
+        "",
+        "| kind | images/s | note |",
+        "|---|---:|---|",
+        "| measured | 0.5 | slow |",
+        "| measured | 0.5 | noisy |",
+    ]
+    one = to_captioned_markdown([Table("one", "Rates", columns, rows[:1])])
+    assert one.splitlines()[2] == "| px | kind | images/s | note |"
 
 
 def test_the_seeds_table_is_reproduced():
     table = make_seed_table(load_figures(RESULTS / "quoted", kind="quoted")[0])
-    assert [[cell.text for cell in row] for row in table.rows] == [
-        ["4", "8", "yes", "142.69", "189.28", "1.33x", "1.32x", "n=1, not tested"],
-        ["8", "8", "yes", "173.89", "289.19", "1.66x", "1.66x", "n=1, not tested"],
-        ["12", "8", "yes", "185.18", "329.55", "1.78x", "1.78x", "n=1, not tested"],
-        ["16", "8", "yes", "192.85", "353.81", "1.83x", "1.83x", "n=1, not tested"],
-        ["20", "8", "yes", "197.47", "358.68", "1.82x", "1.82x", "n=1, not tested"],
-        ["20", "8", "no", "197.9", "361.15", "1.82x", "1.83x", "n=1, not tested"],
-        ["32", "8", "yes", "204.22", "385.31", "1.89x", "1.89x", "n=1, not tested"],
+    names = ("micro-batch", "EMA", "ratio", "8 x A100, images/s", "8 x H100, images/s")
+    names += ("ratio printed there", "num_workers", "tested")
+    assert [[row[name] for name in names] for row in rows_of(table)] == [
+        ["4", "yes", "1.33x", "142.69", "189.28", "1.32x", "8", "no (n=1)"],
+        ["8", "yes", "1.66x", "173.89", "289.19", "1.66x", "8", "no (n=1)"],
+        ["12", "yes", "1.78x", "185.18", "329.55", "1.78x", "8", "no (n=1)"],
+        ["16", "yes", "1.83x", "192.85", "353.81", "1.83x", "8", "no (n=1)"],
+        ["20", "yes", "1.82x", "197.47", "358.68", "1.82x", "8", "no (n=1)"],
+        ["20", "no", "1.82x", "197.9", "361.15", "1.83x", "8", "no (n=1)"],
+        ["32", "yes", "1.89x", "204.22", "385.31", "1.89x", "8", "no (n=1)"],
     ]
 
 
@@ -199,16 +318,6 @@ def test_what_was_measured_under_the_seeds_conditions_stands_beside_it():
     table = make_seed_table(quoted, map(make_row, runs))
     assert [row[-1].text for row in table.rows] == ["300", *["n/a"] * 6]
     assert table.columns[-1].name == "measured: 8 x NVIDIA H200, preset fast, amp_bf16, images/s"
-
-
-def test_days_and_costs_of_others_are_shown_as_they_are():
-    tables = make_other_tables(load_figures(RESULTS / "quoted", kind="quoted")[0])
-    assert [table.caption for table in tables] == [
-        "mosaicml_diffusion_a100_cost.csv, quoted",
-        "mosaicml_diffusion_benchmark_a100_cost.csv, quoted",
-        "other_seed_figures.csv, quoted",
-    ]
-    assert cells(tables[1])["days_to_train"] == "258.83"
 
 
 def test_a_very_long_table_ends_with_how_much_is_left():
