@@ -307,6 +307,13 @@ def _check_value(
             allowed=f"{one.kind.allowed}, behind --",
             flag=one.flag,
         )
+    if one.name == "ray_address" and value != "auto":
+        raise ConfigError(
+            "which Ray cluster is joined is not left to a record, since its programs run here",
+            value=value,
+            allowed=f"its address, behind --: -- {one.flag} ADDRESS",
+            flag=one.flag,
+        )
     if _is_left_out(value, declared):
         what = WHAT_IS_AT.get(one.name, f"file of {one.flag} is")
         raise ConfigError(

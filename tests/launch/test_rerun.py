@@ -291,6 +291,12 @@ def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys)
             "--remote or --local",
         ),
         (
+            {"config": {"engine": "ray", "ray_address": "there:6379"}},
+            "which Ray cluster is joined is not left to a record",
+            "there:6379",
+            "--ray_address",
+        ),
+        (
             {"config": {"model_name": "<model_name>"}},
             "the record does not say where the weights are",
             "<model_name>",
