@@ -216,8 +216,10 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     start, unknown_start = _start(
         ranks, engine=record["config"].get("engine"), environment=record["environment"]
     )
-    if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
-        kept["num_ray_workers"] = ranks["world_size"]
+    num_trainers = _num_ranks(record)
+    on_ray = record["config"].get("engine") == RAY
+    if on_ray and num_trainers is not None and "num_ray_workers" not in replaced:
+        kept["num_ray_workers"] = num_trainers
     revision = record.get("workload", {}).get("revision")
     if revision is not None and not replaced & {"model_name", "model_revision"}:
         kept["model_revision"] = revision
@@ -342,6 +344,13 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
         return any(place.startswith(PIPE) for place in braceexpand(value))
     except UnbalancedBracesError:  # a text, or a place that the program itself refuses
         return False
+
+
+def _num_ranks(record: Mapping[str, Any]) -> int | None:
+    """How many ranks there were. Of data.py the result tells it; None: it has none."""
+    if "ranks" in record:
+        return record["ranks"]["world_size"]
+    return (record["summary"] or {}).get("ray", {}).get("num_trainers")
 
 
 def _tell_kept_apart(recorded: Mapping[str, Any], *, without: set[str]) -> str | None:

@@ -372,6 +372,9 @@ def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     assert main(["rerun", str(record.parent), "--folder", str(tmp_path / "again")]) == 0
     assert len(list((tmp_path / "again").glob("*/record.json"))) == 1
     assert "sdbench compare" not in capsys.readouterr().out  # which compares training
+    trainers = {"engine": "ray", "num_ray_workers": 2}
+    words, _ = planned(capsys, changed(record.parent, tmp_path, config=trainers))
+    assert "--num_ray_workers=2" in words
 
 
 def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_folder, tmp_path):
