@@ -124,9 +124,9 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
 def test_the_output_of_a_stopped_run_is_kept_without_secrets(tmp_path, repository):
     folder = tmp_path / "repeat"
     program = "import time; print('https://host/a.tar?sig=mine', flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "sdbench", "repeat", "1", "--folder", str(folder)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "sdbench", "repeat", "1", "--folder", str(folder)]
-        + ["--", "python", "-c", program],
+        [*command, "--", "python", "-c", program],
         cwd=repository,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
