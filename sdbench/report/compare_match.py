@@ -273,9 +273,7 @@ def _has_changed(figure: Comparison | None) -> bool:
     return figure.interval is None or not figure.interval.low <= 1 <= figure.interval.high
 
 
-def _explains(
-    name: str, compared: Collection[str], origins: Mapping[str, tuple[str, str]]
-) -> bool:
+def _explains(name: str, compared: Collection[str], origins: Mapping[str, tuple[str, str]]) -> bool:
     """Whether what differs between the sides may itself change a figure of the machine.
 
     A matrix product depends on libraries and their variables; a GPU's clock and temperature on its
