@@ -240,9 +240,6 @@ def tell_time(
         of: The run or the table, for the error.
         duration_s: How long it took.
 
-| None, *, duration_s: float = 0.0) -> dict[str, Time]:
-    """The cell with the time of a run; none where it is not told.
-
     Raises:
         ConfigError: If the text is no time.
     """
