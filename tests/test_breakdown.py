@@ -21,6 +21,7 @@ from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.engines.ema import ForeachEma
 from sdbench.measure.bottleneck import name_bottleneck
 from sdbench.measure.phases import PHASES, PhaseClock
+from sdbench.plan import window
 from sdbench.record.store import SCHEMA_FILE, load_record
 
 # A different sleep in each phase, so that a mix-up shows. Communication has its test on two ranks,
@@ -121,7 +122,8 @@ def test_no_step_of_the_breakdown_runs_under_the_profiler_that_sees_attention(
     under_profiler, forward = [], UNet2DConditionModel.forward
 
     def spied(self, sample, *args, **kwargs):
-        if not isinstance(sample, FakeTensor):  # the memory estimate replays a step
+        # The memory estimate replays a step, and FLOPs are counted on the meta device.
+        if not (isinstance(sample, FakeTensor) or sample.is_meta):
             under_profiler.append(torch.autograd._profiler_enabled())
         return forward(self, sample, *args, **kwargs)
 
@@ -129,6 +131,18 @@ def test_no_step_of_the_breakdown_runs_under_the_profiler_that_sees_attention(
     summary = run(tmp_path, "--profile_batches", "2", "--batch_size", "1")
     assert summary["breakdown"]["num_steps"] == 2 and summary["attention_kernels"]
     assert under_profiler == [False, False, False, True]
+
+
+def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(window, "MAX_MICROBATCHES", 2)
+    for num_microbatches, phases in ((2, ["after"]), (3, [])):
+        folder = tmp_path / str(num_microbatches)
+        sizes = ("--batch_size", str(num_microbatches), "--device_train_microbatch_size", "1")
+        summary = run(folder, *sizes, "--attention", "sdpa")
+        assert bool(summary["attention_kernels"]) == bool(phases)
+        with next(folder.glob("*/steps.csv")).open() as file:
+            found = [row["phase"] for row in csv.DictReader(file)]
+        assert found == ["measured", "profiled", *phases]
 
 
 def test_without_profiled_steps_there_is_no_breakdown(tmp_path):

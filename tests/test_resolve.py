@@ -123,6 +123,9 @@ def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
     assert result.chosen["batch_size"].endswith("up to the seeds' 2048 that divides by 384")
 
 
+OF_2048 = ("--batch_size", "2048", "--device_train_microbatch_size")
+
+
 @pytest.mark.parametrize(
     ("argv", "num_warmup", "num_measured", "num_steps"),
     [
@@ -130,12 +133,14 @@ def test_the_default_batch_of_96_gpus_divides_by_ranks_and_micro_batches():
         (["--max_duration", "1ba"], 0, 1, 1),
         (["--max_duration", "20ba", "--measure_batches", "4"], 4, 4, 20),
         # 100,000 synthetic samples in batches of 2,048: 48 full batches an epoch, as in the seed.
-        # Two of the 96 are profiled, and one shows the kernels of attention.
-        (["--max_duration", "2ep", "--batch_size", "2048"], 4, 89, 96),
+        # Two of the 96 are profiled, and one of up to 32 micro-batches shows the kernels of
+        # attention: a profiler would fill the memory with the events of more.
+        (["--max_duration", "2ep", *OF_2048, "64"], 4, 89, 96),
+        (["--max_duration", "2ep", *OF_2048, "32"], 4, 90, 96),
     ],
 )
 def test_windows_lie_inside_the_duration(argv, num_warmup, num_measured, num_steps):
-    result = plan("--model_name", "tiny", "--device_train_microbatch_size", "1", *argv)
+    result = plan("--model_name", "tiny", *argv)
     config = result.config
     assert (config.warmup_batches, config.measure_batches) == (num_warmup, num_measured)
     assert result.num_steps == num_steps

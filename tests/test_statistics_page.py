@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+from sdbench.statistics import intervals
 from tests.reference import simulate_steps
 
 
@@ -75,6 +77,15 @@ def test_a_drift_of_the_size_of_the_noise_is_found(page, num_steps, least):
         page, "Percent of the windows that are called drifting where", case, f"{num_steps} steps"
     )
     assert_says(share, found, least=least)
+
+
+@pytest.mark.parametrize("num_steps", [10, 20])
+def test_the_page_says_how_the_drift_of_steady_steps_varies(page, num_steps):
+    windows = simulate_steps.simulate("plain", num_windows=1000, num_steps=num_steps)
+    trends = [intervals.check_steady(list(window)).trend for window in windows]
+    says = re.search(rf"(?:drift|that) of {num_steps}\b.*?by (\d\.\d) %", page, re.DOTALL)
+    # The standard error of a standard deviation of 1,000 is 2.2 %.
+    assert float(says[1]) == pytest.approx(100 * float(np.std(trends)), rel=0.07)
 
 
 @pytest.mark.slow

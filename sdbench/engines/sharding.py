@@ -67,7 +67,7 @@ def shard_weights(job: TrainJob, *, config: Any) -> None:
 
     With fp32 copies of bf16 weights a rank holds its shards of the copies alone: the optimizer and
     the average work on them, and FSDP2 gathers weights for a step in bf16. Gradients travel in
-    bf16, and are fp32 shards afterwards.
+    bf16, between CPUs in fp64, and are fp32 shards afterwards.
 
     Args:
         job: Its model is on its device. Its weights become contiguous, as FSDP2 requires;

@@ -299,15 +299,17 @@ def run_child(
     """
     folder.mkdir(parents=True)
     log = folder / OUTPUT_NAME
-    with log.open("wb") as output:
-        end = run_guarded(
-            [*command, "--results_dir", str(folder)],
-            lock_file=(alone_in or folder.parent) / LOCK_NAME,
-            cause_file=folder / CAUSE_NAME,
-            output=output,
-            timeout_s=timeout_s,
-        )
-    replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
+    try:
+        with log.open("wb") as output:
+            end = run_guarded(
+                [*command, "--results_dir", str(folder)],
+                lock_file=(alone_in or folder.parent) / LOCK_NAME,
+                cause_file=folder / CAUSE_NAME,
+                output=output,
+                timeout_s=timeout_s,
+            )
+    finally:  # a run that is stopped keeps its output, too
+        replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
     exceeded_s = timeout_s if end.has_timed_out else None
     return _explain(folder, end.exit_code, end.duration_s, exceeded_s=exceeded_s)
 

@@ -1,7 +1,7 @@
 """The command `python -m sdbench rerun`: runs what a record says once more, from the record alone.
 
 A record may come from a stranger. Of what it says only settings, numbers of ranks and variables of
-speed reach the command: no program and no other variable.
+speed reach the command: no program, no `pipe:` command, no path in a variable, no other variable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
-from sdbench.base.escape import for_terminal
+from sdbench.base.escape import for_terminal, without_controls
 from sdbench.base.stop import STOPS
 from sdbench.data.command_output import PIPE
 from sdbench.launch.child import (
@@ -43,7 +43,7 @@ from sdbench.record.provenance import (
     ENVIRONMENT_PREFIXES,
     speed_environment,
 )
-from sdbench.record.store import BENCHMARK, FEED, TRAIN, kind_of
+from sdbench.record.store import BENCHMARK, FEED, OK, TRAIN, kind_of
 from sdbench.report.runs import read_record
 from sdbench.settings.kinds import PATH, SWITCH
 from sdbench.settings.ray import RAY
@@ -88,13 +88,13 @@ PROGRAMS = {
     FEED: Program("data.py", "sdbench.settings.feed:FeedSettings"),
     TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
 }
-# Where the run is written, and whether it goes on with an older one: a rerun begins anew.
-OF_THE_RUN = ("results_dir", "resume")
+# Where a run and its copies are written, and how it goes on with an older one: a rerun begins anew.
+OF_THE_RUN = ("results_dir", "resume", "max_failures", "ray_storage_path")
 WHAT_IS_AT = {
     **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
     **dict.fromkeys(("model_name", "init_from"), WEIGHTS),
 }
-NO_GPU = "CUDA_VISIBLE_DEVICES"
+CHOOSES_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,10 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentences:
             lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
             print("\n".join(lines), file=sys.stderr)
-    print(for_terminal(rerun.printed), flush=True)
+    print(without_controls(rerun.printed), flush=True)  # each blank as it is: it is to be copied
     if flags.dry_run:
         return EXIT_OK
-    return _run(rerun, folder=folder, record=flags.record)
+    return _run(rerun, folder=folder, path=flags.record, record=record)
 
 
 def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
@@ -201,6 +201,13 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
         )
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
+    if "results_dir" in replaced:
+        raise ConfigError(
+            "the folder of the new run is said before --",
+            value=given.config.results_dir,
+            allowed="--folder",
+            flag="--results_dir",
+        )
     on_gpu = record["machine"]["device_type"] == GPU
     kept, unknown = _settings_to_give(
         record, config_type, on_gpu=on_gpu, without=replaced | {*OF_THE_RUN}
@@ -209,8 +216,10 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     start, unknown_start = _start(
         ranks, engine=record["config"].get("engine"), environment=record["environment"]
     )
-    if record["config"].get("engine") == RAY and "num_ray_workers" not in replaced:
-        kept["num_ray_workers"] = ranks["world_size"]
+    num_trainers = _num_ranks(record)
+    on_ray = record["config"].get("engine") == RAY
+    if on_ray and num_trainers is not None and "num_ray_workers" not in replaced:
+        kept["num_ray_workers"] = num_trainers
     revision = record.get("workload", {}).get("revision")
     if revision is not None and not replaced & {"model_name", "model_revision"}:
         kept["model_revision"] = revision
@@ -221,6 +230,8 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     data_here = describe_data_here(config, how_made=tell_how_made(record))
     environment, told = _environment(record, hides_gpus=not on_gpu and num_gpus > 0)
     differences = [*tell_differences(record, data_here, gpu=gpu if on_gpu else None), *told]
+    if kept_apart := _tell_kept_apart(record["config"], without=replaced):
+        differences.append(kept_apart)
     if replaced:
         flags = ", ".join(f"--{name}" for name in sorted(replaced))
         differences.append(f"settings, by your flags: {flags}")
@@ -298,6 +309,13 @@ def _check_value(
             allowed=f"{one.kind.allowed}, behind --",
             flag=one.flag,
         )
+    if one.name == "ray_address" and value != "auto":
+        raise ConfigError(
+            "which Ray cluster is joined is not left to a record, since its programs run here",
+            value=value,
+            allowed=f"its address, behind --: -- {one.flag} ADDRESS",
+            flag=one.flag,
+        )
     if _is_left_out(value, declared):
         what = WHAT_IS_AT.get(one.name, f"file of {one.flag} is")
         raise ConfigError(
@@ -314,11 +332,36 @@ def _check_value(
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
     """Whether `publish` has put the name of a flag in the place of a path, or it is a command.
 
-    Of a ``pipe:`` command a record has the program alone.
+    Of a ``pipe:`` command a record has the program alone. Braces may stand for one as well.
     """
+    from braceexpand import UnbalancedBracesError, braceexpand
+
     if not isinstance(value, str):
         return False
-    return value.startswith(PIPE) or any(f"<{name}>" in value for name in names)
+    if value.startswith(PIPE) or any(f"<{name}>" in value for name in names):
+        return True
+    try:
+        return any(place.startswith(PIPE) for place in braceexpand(value))
+    except UnbalancedBracesError:  # a text, or a place that the program itself refuses
+        return False
+
+
+def _num_ranks(record: Mapping[str, Any]) -> int | None:
+    """How many ranks there were. Of data.py the result tells it; None: it has none."""
+    if "ranks" in record:
+        return record["ranks"]["world_size"]
+    return (record["summary"] or {}).get("ray", {}).get("num_trainers")
+
+
+def _tell_kept_apart(recorded: Mapping[str, Any], *, without: set[str]) -> str | None:
+    """A sentence on settings of copies and restarts, which are not given; None if it had none."""
+    names = [
+        name
+        for name in ("max_failures", "ray_storage_path")
+        if name not in without and recorded.get(name)
+    ]
+    flags = ", ".join(f"--{name} {recorded[name]}" for name in names)
+    return f"left out, since the run begins anew and is kept here alone: {flags}" if names else None
 
 
 def _start(
@@ -355,26 +398,34 @@ def _start(
 
 
 def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:
-    """Assignments of environment variables as in the record, and sentences on the others."""
-    recorded, here = dict(record["environment"]), speed_environment()
-    others = [
-        name
-        for name in recorded
-        if not name.startswith(ENVIRONMENT_PREFIXES) and name not in ENVIRONMENT_NAMES
-    ]
-    for name in others:
-        del recorded[name]
-    told = [f"{name} is not set: it is no variable that changes speed" for name in others]
+    """Assignments of environment variables as in the record, and sentences on the others.
+
+    A path is one of the machine of the record, and may name a library that is loaded.
+    """
+    recorded, here = record["environment"], speed_environment()
+    is_on_gpu = record["machine"]["device_type"] == GPU
+    assigned, told = {}, []
+    for name, value in recorded.items():
+        if not name.startswith(ENVIRONMENT_PREFIXES) and name not in ENVIRONMENT_NAMES:
+            told.append(f"{name} is not set: it is no variable that changes speed")
+        elif here.get(name) == value:
+            assigned[name] = value
+        elif name == CHOOSES_GPUS and is_on_gpu:
+            told.append(f"{name}={value} is not set: it chose among the GPUs of its machine")
+        elif "/" in value:
+            told.append(f"{name}={value} is not set: it has a path; set it here if it is right")
+        else:
+            assigned[name] = value
     told += [
-        f"{name}={here[name]} is set here and was not" for name in here if name not in recorded
+        f"{name}={here[name]} is set here and was not" for name in here if name not in assigned
     ]
     if hides_gpus:
-        told.append(f"this machine has GPUs and the run had none: {NO_GPU} hides them")
-        recorded[NO_GPU] = ""
-    return [f"{name}={value}" for name, value in sorted(recorded.items())], told
+        told.append(f"this machine has GPUs and the run had none: {CHOOSES_GPUS} hides them")
+        assigned[CHOOSES_GPUS] = ""
+    return [f"{name}={value}" for name, value in sorted(assigned.items())], told
 
 
-def _run(rerun: Rerun, *, folder: Path, record: Path) -> int:
+def _run(rerun: Rerun, *, folder: Path, path: Path, record: Mapping[str, Any]) -> int:
     """Run the command to its end; returns its exit code."""
     command = find_program(rerun.command)
     make_folder(folder)
@@ -386,7 +437,9 @@ def _run(rerun: Rerun, *, folder: Path, record: Path) -> int:
         )
     except STOPS:
         return EXIT_INTERRUPTED
-    if end.exit_code == EXIT_OK:
-        words = shlex.join(["python", "-m", "sdbench", "compare", str(record), str(folder)])
-        print(f"\nbeside the record: {for_terminal(words)}")
+    is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
+    if end.exit_code == EXIT_OK and is_comparable:
+        before = path if path.is_dir() else path.parent
+        words = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
+        print(f"\nbeside the record: {without_controls(words)}")
     return end.exit_code

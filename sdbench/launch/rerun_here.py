@@ -118,7 +118,7 @@ def tell_differences(
         sentences.append(f"{machine['device_name']} -> {gpu}")
     commit, state = record["git"]["commit"], git_state()
     if commit != state["commit"] and commit is not None:
-        sentences.append(f"commit {commit} -> {state['commit']}")
+        sentences.append(f"commit {commit} -> {state['commit'] or 'not known'}")
     if state["dirty"]:
         sentences.append("this checkout has changes that are in no commit")
     before = {**record["versions"], **record.get("other_versions", {})}

@@ -10,6 +10,8 @@ import os
 import re
 from typing import Any
 
+# The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each while they are added up.
+MAX_MICROBATCHES = 32
 # Of libkineto's levels, 3 is that of errors.
 ABOVE_ERRORS = "5"
 # Operators of aten that run one kernel; those of a CPU end in _for_cpu.

@@ -70,6 +70,7 @@ class StepWatch:
         has_trace: bool = False,
         trace_file: Path | None = None,
         judges_losses: bool = True,
+        looks_at_attention: bool = True,
     ) -> None:
         """Prepare; nothing is timed yet.
 
@@ -83,6 +84,8 @@ class StepWatch:
             trace_file: Where to write its trace; None on ranks that write none.
             judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses`
                 know of one on all ranks behind the step at which one of them has read it.
+            looks_at_attention: Whether to train one more step behind profiled ones, in which the
+                first rank notes the kernels of attention.
         """
         self.timer = timer
         self.phases = phases
@@ -95,6 +98,7 @@ class StepWatch:
         self._has_trace = has_trace
         self._trace_file = trace_file
         self._judges_losses = judges_losses
+        self._looks_at_attention = looks_at_attention
         self._profiler: Any = None
         self._ranks = Ranks.from_environment()
         self._request = StopRequest()
@@ -133,7 +137,7 @@ class StepWatch:
         if self._num_steps is not None:
             return self._num_steps
         last = self.timer.num_steps_needed - 1
-        has_look = self.timer.phase_of(last) == PROFILED
+        has_look = self._looks_at_attention and self.timer.phase_of(last) == PROFILED
         return last + 1 + has_look + self._has_trace
 
     def loop_begins(self) -> None:
@@ -221,9 +225,11 @@ class StepWatch:
         phase = self.timer.phase_of(index)
         if phase == PROFILED and not self.phases.is_running:
             self.phases.start()
-        if phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED and not self.is_over:
+        is_behind = phase != PROFILED and self.timer.phase_of(index - 1) == PROFILED
+        if is_behind and self._looks_at_attention and not self.is_over:
             self._peak_memory_gib = peak_memory_gib()  # on a CPU it cannot be reset
-            self.attention.start()
+            if self._ranks.rank == 0:  # the others run the same kernels
+                self.attention.start()
         is_last = index + 1 == self._num_steps_now
         if self._has_trace and is_last and self._trace_file is not None:
             self._begin_trace()
@@ -266,6 +272,7 @@ def make_watch(
     observers: Sequence[Observer],
     has_trace: bool = False,
     trace_file: Path | None = None,
+    looks_at_attention: bool = True,
 ) -> StepWatch:
     """Make a watch for the device of this rank.
 
@@ -279,6 +286,7 @@ def make_watch(
         observers: As of `StepWatch`.
         has_trace: As of `StepWatch`.
         trace_file: As of `StepWatch`.
+        looks_at_attention: As of `StepWatch`.
     """
     timer = StepTimer(
         num_warmup_steps=num_warmup_steps,
@@ -303,6 +311,7 @@ def make_watch(
         num_steps=num_steps,
         has_trace=has_trace,
         trace_file=trace_file,
+        looks_at_attention=looks_at_attention,
     )
     timer.on_window(opens=watch.window_opens, is_full=watch.window_is_full)
     return watch

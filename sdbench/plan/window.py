@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from sdbench.base.errors import ConfigError
+from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.plan.draft import Draft
+from sdbench.ranks.distributed import Ranks
 from sdbench.settings.compiling import NUM_GRAPH_STEPS
+from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.setting import PerDevice, of_device
 from sdbench.statistics.intervals import num_precise_steps
 
 # A GPU's step of 2048 images takes 10 s on 8 GPUs, so three of them are warm-up enough. On a CPU
-# Composer's third step is still slow: 4.36 and then 3.56 s. (4 + 10 + 2 profiled) steps of 8 images
+# Composer's third step is still slow: 4.36 and then 3.56 s. (4 + 10 + 3 behind) steps of 8 images
 # at 256 px, as in the first command of the README, are 3 to 6 minutes at the 0.7 to 0.4 images/s of
 # two cores.
 WARMUP_BATCHES = PerDevice(gpu=3, cpu=4)
@@ -40,12 +43,12 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
         num_steps = steps_in_duration(draft, draft.config.max_duration, num_samples)
     _choose_window(draft, num_steps)
     config = draft.config
-    behind = num_behind(config.profile_batches, has_trace=config.profile_trace)
+    behind = _num_behind(draft, config.profile_batches)
     needed = config.warmup_batches + config.measure_batches + behind
     if num_steps is not None and needed > num_steps:
         raise ConfigError(
-            f"{config.warmup_batches} warm-up, {config.measure_batches} measured and {behind} "
-            f"profiled batches do not fit into the run of {num_steps}",
+            f"{config.warmup_batches} warm-up and {config.measure_batches} measured batches and "
+            f"{behind} behind them do not fit into the run of {num_steps}",
             value=config.max_duration,
             allowed=f"at least {needed}ba, or fewer batches to measure",
             flag="--max_duration, --warmup_batches, --measure_batches or --profile_batches",
@@ -55,9 +58,16 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
     return num_steps or needed, num_steps or longest
 
 
-def num_behind(num_profiled: int, *, has_trace: bool) -> int:
+def _num_behind(draft: Draft, num_profiled: int) -> int:
     """Steps behind the window: profiled, one to look at attention in, one to trace."""
-    return num_profiled + (num_profiled > 0) + has_trace
+    has_look = num_profiled > 0 and looks_at_attention(draft.config, draft.ranks)
+    return num_profiled + has_look + draft.config.profile_trace
+
+
+def looks_at_attention(config: BenchmarkConfig, ranks: Ranks) -> bool:
+    """Whether a step has few enough micro-batches for torch's profiler to look at it."""
+    device_batch = config.batch_size // ranks.world_size
+    return device_batch <= MAX_MICROBATCHES * config.device_train_microbatch_size
 
 
 def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
@@ -98,11 +108,10 @@ def _choose_window(draft: Draft, num_steps: int | None) -> None:
         warmup = max(0, min(warmup, num_steps - least))
         warmup = warmup if given.warmup_batches is None else given.warmup_batches
         wanted = measure if given.measure_batches is None else given.measure_batches
-        has_trace = given.profile_trace
-        if num_steps < warmup + wanted + num_behind(profile, has_trace=has_trace):
+        if num_steps < warmup + wanted + _num_behind(draft, profile):
             profile = 0
         profile = profile if given.profile_batches is None else given.profile_batches
-        measure = max(1, num_steps - warmup - num_behind(profile, has_trace=has_trace))
+        measure = max(1, num_steps - warmup - _num_behind(draft, profile))
     for name, value in (
         ("warmup_batches", warmup),
         ("measure_batches", measure),

@@ -109,7 +109,8 @@ class CompareFlags:
         None,
         "exit with 1 if the whole interval of a row, or of the geometric mean, is slower by more "
         "than, e.g., 5%. What has no verdict fails as well: fewer than 2 runs on a side, sides "
-        "measured apart, a row that B has no figure for, no row on both sides",
+        "measured apart, a machine that changed, a row that B has no figure for, no row on both "
+        "sides",
     )
     format: str = setting(one_of(*FORMATS), "terminal", "form of the tables")
     all: bool = setting(

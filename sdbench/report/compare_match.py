@@ -8,7 +8,7 @@ occasion are one sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sdbench.base.errors import ConfigError
@@ -186,11 +186,35 @@ def match(
     )
 
 
+def compare_rows(baseline: Sequence[Row], candidate: Sequence[Row]) -> Comparison:
+    """Compare the runs of two configurations, whatever they differ in.
+
+    Args:
+        baseline: Runs of one configuration that ended well, by `row_of_run`.
+        candidate: Those of the other.
+
+    Returns:
+        What `match` says of such a pair; but where a side has a single run and not all runs are of
+        one occasion, they count as measured apart.
+    """
+    rows = [*baseline, *candidate]
+    compared = [
+        column
+        for column in _settings_in(rows)
+        if {row.get(column) for row in baseline} != {row.get(column) for row in candidate}
+    ]
+    origins = _differing_origins(baseline, candidate)
+    comparison = _compare_runs(baseline, candidate, compared=compared, origins=origins).comparison
+    if comparison.verdict == NOT_TESTED and len(find_occasions(_times_of(rows))) > 1:
+        return _without_verdict(comparison, APART)
+    return comparison
+
+
 def _compare_runs(
     baseline: Sequence[Row],
     candidate: Sequence[Row],
     *,
-    compared: Mapping[str, Any],
+    compared: Collection[str],
     origins: Mapping[str, tuple[str, str]],
 ) -> Pair:
     """Compare the runs of one configuration, unless the machine may be what differs.
@@ -201,9 +225,7 @@ def _compare_runs(
         compared: Settings that are compared.
         origins: In what the sides differ otherwise.
     """
-    times, other_times = (
-        [row.get(WHEN, Time(None)) for row in side] for side in (candidate, baseline)
-    )
+    times, other_times = map(_times_of, (candidate, baseline))
     if not MACHINES.isdisjoint(compared):
         occasions = find_occasions(times), find_occasions(other_times)
     else:
@@ -235,6 +257,10 @@ def _compare_runs(
     )
 
 
+def _times_of(rows: Sequence[Row]) -> list[Time]:
+    return [row.get(WHEN, Time(None)) for row in rows]
+
+
 def _is_figure(value: Any) -> bool:
     """Whether a cell has a figure; a sensor without a reading may say 0, and a table anything."""
     return isinstance(value, int | float) and value > 0
@@ -247,9 +273,7 @@ def _has_changed(figure: Comparison | None) -> bool:
     return figure.interval is None or not figure.interval.low <= 1 <= figure.interval.high
 
 
-def _explains(
-    name: str, compared: Mapping[str, Any], origins: Mapping[str, tuple[str, str]]
-) -> bool:
+def _explains(name: str, compared: Collection[str], origins: Mapping[str, tuple[str, str]]) -> bool:
     """Whether what differs between the sides may itself change a figure of the machine.
 
     A matrix product depends on libraries and their variables; a GPU's clock and temperature on its
@@ -289,10 +313,17 @@ def _known_settings(side: Side) -> list[str]:
     """Settings that at least one row of this side has a value for."""
     return [
         column
-        for column in dict.fromkeys(column for row in side.rows for column in row)
-        if column not in NOT_SETTINGS
-        and not column.startswith(ORIGIN_PREFIXES)
-        and any(row.get(column) is not None for row in side.rows)
+        for column in _settings_in(side.rows)
+        if any(row.get(column) is not None for row in side.rows)
+    ]
+
+
+def _settings_in(rows: Iterable[Row]) -> list[str]:
+    """The columns that are settings."""
+    return [
+        column
+        for column in dict.fromkeys(column for row in rows for column in row)
+        if column not in NOT_SETTINGS and not column.startswith(ORIGIN_PREFIXES)
     ]
 
 

@@ -46,7 +46,7 @@ FIGURE_COLUMNS = (
     "ratio_high",
     "verdict",
     "detectable_percent",
-    "machine",
+    "machine_figures",
     "flags",
 )
 MATCHED = "matched"
@@ -316,7 +316,7 @@ def _remarks_on_occasions(match: Match) -> list[str]:
         row = f", row {number}" if len(match.pairs) > 1 else ""
         if pair.machine:
             lines.append(f"Figures of the machine differ{row}: {_tell_machine(pair)}.")
-        if pair.comparison.interval is not None and pair.has_samples_of_several_runs:
+        if pair.has_samples_of_several_runs and max(pair.num_occasions) > 1:
             lines.append(
                 f"Runs of one occasion are one sample{row}: {len(pair.baseline)} and "
                 f"{len(pair.candidate)} runs on {' and '.join(map(str, pair.num_occasions))} "
@@ -419,7 +419,7 @@ def _make_rows(match: Match) -> list[dict[str, Any]]:
             "detectable_percent": None
             if pair.detectable_change is None
             else 100 * pair.detectable_change,
-            "machine": _tell_machine(pair) or None,
+            "machine_figures": _tell_machine(pair) or None,
         }
         for pair in match.pairs
     ]

@@ -92,7 +92,7 @@ def load_rows(path: Path) -> list[Row]:
     """
     if not path.is_dir():
         rows = read_figures(path, required=("images_per_second",))
-        return mark_copies([{**row, **_tell_time(row.get("started_utc"))} for row in rows])
+        return mark_copies([{**row, **tell_time(row.get("started_utc"), of=path)} for row in rows])
     files = sorted(path.rglob(RECORD_NAME))
     if not files:
         raise ConfigError(
@@ -204,6 +204,11 @@ def _load_run(file: Path) -> Row:
     record = read_record(file, flag="the path given")
     if kind_of(record) != BENCHMARK:
         return {"status": f"{kind_of(record)}, which is no training"}
+    return row_of_run(record)
+
+
+def row_of_run(record: dict[str, Any]) -> Row:
+    """The row of a run of benchmark.py, with what its record has beside the columns of tables."""
     settings = {
         name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
@@ -219,12 +224,21 @@ def _load_run(file: Path) -> Row:
         UNCOMMITTED: record["git"]["dirty"],
         WEIGHTS: record["workload"]["weights"],
         POWER_LIMIT: gpu.get("power_limit_w"),
-        **_tell_time(record["started_utc"], duration_s=record["duration_s"] or 0.0),
+        **tell_time(
+            record["started_utc"], of=record["run_id"], duration_s=record["duration_s"] or 0.0
+        ),
     }
 
 
-def _tell_time(started_utc: str | None, *, duration_s: float = 0.0) -> dict[str, Time]:
+def tell_time(
+    started_utc: str | None, *, of: str | Path, duration_s: float = 0.0
+) -> dict[str, Time]:
     """The cell with the time of a run; none where it is not told.
+
+    Args:
+        started_utc: When it began, in ISO 8601.
+        of: The run or the table, for the error.
+        duration_s: How long it took.
 
     Raises:
         ConfigError: If the text is no time.
@@ -232,7 +246,8 @@ def _tell_time(started_utc: str | None, *, duration_s: float = 0.0) -> dict[str,
     if started_utc is None:
         return {}
     try:
-        started = datetime.datetime.fromisoformat(started_utc)
+        # Python 3.10 reads no Z. A time without a zone is in UTC.
+        started = datetime.datetime.fromisoformat(started_utc.removesuffix("Z"))
         if started.tzinfo is None:
             started = started.replace(tzinfo=datetime.timezone.utc)
         return {WHEN: Time(started.timestamp(), duration_s)}
@@ -241,5 +256,5 @@ def _tell_time(started_utc: str | None, *, duration_s: float = 0.0) -> dict[str,
             "when a run was started cannot be read",
             value=started_utc,
             allowed="a time such as 2026-11-21T05:48:24+00:00",
-            flag="started_utc in the path given",
+            flag=f"started_utc of {of}",
         ) from None

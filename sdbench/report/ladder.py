@@ -8,10 +8,12 @@ rung more than the one before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sdbench.record.configuration import as_key, group, place_of_encoders, settings_of
+from sdbench.report.compare_sides import Row, row_of_run
 from sdbench.report.ladder_rungs import describe_flags, find_rung
 from sdbench.report.runs import describe_devices, describe_work
 from sdbench.settings.config import PRESETS, SETTINGS
@@ -42,10 +44,10 @@ class Configuration:
     context: Mapping[str, Any]
     added: Mapping[str, Any]
 
-    @property
-    def rates(self) -> list[float]:
-        """Images/s of each run."""
-        return [run["summary"]["images_per_second"] for run in self.runs]
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """The runs as they are compared."""
+        return [row_of_run(run) for run in self.runs]
 
     @property
     def config(self) -> Mapping[str, Any]:

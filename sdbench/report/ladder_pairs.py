@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdbench.record.configuration import place_of_encoders
+from sdbench.report.compare_match import compare_rows
 from sdbench.report.ladder import (
     EMA_SETTINGS,
     RANK_SETTINGS,
@@ -17,7 +18,7 @@ from sdbench.report.ladder import (
     describe_recipe,
     families,
 )
-from sdbench.report.ladder_tables import ratio_cell
+from sdbench.report.ladder_tables import how_sure, ratio_cell
 from sdbench.report.runs import (
     describe_devices,
     notes_cell,
@@ -26,7 +27,6 @@ from sdbench.report.runs import (
     summary_cell,
 )
 from sdbench.report.tables import EMPTY, Cell, Table, make_table
-from sdbench.statistics.intervals import compare
 
 MICRO_BATCH = "device_train_microbatch_size"
 
@@ -162,12 +162,13 @@ def _added_time_cell(one: Configuration, plain: Configuration) -> Cell:
     """How much longer the steps are than those without an EMA, in percent."""
     if one is plain:
         return EMPTY
-    comparison = compare(plain.rates, one.rates)
-    percent, interval = 100 * (comparison.ratio - 1), comparison.interval
-    text = f"{percent:.1f}"
-    if interval is not None:
-        text += f" ({100 * (interval.low - 1):.1f} to {100 * (interval.high - 1):.1f})"
-    return Cell(text, percent)
+    comparison = compare_rows(one.rows, plain.rows)
+
+    def form(ratio: float) -> str:
+        return f"{100 * (ratio - 1):.1f}"
+
+    text = f"{form(comparison.ratio)}{how_sure(comparison, form)}"
+    return Cell(text, 100 * (comparison.ratio - 1))
 
 
 def _describe_ema(config: Mapping[str, Any]) -> str:

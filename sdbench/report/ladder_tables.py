@@ -1,15 +1,16 @@
 """Tables of what each speed-up gains, alone and on top of the others.
 
-Gains are ratios of geometric means of the runs' rates. Their 95 % interval (Welch t on logs,
-between runs) takes two runs on each side.
+Gains are what `python -m sdbench compare` says of the runs of both configurations: a ratio of
+geometric means with a 95 % interval, or without one and the reason why not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from sdbench.report.compare_match import APART, MACHINE_CHANGED, compare_rows
 from sdbench.report.ladder import Configuration, Ladder, changes, difference, find_ladders
 from sdbench.report.ladder_rungs import (
     DEVICES,
@@ -21,7 +22,7 @@ from sdbench.report.ladder_rungs import (
 )
 from sdbench.report.runs import notes_cell, peak_memory_cell, rates_cell, summary_cell
 from sdbench.report.tables import EMPTY, Cell, Table, make_table
-from sdbench.statistics.intervals import compare
+from sdbench.statistics.intervals import Comparison
 
 NOT_MEASURED = Cell("not measured", None)
 SEED_ORIGIN = "mosaicml/diffusion-benchmark"
@@ -164,14 +165,26 @@ def _origin(rung: Mapping[str, Any]) -> str | None:
 
 
 def ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cell:
-    """Rate over that of a baseline, with its interval where there are enough runs.
+    """Rate over that of a baseline, with how sure that is.
 
     Empty if one of the two is missing, and for the baseline itself.
     """
     if one is None or baseline is None or one is baseline:
         return EMPTY
-    comparison = compare(one.rates, baseline.rates)
-    text, interval = f"{comparison.ratio:.2f}x", comparison.interval
-    if interval is not None:
-        text += f" ({interval.low:.2f} to {interval.high:.2f})"
-    return Cell(text, comparison.ratio)
+    comparison = compare_rows(baseline.rows, one.rows)
+    sure = how_sure(comparison, lambda ratio: f"{ratio:.2f}")
+    return Cell(f"{comparison.ratio:.2f}x{sure}", comparison.ratio)
+
+
+def how_sure(comparison: Comparison, form: Callable[[float], str]) -> str:
+    """The interval, or why there is none, in brackets; of single runs beside each other nothing.
+
+    Args:
+        comparison: The comparison.
+        form: Makes a text of a ratio.
+    """
+    if comparison.interval is not None:
+        return f" ({form(comparison.interval.low)} to {form(comparison.interval.high)})"
+    if comparison.verdict in (APART, MACHINE_CHANGED):
+        return f" ({comparison.verdict.partition(': ')[2]})"
+    return ""

@@ -34,7 +34,12 @@ def load_profile(path: Path) -> dict[str, Any]:
             flag="--folder",
         ) from None
     is_profile = isinstance(profile, dict) and profile.get("kind") == PROFILE
-    if not is_profile or not isinstance(profile.get("step"), dict):
+    has_step = is_profile and isinstance(profile.get("step"), dict)
+    try:
+        tables = make_limit_tables([profile]) if has_step else None
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        tables = None
+    if tables is None:
         raise ConfigError(
             "this is no profile of a step",
             value=str(path),
@@ -54,9 +59,12 @@ def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
     if not known:
         return []
     return [
-        make_table([_work(one) | _floors(one) for one in known], caption="Floors of a step"),
+        make_table(
+            [_work(one) | _floors(one) for one in known], name="floors", caption="Floors of a step"
+        ),
         make_table(
             [_work(one) | _rest(one) for one in known],
+            name="above-the-floor",
             caption="The profiled step above the floor that it needs, in ms",
         ),
     ]

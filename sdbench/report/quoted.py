@@ -134,7 +134,7 @@ def _make_fold(source: str, files: Mapping[str, Sequence[dict[str, Any]]], *, nu
     others = {
         file: rest
         for file, of_file in files.items()
-        if (rest := [row for row in of_file if "images_per_second" not in row])
+        if (rest := [row for row in of_file if row.get("images_per_second") is None])
     }
     devices = dict.fromkeys(device_of(row) or row.get("hardware") for row in rows)
     count = "1 figure" if len(rows) == 1 else f"{len(rows)} figures"

@@ -147,7 +147,9 @@ def forecast(
 
 def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> dict[str, float]:
     """Seconds of each part of the overhead."""
-    share = step.num_sharers / min(num_gpus, cluster.gpus_per_node) if change.shares else 1.0
+    share = 1.0
+    if change.shares:  # more GPUs than those of a node may share already
+        share = min(1.0, step.num_sharers / min(num_gpus, cluster.gpus_per_node))
     rest_s = 0.0 if change.hides_rest else sum(step.seconds[name] for name in REST)
     return {
         **{name: step.seconds[name] * share for name in UPDATES},
@@ -209,7 +211,7 @@ def read_step(arguments: OverheadFlags) -> Step:
     is_16_bit = "bf16" in (config["precision"], config.get("grad_compression"))
     num_bytes = record["workload"]["num_trainable_parameters"] * (2 if is_16_bit else 4)
     micro_batch = min(device_batch, config["device_train_microbatch_size"])
-    bucket_mib = config["ddp_bucket_mib"]
+    bucket_mib = config.get("ddp_bucket_mib", NODE_MIB)  # torch's own, which older records had
     of_nodes_mib = bucket_mib if record["ranks"]["num_nodes"] > 1 else SEVERAL_NODES_MIB
     return Step(
         source=f"{arguments.record}, step {step_time_s:.4g} s on {num_gpus} ranks",
@@ -310,7 +312,7 @@ def describe(step: Step, cluster: Cluster, setups: Sequence[Setup]) -> list[str]
         f"{cluster.network_bytes_per_s / 1e9:g} GB/s to other nodes, at most",
         f"efficiency: images/s per GPU over those on {first.num_gpus} with the same changes",
     ]
-    if any(setup.device_batch < step.micro_batch for setup in setups):
+    if any(setup.device_batch % step.micro_batch for setup in setups):
         lines.append(
             f"a micro-batch of fewer images than {step.micro_batch} is taken to last as long"
         )

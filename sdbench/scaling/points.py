@@ -11,7 +11,7 @@ from sdbench.base.outside import is_bounded
 from sdbench.measure import phases
 from sdbench.record.configuration import group
 from sdbench.record.row import make_row
-from sdbench.record.store import OK
+from sdbench.record.store import BENCHMARK, OK, kind_of
 from sdbench.report.figures import (
     MEASURED,
     as_text,
@@ -78,6 +78,13 @@ def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence
 
 def _row_of_run(folder: Path) -> Row:
     record = read_record(folder, flag="TABLE")
+    if kind_of(record) != BENCHMARK:
+        raise ConfigError(
+            "a run that is no measurement of training has no figure for the law",
+            value=f"{folder}: {kind_of(record)}",
+            allowed="runs of benchmark.py",
+            flag="TABLE",
+        )
     row = make_row(record)
     seconds = phase_seconds(record)
     if seconds is not None and record["ranks"]["world_size"] > 1:

@@ -96,7 +96,7 @@ class MeasuringSettings:
         NOT_NEGATIVE,
         None,
         "batches behind the window whose time is split into phases; one more shows the kernels of "
-        "attention; 0: no breakdown",
+        "attention, if it has 32 micro-batches or fewer; 0: no breakdown",
         only_measures=True,
     )
     profile_trace: bool = setting(

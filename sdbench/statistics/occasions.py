@@ -42,8 +42,8 @@ def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[li
 
     An occasion is a stretch of runs with no run of the other side between them and no pause of more
     than an hour. Where the sides take turns, each run is one: what changes slowly on the machine
-    meets both sides. They do as well in rounds with one run of each, whichever is first: A B, B A.
-    Runs of which one does not tell its time are one occasion.
+    meets both sides. They do as well in rounds with one run of each, whichever is first (A B, B A),
+    and no such pause between the two. Runs of which one does not tell its time are one occasion.
 
     Args:
         runs: Of this side, in any order.
@@ -56,25 +56,31 @@ def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[li
         return [list(range(len(runs)))]
     # Of runs that began within the same second, that of this side is taken to be the earlier one.
     events = sorted(
-        [(run.start_s, 0, index) for index, run in enumerate(runs)]
-        + [(other.start_s, 1, 0) for other in others if other.start_s is not None]
+        (run.start_s, is_other, index, run.start_s + run.duration_s)
+        for is_other, side in enumerate((runs, others))
+        for index, run in enumerate(side)
+        if run.start_s is not None
     )
-    rounds = [
-        {is_other for _, is_other, _ in events[at : at + 2]} for at in range(0, len(events), 2)
-    ]
-    if all(len(sides) == 2 for sides in rounds):
-        return [[index] for _, is_other, index in events if not is_other]
+    rounds = [events[at : at + 2] for at in range(0, len(events), 2)]
+    if all(map(_is_round, rounds)):
+        return [[index] for _, is_other, index, _ in events if not is_other]
     occasions: list[list[int]] = []
-    end_s = -math.inf
-    for start_s, is_other, index in events:
+    last_end_s = -math.inf
+    for start_s, is_other, index, end_s in events:
         if is_other:
-            end_s = -math.inf
+            last_end_s = -math.inf
             continue
-        if start_s - end_s > PAUSE_S:
+        if start_s - last_end_s > PAUSE_S:
             occasions.append([])
         occasions[-1].append(index)
-        end_s = max(end_s, start_s + runs[index].duration_s)
+        last_end_s = max(last_end_s, end_s)
     return occasions
+
+
+def _is_round(events: Sequence[tuple[float, int, int, float]]) -> bool:
+    """Whether these are a run of each side without a pause of more than an hour between them."""
+    sides = {is_other for _, is_other, *_ in events}
+    return len(sides) == 2 and events[1][0] - events[0][3] <= PAUSE_S
 
 
 def compare_occasions(

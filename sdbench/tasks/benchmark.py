@@ -14,6 +14,7 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
+from sdbench.plan.window import looks_at_attention
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.nccl_log import SOCKETS, NcclLog
@@ -182,4 +183,5 @@ def _make_watch(plan: Plan, run: Run, *, observers: Sequence[Observer]) -> StepW
         observers=observers,
         has_trace=config.profile_trace,
         trace_file=run.folder / "trace.json.gz" if ranks.rank == 0 else None,
+        looks_at_attention=looks_at_attention(config, ranks),
     )

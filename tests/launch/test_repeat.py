@@ -121,6 +121,26 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
     assert len(starts.read_text().splitlines()) == num_started
 
 
+def test_the_output_of_a_stopped_run_is_kept_without_secrets(tmp_path, repository):
+    folder = tmp_path / "repeat"
+    program = "import time; print('https://host/a.tar?sig=mine', flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "sdbench", "repeat", "1", "--folder", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--", "python", "-c", program],
+        cwd=repository,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    log = folder / "1" / "output.log"
+    while not (log.exists() and "sig=mine" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert "https://host/a.tar" in log.read_text() and "mine" not in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("argv", "flag", "value"),
     [

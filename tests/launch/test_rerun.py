@@ -103,7 +103,7 @@ def settings_in(words, config_type=BenchmarkConfig):
 def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd):
     run, _ = run_of_folder
     folder = tmp_path / "again"
-    assert main(["rerun", str(run), "--folder", str(folder)]) == 0
+    assert main(["rerun", str(run / "record.json"), "--folder", str(folder)]) == 0
     printed = capfd.readouterr()
     assert not LACKING.search(printed.err)
     assert f"sdbench compare {run} {folder}" in printed.out
@@ -291,6 +291,12 @@ def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys)
             "--remote or --local",
         ),
         (
+            {"config": {"engine": "ray", "ray_address": "there:6379"}},
+            "which Ray cluster is joined is not left to a record",
+            "there:6379",
+            "--ray_address",
+        ),
+        (
             {"config": {"model_name": "<model_name>"}},
             "the record does not say where the weights are",
             "<model_name>",
@@ -344,6 +350,10 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     start = words.index("composer")
     assert words[start : start + 4] == ["composer", "-n", "2", "benchmark.py"]
     assert "CUDA_VISIBLE_DEVICES=" not in words and "  NVIDIA A100 -> NVIDIA H100\n" in told
+    chosen = {"environment": {"CUDA_VISIBLE_DEVICES": "6,7"}}
+    words, told = planned(capsys, changed(run, tmp_path, machine=a100, ranks=two, **chosen))
+    assert "CUDA_VISIBLE_DEVICES=6,7" not in words
+    assert "  CUDA_VISIBLE_DEVICES=6,7 is not set: it chose among the GPUs of its machine\n" in told
     three = {**two, "world_size": 3, "ranks_per_node": 3}
     error = refusal_of("rerun", changed(run, tmp_path, machine=a100, ranks=three), "--dry_run")
     assert (error.value, error.flag) == ("2 GPUs", "RECORD")
@@ -359,6 +369,12 @@ def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     config = vars(settings_in(words, FeedSettings))
     assert config == {**load_record(record)["config"], "results_dir": config["results_dir"]}
     assert "data.py" in words and not LACKING.search(told)
+    assert main(["rerun", str(record.parent), "--folder", str(tmp_path / "again")]) == 0
+    assert len(list((tmp_path / "again").glob("*/record.json"))) == 1
+    assert "sdbench compare" not in capsys.readouterr().out  # which compares training
+    trainers = {"engine": "ray", "num_ray_workers": 2}
+    words, _ = planned(capsys, changed(record.parent, tmp_path, config=trainers))
+    assert "--num_ray_workers=2" in words
 
 
 def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_folder, tmp_path):
@@ -385,6 +401,49 @@ def test_how_the_data_set_was_made_is_in_the_record_and_in_the_refusal(run_of_fo
     error = refusal_of("rerun", path.parent, "--dry_run")
     told = error.allowed.partition("; it was made by convert: ")[2]
     assert {"from folder", "num_samples 4", "source pictures"} < {*told.split(", ")}
+
+
+@pytest.mark.parametrize(
+    "place", ["{pipe:touch evil,a.tar}", "{p,p}ipe:touch evil", "\\pipe:touch evil"]
+)
+def test_a_command_in_braces_of_a_record_is_not_run(run_of_folder, tmp_path, place):
+    config = {"remote": place, "data_format": "webdataset"}
+    error = refusal_of("rerun", changed(run_of_folder[0], tmp_path, config=config), "--dry_run")
+    assert error.what.startswith("the record does not say where the data set is")
+    assert (error.value, error.flag) == (place, "--remote")
+
+
+def test_a_library_of_a_record_is_not_loaded(run_of_folder, tmp_path, capsys, monkeypatch):
+    variables = {"LD_PRELOAD": "./evil.so", "MALLOC_CONF": "narenas:1"}
+    record = changed(run_of_folder[0], tmp_path, environment=variables)
+    words, told = planned(capsys, record)
+    assert "MALLOC_CONF=narenas:1" in words
+    assert not [word for word in words if word.startswith("LD_PRELOAD=")]
+    assert "  LD_PRELOAD=./evil.so is not set: it has a path; set it here if it is right\n" in told
+    monkeypatch.setenv("OMP_TOOL_LIBRARIES", "./mine.so")
+    record = changed(run_of_folder[0], tmp_path, environment={"OMP_TOOL_LIBRARIES": "./mine.so"})
+    words, told = planned(capsys, record)
+    assert "OMP_TOOL_LIBRARIES=./mine.so" in words and "OMP_TOOL_LIBRARIES" not in told
+
+
+def test_a_training_that_went_on_begins_anew_and_leaves_its_copies_alone(tmp_path, capsys):
+    run = RUNS / "20261123T004139Z_2-core-amd-epyc_small-128px-fast-dreambooth"
+    kept = {"resume": "auto", "max_failures": 3, "ray_storage_path": "<ray_storage_path>"}
+    config = {"engine": "ray", "num_ray_workers": 2, "run_name": "on-ray", **kept}
+    words, told = planned(capsys, changed(run, tmp_path, config=config))
+    assert not [word for word in words for name in kept if word.startswith(f"--{name}")]
+    assert {"--run_name=on-ray", "--num_ray_workers=2"} < {*words}
+    assert "--max_failures 3, --ray_storage_path <ray_storage_path>\n" in told
+
+
+def test_the_printed_command_can_be_copied(run_of_folder, capsys):
+    words, _ = planned(capsys, run_of_folder[0], "--", "--wandb_name", "two  blanks, 'quoted'")
+    assert words[words.index("--wandb_name") + 1] == "two  blanks, 'quoted'"
+
+
+def test_the_folder_of_the_new_run_is_not_silently_another(run_of_folder):
+    error = refusal_of("rerun", run_of_folder[0], "--", "--results_dir", "mine")
+    assert (error.flag, error.value, error.allowed) == ("--results_dir", "mine", "--folder")
 
 
 def test_elsewhere_than_the_checkout_it_says_so(run_of_folder, tmp_path, monkeypatch):

@@ -243,7 +243,7 @@ In the last row the steps do change, though not for good.
 
 POWER = """\
 Percent of the windows that are called drifting where they do. The fitted drift of 20 independent
-steps varies by 2.3 % itself, and that of 10 by 3.3 %, so few of these windows can show 3 %.
+steps varies by 2.2 % itself, and that of 10 by 3.0 %, so few of these windows can show 3 %.
 """
 
 

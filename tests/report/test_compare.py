@@ -480,6 +480,18 @@ def test_a_record_that_breaks_its_schema_is_refused(capsys, tmp_path, a_record, 
     assert f"{file}: {path}: " in capsys.readouterr().err
 
 
+def test_a_record_whose_time_cannot_be_read_is_named_and_left_out(capsys, tmp_path, a_record):
+    a = write_runs(tmp_path / "a", a_record, 100.0, 100.1)
+    b = write_runs(tmp_path / "b", a_record, 100.0, 100.1)
+    file = b / "run-ok--0" / "record.json"
+    record = json.loads(file.read_text()) | {"started_utc": "yesterday"}
+    file.write_text(json.dumps(record))
+    assert main(["compare", str(a), str(b)]) == 0
+    output = capsys.readouterr()
+    assert "yesterday" in output.err and f"started_utc of {record['run_id']}" in output.err
+    assert "1 x record that cannot be read" in words(output.out)
+
+
 def test_copies_of_a_run_are_one_run(capsys, tmp_path, a_record):
     a = write_runs(tmp_path / "a", a_record, 100.0, 100.1, 99.9)
     b = write_runs(tmp_path / "b", a_record, 100.0)
@@ -580,6 +592,16 @@ def test_hostile_names_survive_csv_and_json(capsys, hostile_tables, tmp_path):
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     assert [row["note"] for row in rows] == [f"'{HOSTILE}", "plain", "'+a", "'+b", ""]
     assert not any(cell.startswith(("=", "+")) for row in rows for cell in row.values())
+
+
+def test_a_setting_of_a_table_may_be_called_machine(capsys, tmp_path):
+    a, b = (
+        write_table(
+            tmp_path / f"{gpu}.csv", {"machine": "node 7", "gpu": gpu, "images_per_second": rate}
+        )
+        for gpu, rate in (("A100", 10), ("H100", 20))
+    )
+    assert compare_as_json(capsys, a, b)["rows"][0]["machine"] == "node 7"
 
 
 def test_hostile_names_are_one_line_in_terminal_and_markdown(capsys, hostile_tables):
@@ -761,6 +783,26 @@ def test_a_pause_is_counted_from_the_end_of_a_run(capsys, tmp_path, a_record):
     assert (row["num_baseline_occasions"], row["num_candidate_occasions"]) == (1, 2)
 
 
+def test_a_pause_ends_a_round(capsys, tmp_path, a_record):
+    # A, hours later B and B, hours later A and A, hours later B: two occasions of each.
+    row, text = compare_at(capsys, tmp_path, a_record, (0, 1000, 1005), (500, 505, 1500))
+    assert (row["num_baseline_occasions"], row["num_candidate_occasions"]) == (2, 2)
+    assert "3 and 3 runs on 2 and 2 occasions" in text
+
+
+def test_the_ratio_of_sides_without_a_verdict_is_that_of_their_occasions(
+    capsys, tmp_path, a_record
+):
+    # 100 and 101 on one occasion, and 90, 90 and 81 on two: sqrt(90 x 81) over sqrt(100 x 101).
+    a = write_runs(tmp_path / "a", a_record, 100.0, 101.0, minutes=(0, 5))
+    b = write_runs(tmp_path / "b", a_record, 90.0, 90.0, 81.0, minutes=(300, 305, 600))
+    row = compare_as_json(capsys, a, b)["rows"][0]
+    assert row["ratio"] == pytest.approx(math.sqrt(90 * 81 / (100 * 101)))
+    assert row["verdict"] == "not comparable: measured apart"
+    text = words(compare(capsys, a, b))
+    assert "2 and 3 runs on 1 and 2 occasions; the ratio is that of the occasions" in text
+
+
 def test_the_occasion_is_the_sample_where_there_are_several(capsys, tmp_path, a_record):
     # Means of the logs of two runs each: log 100 and log 104, log 110 and log 112.
     a = write_runs(
@@ -804,7 +846,28 @@ def test_a_table_without_times_has_no_verdict(capsys, tmp_path):
     a, b = side("a", 100, 101, 99), side("b", 90, 91, 89)
     assert compare_as_json(capsys, a, b)["rows"][0]["verdict"] == "not comparable: measured apart"
     b = side("c", 90, 91, 89, started_utc="yesterday")
-    assert refusal(a, b).value == "yesterday"
+    error = refusal(a, b)
+    assert (error.value, error.flag) == ("yesterday", f"started_utc of {b}")
+
+
+def test_times_are_of_any_zone(capsys, tmp_path):
+    # In turn, ten minutes apart.
+    times = {
+        "a": ("2026-11-23T12:00:00Z", "2026-11-23T12:20:00Z", "2026-11-23T12:40:00Z"),
+        "b": ("2026-11-23T13:10:00+01:00", "2026-11-23T12:30:00", "2026-11-23T07:50:00-05:00"),
+    }
+    tables = [
+        write_table(
+            tmp_path / f"{name}.csv",
+            *(
+                {"source": at, "kind": "measured", "started_utc": at, "images_per_second": rate}
+                for at, rate in zip(of_side, RATES, strict=True)
+            ),
+        )
+        for name, of_side in times.items()
+    ]
+    row = compare_as_json(capsys, *tables)["rows"][0]
+    assert (row["num_baseline_occasions"], row["num_candidate_occasions"]) == (3, 3)
 
 
 def test_a_matrix_product_that_changed_takes_the_verdict_back(capsys, tmp_path, a_record):
@@ -820,16 +883,16 @@ def test_a_matrix_product_that_changed_takes_the_verdict_back(capsys, tmp_path, 
 
     a = measure("a", 0.400)
     row = compare_as_json(capsys, a, measure("b", 0.381))["rows"][0]
-    assert (row["verdict"], row["machine"]) == ("slower", None)
+    assert (row["verdict"], row["machine_figures"]) == ("slower", None)
     b = measure("c", 0.379)
     row = compare_as_json(capsys, a, b)["rows"][0]
     assert row["verdict"] == "not comparable: the machine changed"
-    assert row["machine"] == "matrix product 0.4 -> 0.379 TFLOP/s, 0.95x"
+    assert row["machine_figures"] == "matrix product 0.4 -> 0.379 TFLOP/s, 0.95x"
     assert "the machine changed: by more than 5 %" in words(compare(capsys, a, b))
     # With another precision it is another product.
     b = measure("d", 0.8, precision="fp32")
     row = compare_as_json(capsys, a, b, "--allow", "precision")["rows"][0]
-    assert (row["verdict"], row["machine"]) == (
+    assert (row["verdict"], row["machine_figures"]) == (
         "slower",
         "matrix product 0.4 -> 0.8 TFLOP/s, 2.00x",
     )
@@ -852,7 +915,7 @@ def test_a_clock_that_nothing_explains_takes_the_verdict_back(capsys, tmp_path, 
     assert row["verdict"] == "not comparable: the machine changed"
     # Another setting is another load.
     found = compare_as_json(capsys, a, measure("c", 1700.0, compile=True))["rows"][0]
-    assert (found["verdict"], found["machine"]) == (
+    assert (found["verdict"], found["machine_figures"]) == (
         "slower",
         "clock of the GPU 1900 -> 1700 MHz, 0.89x",
     )
@@ -894,7 +957,7 @@ def test_the_published_seed_runs_of_three_occasions_have_no_verdict(capsys, repo
     ]
     assert [round(row["ratio"], 2) for row in rows] == [0.90, 0.75, 0.83]
     assert {row["verdict"] for row in rows} == {"not comparable: measured apart"}
-    assert rows[2]["machine"] == "matrix product 0.3752 -> 0.2641 TFLOP/s, 0.70x"
+    assert rows[2]["machine_figures"] == "matrix product 0.3752 -> 0.2641 TFLOP/s, 0.70x"
 
 
 # What differs otherwise.
@@ -966,7 +1029,7 @@ def test_a_matrix_product_that_is_no_figure_is_not_looked_at(capsys, tmp_path, p
         return write_table(tmp_path / f"{name}.csv", *rows)
 
     row = compare_as_json(capsys, side("a", *RATES), side("b", *SLOWER))["rows"][0]
-    assert (row["verdict"], row["machine"]) == ("slower", None)
+    assert (row["verdict"], row["machine_figures"]) == ("slower", None)
 
 
 def test_rows_that_share_occasions_have_no_interval_of_their_mean(capsys, tmp_path, a_record):

@@ -109,18 +109,49 @@ def test_switches_that_do_nothing_in_a_run_set_it_apart_from_no_other():
     ]
 
 
+def at(time, record):
+    return {**record, "started_utc": f"2026-11-21T{time}:00+00:00"}
+
+
 def test_three_runs_of_a_rung_have_an_interval():
     # Logs of the rates: means 0 and ln 2, standard deviation ln 1.01 on either side, three runs
     # each: standard error ln(1.01) sqrt(2/3) on 4 degrees of freedom, where t is 2.776445.
     noise = (1 / 1.01, 1.0, 1.01)
+    seed = [make_recipe(one) for one in noise]
+    rung = [make_recipe(2 * one, precision="amp_bf16") for one in noise]
     rows = ladder_of(
-        *(make_recipe(one) for one in noise),
-        *(make_recipe(2 * one, precision="amp_bf16") for one in noise),
+        *(at(f"1{number}:00", record) for number, record in enumerate(seed)),
+        *(at(f"1{number}:30", record) for number, record in enumerate(rung)),
     )
     half = 2.776445 * math.log(1.01) * math.sqrt(2 / 3)
     low, high = (2 * math.exp(sign * half) for sign in (-1, 1))
     assert rows["--precision amp_bf16"]["alone, over seed"] == f"2.00x ({low:.2f} to {high:.2f})"
     assert (f"{low:.2f}", f"{high:.2f}") == ("1.96", "2.05")
+    # One after the other, as python -m sdbench compare has it.
+    rows = ladder_of(*(at("10:00", record) for record in seed), *(at("10:30", one) for one in rung))
+    assert rows["--precision amp_bf16"]["alone, over seed"] == "2.00x (measured apart)"
+
+
+def test_single_runs_of_different_hours_are_told():
+    rows = ladder_of(
+        at("10:00", make_recipe(1.0)),
+        at("10:30", make_recipe(2.0, precision="amp_bf16")),
+        at("15:00", make_recipe(1.5, optimizer="adamw_fused")),
+    )
+    gains = [row["alone, over seed"] for row in rows.values()]
+    assert gains == ["", "2.00x", "1.50x (measured apart)"]
+
+
+def test_a_machine_that_changed_takes_the_interval_of_a_gain():
+    records = []
+    for minute, (rate, product, rung) in enumerate(
+        2 * [(1.0, 0.40, {}), (2.0, 0.30, {"attention": "eager"})]
+    ):
+        records.append(at(f"10:{minute}0", make_recipe(rate, **rung)))
+        records[-1]["summary"]["matmul_tflops"] = product
+    assert ladder_of(*records)["--attention eager"]["alone, over seed"] == (
+        "2.00x (the machine changed)"
+    )
 
 
 def test_settings_that_only_work_together_are_one_rung():
@@ -360,7 +391,11 @@ def test_fast_is_nowhere_slower_than_seed():
     for ladder in find_ladders(read_configurations(trained)):
         if ladder.fast is not None:
             compared += 1
-            assert statistics.median(ladder.fast.rates) >= statistics.median(ladder.base.rates)
+            base, fast = (
+                statistics.median(run["summary"]["images_per_second"] for run in one.runs)
+                for one in (ladder.base, ladder.fast)
+            )
+            assert fast >= base
     if not compared:
         pytest.skip("no committed records of both presets that tell all switches")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -59,6 +60,14 @@ def test_the_parts_above_the_floor_add_up_to_it(tmp_path):
     assert rest.endswith("| 50 | 30 | 6 | 7 | 3 | 4 |")
 
 
+def test_each_table_of_the_page_has_a_name_of_its_own(tmp_path):
+    """By which the columns that a reader chooses are shown."""
+    make_page(tmp_path)
+    names = re.findall(r'<table id="([^"]*)"', (tmp_path / "index.html").read_text())
+    assert {"floors", "above-the-floor"} < {*names}
+    assert all(names) and len({*names}) == len(names)
+
+
 def test_a_profile_without_that_floor_is_in_no_table(tmp_path):
     older = {"step": json.loads(PROFILES[0].read_text())["step"]}
     assert "needed_floor_ms" not in older["step"]
@@ -69,7 +78,11 @@ def test_a_profile_without_that_floor_is_in_no_table(tmp_path):
     assert "No runs yet." in (results / "limits.md").read_text()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"kind": "profile"}'])
+NO_PROFILES = ["{", "[]", "{}", '{"kind": "profile"}']
+NO_FIGURES = '{"kind": "profile", "step": {"needed_floor_ms": 1.0}}'
+
+
+@pytest.mark.parametrize("content", [*NO_PROFILES, NO_FIGURES])
 def test_what_is_no_profile_is_named_and_left_out(tmp_path, capsys, content):
     results = make_results(tmp_path)
     (results / "profiles" / "one").mkdir(parents=True)

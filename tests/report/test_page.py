@@ -262,6 +262,26 @@ def test_rows_are_found_columns_chosen_two_rows_compared_and_points_told(page, t
 
 
 @in_browser
+def test_rows_are_ticked_where_the_first_column_is_folded(tmp_path):
+    runs = [make_record(config__image_size=size) for size in (256, 512)]
+    results = make_results(tmp_path / "results", *runs, quoted=False)
+    rebuild(results)
+    script = """
+      const rows = [...page.querySelectorAll("#headlines tbody tr")];
+      const ticks = rows.map((row) => row.querySelector("input"));
+      const widths = [rows[0].cells[0].offsetWidth, ...ticks.map((tick) => tick.offsetWidth)];
+      ticks.forEach((tick) => tick.click());
+      const panel = page.getElementById("compare");
+      return [widths, panel.hidden, panel.textContent.includes("Not the same work")];
+    """
+    ((widths, hidden, is_other_work),) = seen_in_frames(
+        results / "index.html", script, tmp_path, sizes=[(1280, 720)]
+    )
+    assert widths[0] == 0 and all(widths[1:])  # all rows are of one machine
+    assert (hidden, is_other_work) == (False, True)
+
+
+@in_browser
 def test_a_thousand_runs_open_within_a_second(tmp_path):
     runs = [
         make_gpu_record(

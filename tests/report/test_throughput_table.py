@@ -250,6 +250,16 @@ def test_figures_of_others_are_folded_by_their_source_and_never_mix_kinds_of_wor
     assert "<summary>a &lt;paper&gt;: 3 figures, B200, H100</summary>" in text
 
 
+def test_a_figure_without_a_rate_is_shown_as_its_file_has_it():
+    unknown = {"source": "a paper", "kind": "quoted", "gpu": "B200", "images_per_second": None}
+    unknown |= {"image_size": 256, "latents": "online", "reason": "out of memory"}
+    known = {**unknown, "images_per_second": 5.0, "reason": None}
+    (fold,) = fold_by_source([("rates", [known, unknown])])
+    assert fold.summary == "a paper: 2 figures, B200"
+    assert [len(table.rows) for table in fold.tables] == [1, 1]
+    assert cells(fold.tables[1])["reason"] == "out of memory"
+
+
 def test_every_quoted_figure_stands_in_the_fold_of_its_source():
     folds = fold_by_source(load_figures(RESULTS / "quoted", kind="quoted")[0].items())
     numbers = {fold.summary.partition(":")[0]: [len(t.rows) for t in fold.tables] for fold in folds}

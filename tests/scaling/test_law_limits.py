@@ -255,6 +255,12 @@ def test_runs_bring_the_seconds_that_they_wait_for_gradients(tmp_path):
 # What is refused, or warned of.
 
 
+def test_a_run_that_trains_nothing_is_refused(repository):
+    (run, *_) = sorted((repository / "results" / "runs").glob("*_feed-mds-512px"))
+    error = refusal_of("scaling", "fit", run)
+    assert (error.value, error.flag) == (f"{run}: feed", "TABLE")
+
+
 @pytest.fixture
 def table(tmp_path):
     def write(*rows, header=HEADER):

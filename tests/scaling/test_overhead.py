@@ -130,6 +130,10 @@ def test_a_smaller_micro_batch_takes_as_long(overhead, capsys):
     )
     assert second - first == pytest.approx(difference_s)
     assert "fewer images than 4" in capsys.readouterr().out
+    overhead("--num_gpus", "400", "--global_batch", 2048, *PHASES)  # 5 on each: 4 and 1
+    assert "fewer images than 4" in capsys.readouterr().out
+    overhead("--num_gpus", "512", "--global_batch", 2048, *PHASES)
+    assert "fewer images" not in capsys.readouterr().out
 
 
 def test_on_its_own_gpus_a_record_takes_the_time_that_was_measured(overhead, repository):
@@ -170,6 +174,29 @@ def test_what_a_record_does_already_is_not_done_twice(overhead, repository, tmp_
     breakdown = record["summary"]["breakdown"]
     shared = breakdown["seconds"]["optimizer"] + breakdown["seconds"]["ema"]
     assert gain_s == pytest.approx(shared / 3 * measured_s / breakdown["step_time_s"])
+
+
+def test_what_more_gpus_than_a_node_has_share_already_gains_nothing(overhead, repository, tmp_path):
+    record = json.loads((repository / "results" / "runs" / RECORD / "record.json").read_text())
+    record["config"] |= {"sharding": "zero1", "batch_size": 8}
+    record["ranks"] |= {"world_size": 4, "num_nodes": 2, "ranks_per_node": 2}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    run = ("--record", tmp_path / "record.json", "--num_gpus", "4", "--device_batch", 2)
+    rows = overhead(*run, "--gpus_per_node", 2)
+    as_it_is_s = step_s(rows, "as it is, nothing hidden", num_gpus=4)
+    assert step_s(rows, "shared", num_gpus=4) == pytest.approx(as_it_is_s)
+
+
+def test_an_older_record_had_the_pieces_of_torch(overhead, repository, tmp_path):
+    record = json.loads((repository / "results" / "runs" / RECORD / "record.json").read_text())
+    links = ("--num_gpus", "1,2", "--device_batch", 2, "--node_gb_per_s", 0.01)
+    of_each = []
+    for size in ({"ddp_bucket_mib": 25}, {}):
+        del record["config"]["ddp_bucket_mib"]
+        record["config"] |= size
+        (tmp_path / "record.json").write_text(json.dumps(record))
+        of_each.append(overhead("--record", tmp_path / "record.json", *links))
+    assert of_each[0] == of_each[1]
 
 
 @pytest.mark.parametrize(

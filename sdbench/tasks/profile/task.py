@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import replace_file
+from sdbench.measure.attention_kernels import MAX_MICROBATCHES
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
 from sdbench.ranks.distributed import Ranks
@@ -29,8 +30,6 @@ from sdbench.tasks.training import TrainingTask
 if TYPE_CHECKING:
     from sdbench.tasks.profile.steps import ProfiledSteps
 
-# The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each while they are added up.
-MAX_MICROBATCHES = 32
 OPERATORS_NAME = "operators.csv"
 TRACE_NAME = "trace.json.gz"
 
