@@ -41,7 +41,8 @@ def read_how_made(folder: Path) -> dict[str, Any] | None:
         ConfigError: The file is damaged.
     """
     path = folder / MADE_BY_NAME
-    if not path.is_file():
+    # `Path.is_file` raises where a URL or a command is too long for a name.
+    if not os.path.isfile(path):
         return None
     try:
         facts = read_json(path)
