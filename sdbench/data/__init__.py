@@ -6,11 +6,13 @@ are imported when they are called.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.command_output import PIPE
 from sdbench.data.formats.checks import (
     PLACE_FLAGS,
     check_enough_samples,
@@ -161,12 +163,14 @@ def detect_format(place: str) -> str:
     Returns:
         A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
     """
-    if place.startswith("pipe:") or place.endswith(endings(".tar")):
+    # A signed web address ends with its signature.
+    path = place.partition("?")[0] if place.startswith(("http://", "https://")) else place
+    if place.startswith(PIPE) or path.endswith(endings(".tar")):
         return "webdataset"
-    if place.endswith(".parquet"):
+    if path.endswith(".parquet"):
         return "parquet"
     folder = Path(place)
-    if not folder.is_dir() or (folder / "index.json").is_file():
+    if not os.path.isdir(place) or (folder / "index.json").is_file():
         return "mds"
     for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
         if list_folder(folder, suffix=suffix)[0]:

@@ -14,6 +14,8 @@ from typing import Any
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.secrets import redact
+from sdbench.data.command_output import PIPE
+from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
 from sdbench.data.made_by import read_how_made
 from sdbench.data.remote import is_url
@@ -26,7 +28,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     The hash is over the names below the folder that all files share, with sizes; of MDS over each
     index.json, which has the names, sizes and, where they were made, hashes of the shards. So a
     copy of a data set in another place has its hash, and a change that keeps names and sizes is
-    not seen. The size of a file behind a URL is not asked for.
+    not seen. The size of a file behind a URL is not asked for; a picture that is missing has none.
 
     Args:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
@@ -56,7 +58,11 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
     """As `describe_data`; what cannot be listed behind a run that went well is a warning."""
     try:
         return describe_data(settings)
+<<<<<<< HEAD
     except (ConfigError, RunError, OSError) as error:
+=======
+    except (ConfigError, OSError, RunError) as error:
+>>>>>>> v21-data
         print(f"warning: the record has no hash of the data set: {error}", file=sys.stderr)
         return None
 
@@ -100,9 +106,9 @@ def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:
             }
             for place in locate_mds(source)
         ]
-    files = sorted(data.list_files(source))
-    # A signature in a URL changes, and the arguments of a command may be a secret.
-    parts = [(redact(file) if is_url(file) else os.path.abspath(file)).split("/") for file in files]
+    is_folder = source.data_format == "folder"
+    files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
+    parts = [_lasting_name(file).split("/") for file in files]
     folders = [names[:-1] for names in parts]
     # What the first and the last have in common, all between them have, too.
     ends = zip(min(folders), max(folders), strict=False)
@@ -110,7 +116,19 @@ def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:
     return [
         {
             "name": "/".join(names[num_shared:]),
-            "num_bytes": None if is_url(file) else os.path.getsize(file),
+            "num_bytes": os.path.getsize(file) if _is_here(file) else None,
         }
         for file, names in zip(files, parts, strict=True)
     ]
+
+
+def _lasting_name(file: str) -> str:
+    """What a file is called each time: its path, or its URL without a signature, which changes."""
+    if not is_url(file):
+        return os.path.abspath(file)
+    # Of what is known to be a command `redact` leaves the program alone.
+    return redact(file.removeprefix(PIPE))
+
+
+def _is_here(file: str) -> bool:
+    return not is_url(file) and os.path.isfile(file)

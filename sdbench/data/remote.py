@@ -40,6 +40,9 @@ NUM_ATTEMPTS = 5
 # Before a part that broke off is asked for again; then twice as long, and so on.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
+# What a process keeps open to a server for its threads, of which each tar that is being read has
+# one. For more the libraries warn, and connect anew each time.
+NUM_CONNECTIONS = 64
 
 Item = TypeVar("Item")
 Content = TypeVar("Content")
@@ -56,13 +59,17 @@ def shown(place: str) -> str:
 
 
 def path_of(place: str) -> str:
-    """The path of a place: of a URL without host and query, and of a web address as it is shown.
+    """The path of a place: of S3 with the bucket, of other URLs without host and query.
+
+    That of a web address is as it is shown.
 
     Args:
         place: A URL or a path.
     """
     if not is_url(place):
         return place
+    if place.startswith(S3):
+        return place.removeprefix(S3)  # a key may hold ? and #
     path = urlsplit(place).path
     return unquote(path) if place.startswith(WEB) else path
 
@@ -391,12 +398,13 @@ def _make_web_pool(process: int) -> Any:
     """Connections of this process's own: two workers must not read from one."""
     import urllib3
 
-    return urllib3.PoolManager()
+    return urllib3.PoolManager(maxsize=NUM_CONNECTIONS)
 
 
 def _split_s3(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.netloc, parts.path.lstrip("/")
+    # Not by `urlsplit`: a key may hold ? and #.
+    bucket, _, key = url.removeprefix(S3).partition("/")
+    return bucket, key.lstrip("/")
 
 
 def _s3_client() -> Any:
@@ -413,6 +421,7 @@ def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
         connect_timeout=SILENCE_TIMEOUT_S,
         read_timeout=SILENCE_TIMEOUT_S,
         retries={"mode": "standard", "total_max_attempts": NUM_ATTEMPTS},
+        max_pool_connections=NUM_CONNECTIONS,
     )
     return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
 

@@ -175,4 +175,6 @@ def open_stream(place: str) -> BinaryIO:
     if stream.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
         # Its own way back is to read all again.
         return _Onward(gzip.GzipFile(fileobj=stream), below=stream)
-    return _Onward(stream) if place.startswith(PIPE) else stream
+    # One behind a URL is not skipped in either: the part that comes would be asked for again, from
+    # another byte on.
+    return _Onward(stream) if is_url(place) else stream

@@ -27,6 +27,11 @@ NOTHING = {"data_format": "auto", "use_synth_data": False, "remote": None, "loca
         ({"remote": "x"}, "mds"),
         ({"local": "x"}, "mds"),
         ({"data_format": "mds", "remote": "s3://b/x", "local": "x"}, "mds"),
+        # Longer than a name of a file can be.
+        ({"remote": f"https://h/0.tar?X-Amz-Signature={'0' * 300}"}, "webdataset"),
+        ({"remote": f"https://h/0.parquet?X-Amz-Signature={'0' * 300}"}, "parquet"),
+        ({"remote": f"https://h/0?X-Amz-Signature={'0' * 300}"}, "mds"),
+        ({"remote": "s3://b/why?#1.tar"}, "webdataset"),
     ],
 )
 def test_resolve_format(given, expected):

@@ -12,6 +12,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -21,6 +22,7 @@ from sdbench.base.errors import RunError
 from sdbench.cli import main
 from sdbench.data import remote_files
 from sdbench.data.formats import webdataset_stream
+from sdbench.data.pipeline.order import StreamedOrder
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import load_record
 from tests.data import datasets
@@ -234,6 +236,19 @@ def test_lanes_that_are_read_in_turn_have_a_reader_each(num_ranks, num_workers, 
     assert len(set(found)) == len(found) == 44
     # Each lane opens the tar in which it begins, and those behind it.
     assert len(log.read_text().split()) <= 12 * max(num_workers, 1) + 3
+
+
+def test_behind_a_resumed_epoch_each_block_is_shuffled_once(monkeypatch):
+    config = make_config("s3://b/{0..7}.parquet", "parquet", num_workers=4)
+    order = StreamedOrder([100] * 8, num_blocks_of_files=[1] * 8, config=config)
+    order.resume({**order.state(num_images=40, is_next_epoch=False), "lanes": [1, 1]})
+    assert len(list(order)) == 760
+    order.epoch_ended()
+    seeds, make = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed) or make(seed))
+    assert sorted(key.index for key in order) == list(range(800))
+    # The files of the epoch, and each block, once more where a cut between lanes goes through it.
+    assert len(seeds) <= 1 + 8 + 3
 
 
 def test_a_reader_that_is_left_takes_no_other_lanes_place(tmp_path, monkeypatch):
@@ -617,7 +632,51 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     assert json.loads(out.read_text()) == {"00000.tar": 5, "00001.tar.gz": 30}
 
 
-@pytest.mark.parametrize("place", ["pipe:cat a.tar", "nowhere", "{s3://a/b.tar,s3://a/b.tar}"])
+def test_counting_asks_for_each_byte_once(s3, folder, tmp_path, monkeypatch):  # noqa: F811
+    small = datasets.make_png  # with these alone every part would end where a member does
+    monkeypatch.setattr(datasets, "make_png", lambda index: small(index) + bytes(1000))
+    url = s3.upload(folder("webdataset"), f"{tmp_path.name}/once")
+    place = f"{url}/{NAMES['webdataset']}"
+    s3.num_bytes = 0
+    assert main(["count-samples", place, "--out", str(tmp_path / "counted.json")]) == 0
+    assert s3.num_bytes == num_stored_bytes(s3, f"{tmp_path.name}/once")
+
+
+def test_keys_with_the_marks_of_a_query_and_a_fragment(s3, folder, tmp_path):  # noqa: F811
+    path = folder("webdataset")
+    sizes = {}
+    for number, (name, size) in enumerate(TAR_SIZES.items()):
+        sizes[f"{number}?#{number}.tar"] = size
+        (path / name).rename(path / f"{number}?#{number}.tar")
+    (path / "sizes.json").write_text(json.dumps(sizes))
+    url = s3.upload(path, f"{tmp_path.name}/why?#")
+    assert indices(list(data.build(make_config(url, shuffle=False)))) == list(range(48))
+    out = tmp_path / "counted.json"
+    assert main(["count-samples", url, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == sizes
+
+
+def test_many_requests_at_once_need_no_warning(s3, folder, tmp_path, caplog):  # noqa: F811
+    path = folder("parquet")
+    for number in range(2, 16):
+        (path / f"{number}.parquet").write_bytes((path / "1.parquet").read_bytes())
+    url = s3.upload(path, f"{tmp_path.name}/many")
+    web = sign(s3, [f"{tmp_path.name}/many/{number}.parquet" for number in range(16)])
+    s3.pause_s = 0.1  # so that they are under way at the same time
+    for place in (url, web):
+        assert len(data.open_samples(make_config(place, "parquet"))) == 30 + 15 * 19
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "pipe:cat a.tar",
+        "nowhere",
+        "{s3://a/b.tar,s3://a/b.tar}",
+        "{https://a/b.tar,https://c/b.tar}",
+    ],
+)
 def test_what_cannot_be_counted_is_bad_input(place, tmp_path, capsys):
     assert main(["count-samples", place, "--out", str(tmp_path / "sizes.json")]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == "PLACE"

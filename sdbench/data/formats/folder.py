@@ -76,7 +76,7 @@ class FolderSamples:
         self._read_avif = read_avif
         self._folder, self._other_splits = find_training_folder(folder)
         tables = (self._folder / name for name in TABLE_NAMES)
-        table = next((path for path in tables if path.is_file()), None)
+        self._table = table = next((path for path in tables if path.is_file()), None)
         self._captions: list[str | None] | None = None
         self._repeated: list[Path] = []
         hint = ""
@@ -108,6 +108,13 @@ class FolderSamples:
     def images(self) -> Sequence[Path]:
         """The path of each sample's image."""
         return self._images
+
+    @property
+    def caption_files(self) -> set[Path]:
+        """The table of captions, or the files beside the images that are there."""
+        if self._table is not None:
+            return {self._table}
+        return {path for path in map(_caption_file, self._images) if os.path.isfile(path)}
 
     def __len__(self) -> int:
         return len(self._images)
@@ -325,6 +332,17 @@ def list_files(config: SourceConfig) -> list[str]:
         ConfigError: As `FolderSamples`.
     """
     return [str(path) for path in open_samples(config).images]
+
+
+def list_files_and_captions(config: SourceConfig) -> list[str]:
+    """Paths of the images, and of what holds their captions unless all have the same one.
+
+    Raises:
+        ConfigError: As `FolderSamples`.
+    """
+    samples = open_samples(config)
+    captions = samples.caption_files if config.caption is None else ()
+    return [str(path) for path in (*samples.images, *captions)]
 
 
 def open_samples(config: SourceConfig) -> FolderSamples:

@@ -25,7 +25,7 @@ from sdbench.data.formats.tar_members import (
     read_span,
 )
 from sdbench.data.image_files import image_extensions
-from sdbench.data.remote import path_of, shown
+from sdbench.data.remote import S3, path_of, shown
 from sdbench.data.remote_files import open_stream
 from sdbench.data.samples import ImageSample, SampleType, max_kept
 from sdbench.data.source import SourceConfig
@@ -239,6 +239,8 @@ def _file_beside(tar: str) -> str:
             allowed='a JSON file such as {"00000.tar": 9876, ...}, or --remote_files copy',
             flag="--tar_sizes",
         )
+    if tar.startswith(S3):
+        return f"{tar.rpartition('/')[0]}/{SIZES_NAME}"
     parts = urlsplit(tar)
     return parts._replace(path=f"{parts.path.rpartition('/')[0]}/{SIZES_NAME}").geturl()
 

@@ -239,7 +239,9 @@ class StreamedOrder(EpochOrder):
 
     def _keep_permutations(self, lanes: Lanes) -> None:
         """Keep those of the blocks that this rank's lanes are in: they may have a million rows."""
-        num_lanes = len(self._ranks_of_batch(lanes)) * lanes.num_workers
+        # Behind a resumed epoch this run's own lanes have theirs there.
+        both = (lanes, self._own_lanes)
+        num_lanes = max(len(self._ranks_of_batch(one)) * one.num_workers for one in both)
         self._permutation = functools.lru_cache(maxsize=num_lanes)(self._permute)
 
     def _permute(self, epoch: int, block: int) -> np.ndarray:

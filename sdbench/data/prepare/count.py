@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Count as the command line says; return the exit code.
 
     Raises:
-        ConfigError: There is no tar at that place, or two have the same name, or there is no folder
+        ConfigError: There is no tar at that place, or two have the same path, or there is no folder
             for the file.
         RunError: Tars cannot be read, or are damaged; the others have been counted.
     """
@@ -138,8 +138,8 @@ def _name(tars: Sequence[str]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ConfigError(
-        "A tar is named twice",
-        value=next(tar for tar in tars if tars.count(tar) > 1),
-        allowed="each once",
+        "Two tars have the same path",
+        value=next(tar for at, tar in enumerate(tars) if names[at] in names[:at]),
+        allowed="each tar once, and those of hosts with the same paths one host at a time",
         flag="--remote or --local",
     )
