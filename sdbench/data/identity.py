@@ -58,11 +58,7 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
     """As `describe_data`; what cannot be listed behind a run that went well is a warning."""
     try:
         return describe_data(settings)
-<<<<<<< HEAD
-    except (ConfigError, RunError, OSError) as error:
-=======
     except (ConfigError, OSError, RunError) as error:
->>>>>>> v21-data
         print(f"warning: the record has no hash of the data set: {error}", file=sys.stderr)
         return None
 

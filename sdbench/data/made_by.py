@@ -41,12 +41,8 @@ def read_how_made(folder: Path) -> dict[str, Any] | None:
         ConfigError: The file is damaged.
     """
     path = folder / MADE_BY_NAME
-<<<<<<< HEAD
-    if not os.path.isfile(path):  # a pattern of many tars is too long for the name of a file
-=======
     # `Path.is_file` raises where a URL or a command is too long for a name.
     if not os.path.isfile(path):
->>>>>>> v21-data
         return None
     try:
         facts = read_json(path)
