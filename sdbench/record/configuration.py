@@ -86,12 +86,22 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
     machine, ranks = record["machine"], record["ranks"]
     return {
         **settings,
+        **hash_of_data(record),
         "model_name": record["workload"]["architecture"],
         "device": machine["device_name"],
         "num_cpu_cores": machine["num_cpu_cores"],
         "num_devices": ranks["world_size"],
         "num_nodes": ranks["num_nodes"],
     }
+
+
+def hash_of_data(record: Mapping[str, Any]) -> dict[str, str]:
+    """What tells the data set of a run from another at the same place, by name; empty if unknown.
+
+    A published record has a placeholder for the place, which may stand for several data sets.
+    """
+    described = record.get("data")
+    return {"data_sha256": described["sha256"][:12]} if described else {}
 
 
 def describe_other_settings(record: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdbench.record import row as row_module
-from sdbench.record.configuration import group
+from sdbench.record.configuration import group, hash_of_data
 from sdbench.record.store import FEED, OK, kind_of
 from sdbench.report.runs import rates_cell
 from sdbench.report.tables import Cell, Table, make_cell, make_table, median_cell
@@ -233,7 +233,7 @@ def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
         "device": row["device"],
         "cores": row["num_cpu_cores"],
         "job": _name_job(record),
-        "data": row["data"],
+        "data": ", ".join(filter(None, (row["data"], *hash_of_data(record).values()))) or None,
         "format": row["data_format"],
         # The samples that are read: encoding a data set reads images.
         "samples": "latents" if row["latents"] == PRECOMPUTED else "images",

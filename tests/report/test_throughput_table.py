@@ -70,6 +70,7 @@ def test_another_setting_is_another_row(change):
         {"config__attention": "eager"},
         {"config__optimizer": "adamw"},
         {"config__remote": "s3://another/data-set"},
+        {"data": {"sha256": "1" * 64, "num_files": 1, "num_bytes": 9, "made_by": [None]}},
         {"machine__num_cpu_cores": 64},
         {"ranks__num_nodes": 2},
     ],
