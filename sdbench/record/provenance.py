@@ -61,11 +61,17 @@ def package_versions() -> dict[str, str | None]:
 
 
 def other_versions() -> dict[str, str]:
-    """Installed version of every package that is none of `PACKAGES`, by its normalized name."""
+    """Installed version of every package that is none of `PACKAGES`, by its normalized name.
+
+    Copies of packages within another one are left out: Ray and setuptools put theirs on `sys.path`
+    when they are imported, so that the answer would change within a process.
+    """
     found = {}
     for installed in metadata.distributions():
         name, version = installed.metadata["Name"], installed.metadata["Version"]
-        if name and version:  # both are missing where its installation was cut off
+        above = {folder.name for folder in Path(str(installed.locate_file(""))).parents}
+        # Both are missing where its installation was cut off.
+        if name and version and not above & {"site-packages", "dist-packages"}:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)  # PEP 503
     return {name: found[name] for name in sorted(found.keys() - {*PACKAGES})}
 

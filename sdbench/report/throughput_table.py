@@ -121,15 +121,22 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     """Make the table of the best configuration of each machine, model and kind of work.
 
     The best is the one whose 95 % interval begins highest, so that a figure that is hardly known
-    does not stand for a machine. GPUs come first.
+    does not stand for a machine. GPUs come first, and of a machine the model with the most trained
+    parameters.
 
     Args:
         records: Records of training runs with the status ok.
     """
     tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
+    machines = list(dict.fromkeys(track.machine for track in tracks))
+
+    def place(track: _Track) -> tuple[bool, int, int]:
+        trained = tracks[track][0][0]["workload"]["num_trainable_parameters"]
+        return not track.on_gpu, machines.index(track.machine), -trained
+
     rows = [
-        _headline_row(max(configurations, key=_lowest_rate), num_configurations=len(configurations))
-        for _, configurations in sorted(tracks.items(), key=lambda track: not track[0].on_gpu)
+        _headline_row(max(tracks[track], key=_lowest_rate), num_configurations=len(tracks[track]))
+        for track in sorted(tracks, key=place)
     ]
     caption = "The best published configuration of each machine, model and kind of work"
     return make_table(

@@ -255,7 +255,7 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
     assert "  PATH is not set: it is no variable that changes speed\n" in told
     assert f"  commit {'0' * 40} -> " in told
     assert f"  packages: no-such-package 1.0 -> none, torch 0.4.1 -> {torch}\n" in told
-    assert "  the data set: 4 files, " in told and " -> 5 files, " in told
+    assert "  the data set: 8 files, " in told and " -> 10 files, " in told
     assert "  settings, by your flags: --remote\n" in told
 
 
@@ -266,7 +266,7 @@ def test_a_copy_of_the_data_set_is_the_same_one(run_of_folder, tmp_path, capsys)
     assert "data set" not in told
     (copy / "0.png").write_bytes((copy / "0.png").read_bytes() + b"x")  # another size
     _, told = planned(capsys, run, "--", "--remote", str(copy))
-    assert "  the data set: 4 files, " in told
+    assert "  the data set: 8 files, " in told
 
 
 @pytest.mark.parametrize(

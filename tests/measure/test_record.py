@@ -15,7 +15,7 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import is_secret_name, redact
 from sdbench.measure.hardware import as_dict
-from sdbench.record.provenance import speed_environment
+from sdbench.record.provenance import other_versions, speed_environment
 from sdbench.record.store import FEED, SCHEMA_FILES, OutputLog, RunFolder, load_record
 from sdbench.run.outcome import RunRecord, explain
 from sdbench.settings.config import SETTINGS
@@ -30,6 +30,17 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 def test_two_runs_in_one_second_get_two_folders(tmp_path):
     folders = {RunFolder.create(str(tmp_path), machine="m", name="n") for _ in range(3)}
     assert len(folders) == 3
+
+
+def test_copies_of_packages_within_another_one_are_not_what_is_installed(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    for folder, name in (site, "outer-one"), (site / "outer_one" / "_vendor", "inner-one"):
+        about = folder / f"{name.replace('-', '_')}-1.5.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        monkeypatch.syspath_prepend(folder)
+    found = other_versions()
+    assert (found.get("outer-one"), found.get("inner-one")) == ("1.5", None)
 
 
 def test_a_reader_never_sees_half_a_record(tmp_path):

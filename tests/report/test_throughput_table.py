@@ -171,6 +171,7 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
     gpu = {"machine__device_type": "cuda", "machine__device_name": "NVIDIA H100"}
     on_gpu = within(50.0, 60.0, **gpu, summary__mfu_percent=41.25, summary__gpu={"power_w": 612.5})
     runs = [
+        within(7.0, 8.0, workload__architecture="small", workload__num_trainable_parameters=54),
         within(0.1, 9.0, config__batch_size=8),  # the fastest, of which little is known
         within(0.4, 0.5),
         within(0.6, 0.7, config__engine="torch", ranks__world_size=2),  # of the same CPU
@@ -205,6 +206,10 @@ def test_the_headline_of_a_machine_is_the_configuration_whose_interval_begins_hi
         [
             "1 x Intel Xeon Processor, 2 cores",
             *("sd2-base, 256 px, precomputed", "0.9 (0.3 to unbounded, 95 % within-run)", "1"),
+        ],
+        [
+            "1 x Intel Xeon Processor, 2 cores",
+            *("small, 256 px, online", "8 (7 to unbounded, 95 % within-run)", "1"),
         ],
     ]
     first = cells(table)
