@@ -105,6 +105,7 @@ def test_a_job_trains_on_two_nodes_with_the_ranks_that_slurm_gives(cluster, fold
     record = only_record(folder)
     assert record["status"] == "ok"
     assert record["ranks"] == {
+        "launcher": "composer",
         "world_size": 4,
         "num_nodes": 2,
         "ranks_per_node": 2,
