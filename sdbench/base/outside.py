@@ -52,6 +52,19 @@ def open_table(path: Path) -> io.StringIO:
     return io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: As `read_json`, or it holds something else.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    return content
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file of another program or another machine.
 

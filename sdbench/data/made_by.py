@@ -10,7 +10,7 @@ from typing import Any
 from sdbench import __version__
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.base.outside import read_json
+from sdbench.base.outside import read_json_object
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.record.provenance import git_state
 
@@ -45,9 +45,7 @@ def read_how_made(folder: Path) -> dict[str, Any] | None:
     if not os.path.isfile(path):
         return None
     try:
-        facts = read_json(path)
-        if not isinstance(facts, dict):
-            raise ValueError("it holds no JSON object")
+        return read_json_object(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"what says how the data set was made cannot be read ({error})",
@@ -55,7 +53,6 @@ def read_how_made(folder: Path) -> dict[str, Any] | None:
             allowed="the file as it was written, or none",
             flag=PLACE_FLAGS,
         ) from None
-    return facts
 
 
 def _without_folders(value: Any) -> Any:

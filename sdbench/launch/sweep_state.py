@@ -15,7 +15,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.base.outside import read_json
+from sdbench.base.outside import read_json_object
 from sdbench.launch.child import Outcome, in_rounds
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
@@ -151,9 +151,7 @@ def _read_state(
         ConfigError: It cannot be read.
     """
     try:
-        content = read_json(path)
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
+        content = read_json_object(path)
         for name, kind in facts.items():
             if not isinstance(content.get(name, ...), kind):
                 raise ValueError(f"{name} is {content.get(name, 'missing')!r}")

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import without_controls
 from sdbench.base.files import replace_file, write_json
-from sdbench.base.outside import read_json, shorten
+from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
@@ -184,11 +184,9 @@ def load_record(path: Path) -> dict[str, Any]:
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:
-        record = read_json(file)
+        record = read_json_object(file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{file} holds no JSON object")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"{file} has schema_version {reprlib.repr(record.get('schema_version'))}; "
