@@ -25,11 +25,11 @@ MAX_JUMP = 0.02
 TREND_LEVEL = 0.90
 JUMP_LEVEL = 0.997
 # A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
-# 50 blocks and in a third by 25. STATISTICS.md has what is found with the constants of this file.
+# 50 blocks and in 38 % by 25. STATISTICS.md has what is found with the constants of this file.
 MAX_DRIFT_BLOCKS = 50
 # Added to the correlation of n blocks before their drift is judged: 8 / n. Correlation and drift of
-# a few steps look alike, and without it every fourth window of 10 steps with a correlation of 0.8
-# is called drifting.
+# a few steps look alike: without it a third of the windows of 10 and 20 steps with a correlation
+# of 0.8 are called drifting, and with it 7 and 11 %.
 DRIFT_CORRELATION_MARGIN = 8
 # hyperfine's bound on the modified z-score, 0.6745 |x - median| / MAD > 10: a distance of more than
 # 14.826 times the median absolute deviation.
@@ -47,7 +47,8 @@ MIN_PRECISE_S = 30.0
 MAX_LAG1_CORRELATION = 0.95
 # The correlation of a few steps is itself known badly, and taken too low it makes an interval too
 # narrow. Half a standard error more, 1 / (2 sqrt(n)), brings the coverage of 10 and 20 steps with a
-# correlation of 0.5 from 90 and 92 % to 94 and 95 %, and with 0.8 from 86 and 89 % to 90 and 92 %.
+# correlation of 0.5 from 89 and 92 % to 92 and 94 %, and with 0.8 from 87 and 91 % to 92 and 95 %
+# (tests/reference/simulate_steps.py).
 CORRELATION_MARGIN = 0.5
 # Two sets of runs on one machine differ by about 1 to 2 % for other reasons (clock, neighbours,
 # page placement), so a smaller difference is not called one.
