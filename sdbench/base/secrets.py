@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sdbench.base.escape import as_utf8
@@ -109,18 +109,12 @@ def redact(text: str) -> str:
         arguments, ``<secret>`` in place of known forms of secrets, and ``<NAME>`` in place of the
         secret in the environment variable NAME.
     """
-    text = COMMAND.sub(_without_arguments, text)
-    for _, pattern, replacement in SHAPES:
-        text = pattern.sub(replacement, text)
-    return redact_environment(text)
+    return _redact(text, _secrets())
 
 
 def redact_environment(text: str) -> str:
     """The text with ``<NAME>`` in place of each secret of the environment variable NAME."""
-    for name, secret in _secrets():
-        for form in (secret, json.dumps(secret)[1:-1]):
-            text = text.replace(form, f"<{name}>")
-    return text
+    return _without(_secrets(), text)
 
 
 def redact_values(value: Any) -> Any:
@@ -128,20 +122,39 @@ def redact_values(value: Any) -> Any:
 
     A text that begins with ``pipe:``, or with a flag and ``pipe:``, is one command to its end.
     """
-    if isinstance(value, Mapping):
-        return {name: redact_values(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_values(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    value = as_utf8(value)
-    command = COMMAND_VALUE.fullmatch(value)
-    return redact(f"{command['flag'] or ''}{_program(command['command'])}" if command else value)
+    return _redact_values(value, _secrets())
 
 
 def find_secrets(text: str) -> list[str]:
     """Names, as in `SHAPES`, of the secrets that a text seems to hold."""
     return [name for name, pattern, _ in SHAPES if name is not None and pattern.search(text)]
+
+
+def _redact(text: str, secrets: list[tuple[str, str]]) -> str:
+    text = COMMAND.sub(_without_arguments, text)
+    for _, pattern, replacement in SHAPES:
+        text = pattern.sub(replacement, text)
+    return _without(secrets, text)
+
+
+def _redact_values(value: Any, secrets: list[tuple[str, str]]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _redact_values(item, secrets) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redact_values(item, secrets) for item in value]
+    if not isinstance(value, str):
+        return value
+    value = as_utf8(value)
+    command = COMMAND_VALUE.fullmatch(value)
+    text = f"{command['flag'] or ''}{_program(command['command'])}" if command else value
+    return _redact(text, secrets)
+
+
+def _without(secrets: list[tuple[str, str]], text: str) -> str:
+    for name, secret in secrets:
+        for form in (secret, json.dumps(secret)[1:-1]):
+            text = text.replace(form, f"<{name}>")
+    return text
 
 
 def _without_arguments(match: re.Match[str]) -> str:
@@ -155,12 +168,14 @@ def _program(command: str) -> str:
     return f"pipe:{program[1] if program else ''}"
 
 
-def _secrets() -> Iterator[tuple[str, str]]:
+def _secrets() -> list[tuple[str, str]]:
     """Name and value of secret environment variables, and each line of values of several lines."""
+    secrets = []
     for name, value in os.environ.items():
         found = []
         if is_secret_name(name):
             found = [value, *value.splitlines()]
         elif (url := URL_PASSWORD.match(value)) is not None:
             found = [url[1]]
-        yield from ((name, secret) for secret in found if len(secret) >= MIN_SECRET_LENGTH)
+        secrets += [(name, secret) for secret in found if len(secret) >= MIN_SECRET_LENGTH]
+    return secrets
