@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sdbench.base.shared_memory import NUM_ALL, NUM_OWN, VARIABLE
+
 # Set before torch is imported, here and in the processes that tests start. With one thread sums
 # have one order, and two ranks do not compete for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,25 +27,22 @@ os.environ["WANDB_MODE"] = "offline"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sdbench-tests-")
 
-# linux/sched.h, linux/mount.h
-CLONE_NEWNS = 0x20000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
-# Of a process of tests, three of which run at once. A run of the miniature takes up to 1.5 GB.
+# Of a process of tests, some of which run at once. A run of the miniature takes up to 1.5 GB.
 MAX_KEPT_BYTES = 2 * 10**9
+# Of a process of tests and what it starts.
+WORKER_BYTES = 6 * 10**9
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
-    """Workers for `-n auto`: three where they can be isolated, else none (one process).
-
-    Three keep two cores busy: some tests wait for time-outs.
-    """
-    return 3 if os.geteuid() == 0 and hasattr(ctypes.CDLL(None), "unshare") else 0
+    """Workers for `-n auto`: one more than cores, since some tests wait, as memory allows."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory_bytes // WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        _take_shared_memory_of_its_own()
+        _take_names_of_its_own()
     else:
         cache = os.environ["XDG_CACHE_HOME"]
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
@@ -54,20 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "train")
 
 
-def _take_shared_memory_of_its_own() -> None:
-    """Give this worker its own /dev/shm and folder for temporary files.
+def _take_names_of_its_own() -> None:
+    """Give this worker shared memory and a folder for temporary files of its own.
 
     Streaming gives its shared memory and its lock files the same names in each run on a machine.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    folder = tempfile.mkdtemp(prefix="t-")
-    is_done = (
-        libc.unshare(CLONE_NEWNS) == 0
-        and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        and libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None) == 0
-    )
-    assert is_done, os.strerror(ctypes.get_errno())
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    number = os.getpid() % (NUM_ALL // NUM_OWN)
+    os.environ[VARIABLE] = str(number * NUM_OWN)
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,10 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
+# Several runs of one user tell their shared memory apart by asking for the next free number. Tests,
+# which also look at what is left behind, get numbers of their own: the first one of NUM_OWN.
+VARIABLE = "SDBENCH_SHARED_MEMORY"
+NUM_OWN, NUM_ALL = 1_000, 1_000_000
 # streaming/base/constant.py, which cannot be imported without torch; data/compat.py compares them.
 SHARED_NAMES = (
     "locals",
@@ -29,6 +33,12 @@ SHARED_NAMES = (
     "epoch_data",
 )
 LOCK_NAMES = ("barrier_filelock", "cache_filelock")
+
+
+def numbers() -> range:
+    """The numbers, six digits each, that shared memory of this process may have."""
+    first = os.environ.get(VARIABLE)
+    return range(NUM_ALL) if first is None else range(int(first), int(first) + NUM_OWN)
 
 
 def remove_stale_shared_memory() -> int:
@@ -54,7 +64,11 @@ def find_stale() -> list[Path]:
     pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")
     in_use = mapped_prefixes()
     matches = ((path, pattern.fullmatch(path.name)) for path in FOLDER.iterdir())
-    return [path for path, match in matches if match and match[1] not in in_use and _is_own(path)]
+    return [
+        path
+        for path, match in matches
+        if match and int(match[1]) in numbers() and match[1] not in in_use and _is_own(path)
+    ]
 
 
 def _is_own(path: Path) -> bool:

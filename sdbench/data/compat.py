@@ -11,6 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import streaming
 import torch
@@ -23,6 +24,7 @@ from streaming.base.distributed import get_local_rank, maybe_init_dist
 from streaming.base.format import FileInfo
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
+from streaming.base.shared import prefix
 from streaming.base.world import World
 
 from sdbench.base import shared_memory
@@ -113,7 +115,8 @@ class CheckedStreamingDataset(StreamingDataset):
             shared_memory.remove_stale_shared_memory()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()
-        super().__init__(**options)
+        with mock.patch.object(prefix, "_each_prefix_int", lambda: iter(shared_memory.numbers())):
+            super().__init__(**options)
         if joined_here:
             torch.distributed.destroy_process_group()
 

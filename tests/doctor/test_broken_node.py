@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.base.shared_memory import VARIABLE
 from tests.doctor.conftest import FAKES
 from tests.doctor.namespaces import enter
 
@@ -50,7 +51,11 @@ def findings(tmp_path_factory) -> dict[str, dict]:
     doctor += ["--results_dir", str(here / "full" / "runs")]
     script = BREAK.format(here=here, doctor=shlex.join(doctor))
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("NCCL_")},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("NCCL_") and name != VARIABLE
+        },
         "PYTHONPATH": str(FAKES),
         "FAKE_GPUS": json.dumps([{}, {"used_gib": 50.0, "num_processes": 3}]),
         "TMPDIR": str(here / "small"),
