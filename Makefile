@@ -53,7 +53,7 @@ benchmark-gpu: ## Measure one GPU, PART=1, 2 or 3 of 10 minutes each; [WHEELS=di
 rehearse-gpu: ## Make the runs of benchmark-gpu in miniature on a CPU, by the same PYTHON and WHEELS
 	$(install_wheels)
 	@mkdir -p $(OUT)
-	$(WITH_WHEELS) $(PYTHON) tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_$(PART).yaml \
+	$(WITH_WHEELS) $(PYTHON) tools/gpu_stand_in.py sweeps/benchmark_gpu_$(PART).yaml \
 	  > $(OUT)/rehearsal_$(PART).yaml
 	CUDA_VISIBLE_DEVICES= $(WITH_WHEELS) $(PYTHON) -m sdbench sweep $(OUT)/rehearsal_$(PART).yaml \
 	  --folder $(OUT)/rehearsal_$(PART) $(ARGS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sdbench.statistics import intervals
-from tests.reference import simulate_steps
+from tools import simulate_steps
 
 
 @pytest.fixture(scope="module")

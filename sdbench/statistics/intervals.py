@@ -48,7 +48,7 @@ MAX_LAG1_CORRELATION = 0.95
 # The correlation of a few steps is itself known badly, and taken too low it makes an interval too
 # narrow. Half a standard error more, 1 / (2 sqrt(n)), brings the coverage of 10 and 20 steps with a
 # correlation of 0.5 from 89 and 92 % to 92 and 94 %, and with 0.8 from 87 and 91 % to 92 and 95 %
-# (tests/reference/simulate_steps.py).
+# (tools/simulate_steps.py).
 CORRELATION_MARGIN = 0.5
 # Two sets of runs on one machine differ by about 1 to 2 % for other reasons (clock, neighbours,
 # page placement), so a smaller difference is not called one.

@@ -19,7 +19,7 @@ from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import load_record
 from sdbench.settings.config import parse_request
 from tests.machines import make_machine
-from tests.reference.gpu_stand_in import stand_in
+from tools.gpu_stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [ROOT / "sweeps" / f"benchmark_gpu_{part}.yaml" for part in (1, 2, 3)]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.reference import compare_presets, diffusion_benchmark_loop
+from tests.reference import diffusion_benchmark_loop
+from tools import compare_presets
 
 
 def test_the_reference_model_has_the_parameters_of_sd2_base() -> None:

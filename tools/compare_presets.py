@@ -4,7 +4,7 @@ Runs the reference loop and the two presets in turn, in fresh processes, on sd2-
 global batch 2, micro-batch 2, no EMA. The order rotates with each repeat, so that a machine that
 grows slower or faster favours none of them. It takes about five minutes a run on two cores:
 
-    python tests/reference/compare_presets.py --repeats 3 --output comparison.json
+    python tools/compare_presets.py --repeats 3 --output comparison.json
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench.record.store import load_record  # noqa: E402

@@ -9,8 +9,8 @@ import torch
 from sdbench import data
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.reference import compare_datasets, compare_transport
 from tests.reference.diffusion_benchmark_dataset import ReferenceDataset, load_slow_tokenizer
+from tools import compare_datasets, compare_transport
 
 
 def test_both_read_the_same_square_pictures_and_captions(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdbench.report.tables import to_markdown
-from tests.reference.compare_links import predict_added_s, summarize
+from tools.compare_links import predict_added_s, summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 

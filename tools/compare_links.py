@@ -1,6 +1,6 @@
 """Times steps over links of limited speed, beside what the scaling law predicts.
 
-    python tests/reference/compare_links.py --repeats 3 --output comparison.json
+    python tools/compare_links.py --repeats 3 --output comparison.json
 
 Weak scaling over nodes of one rank each: network namespaces of this machine with an address each,
 joined by a bridge, whose links are left free or are held to a rate in both directions. Root only.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench.measure import hardware  # noqa: E402

@@ -3,7 +3,7 @@
 Runs both in turn, in fresh processes; which is first changes with each repeat. Flags behind ``--``
 are given to both:
 
-    python tests/reference/compare_training.py --repeats 3 --output training.json -- \
+    python tools/compare_training.py --repeats 3 --output training.json -- \
         --model_name small --image_size 128 --batch_size 8
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench.record.store import load_record  # noqa: E402

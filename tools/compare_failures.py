@@ -3,7 +3,7 @@
 Trains once for each side, in turn and in fresh processes, and kills the rank (kill -9) behind a
 checkpoint and some steps more. Flags behind ``--`` are given to all sides:
 
-    python tests/reference/compare_failures.py --repeats 3 --output failures.md -- \
+    python tools/compare_failures.py --repeats 3 --output failures.md -- \
         --model_name small --image_size 128 --batch_size 8 --use_synth_data --latents precomputed
 
 The launcher `composer` starts no rank again: there the same command is given again at once.
@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench.record.store import load_record  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 from sdbench import data
 from sdbench.data.source import SourceConfig
-from tests.reference import make_photographs
+from tools import make_photographs
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, make_photographs.PHOTOGRAPHS)),

@@ -3,7 +3,7 @@
 What a CPU has no part of is left out and named in a comment; the preset's `compile` and `attention`
 are those of a GPU, so that the other paths are too. `make rehearse-gpu` makes the runs:
 
-    python tests/reference/gpu_stand_in.py sweeps/benchmark_gpu_1.yaml > stand-in.yaml
+    python tools/gpu_stand_in.py sweeps/benchmark_gpu_1.yaml > stand-in.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Times reading pictures, by this suite and by mosaicml/diffusion-benchmark's data set class.
 
-    python tests/reference/compare_datasets.py my-mds --image_size 512 --output comparison.json
+    python tools/compare_datasets.py my-mds --image_size 512 --output comparison.json
 
 Both read the whole data set in turn, several times, in one process with one thread and no workers.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench import data  # noqa: E402

@@ -1,6 +1,6 @@
 """`make_page`: STATISTICS.md, what intervals, precision targets and drift alarms are worth.
 
-    .venv/bin/python -m tests.reference.simulate_steps > STATISTICS.md
+    .venv/bin/python -m tools.simulate_steps > STATISTICS.md
 
 Windows of simulated steps of about 1 s go through the code that judges measured ones. Each cell of
 a table has its own seed, so that a test can repeat a single one.
@@ -185,7 +185,7 @@ HEAD = f"""\
 A run gives a 95 % interval of its images/s, stops at a precision if it is asked to, and says
 `drift` where its steps had not settled. How often that is right can only be known where the truth
 is known, so {NUM_WINDOWS:,} windows of simulated steps of each kind go through the same code. This
-page is made by `.venv/bin/python -m tests.reference.simulate_steps`, seeds included, and a test
+page is made by `.venv/bin/python -m tools.simulate_steps`, seeds included, and a test
 repeats cells of it. A share of 95 % has a standard error of 0.7 percentage points.
 
 | case | a step takes 1 s and varies by 3 %, |

@@ -4,9 +4,9 @@ Runs benchmark.py once for each side, in turn and in fresh processes; which is f
 each repeat, so that a machine that grows slower or faster favours none. Flags behind ``--`` are
 given to all sides:
 
-    python tests/reference/compare_engines.py --repeats 5 --output engines.md -- \
+    python tools/compare_engines.py --repeats 5 --output engines.md -- \
         --model_name small --image_size 128 --batch_size 8 --use_synth_data --latents precomputed
-    python tests/reference/compare_engines.py --sides online --repeats 5 --warmup_batches 15 \
+    python tools/compare_engines.py --sides online --repeats 5 --warmup_batches 15 \
         --measure_batches 100 --output online.md -- \
         --model_name small --image_size 128 --batch_size 8 --remote my-pictures
 
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench.launch.child import Outcome, run_child, tail  # noqa: E402

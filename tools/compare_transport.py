@@ -1,6 +1,6 @@
 """Times latents on their way from a worker to the trainer, in new memory and in slots.
 
-    python tests/reference/compare_transport.py my-latents --output comparison.json
+    python tools/compare_transport.py my-latents --output comparison.json
 
 Reads MDS latents in turn, several times: without workers; with workers whose batches lie in new
 shared memory each, as torch's default_collate takes it; and with workers that use theirs again.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
 
 from sdbench import data  # noqa: E402

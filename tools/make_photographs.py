@@ -2,8 +2,8 @@
 
     pip install --no-deps --target packages scikit-image==0.25.2 scikit-learn==1.7.2
     export PYTHONPATH=packages
-    python tests/reference/make_photographs.py photographs-512.tar --side 512
-    python tests/reference/make_photographs.py photographs-1024.tar --side 1024
+    python tools/make_photographs.py photographs-512.tar --side 512
+    python tools/make_photographs.py photographs-1024.tar --side 1024
 
 The packages get a folder of their own: transformers imports scikit-learn, and pandas with it, in
 each run of an environment that has it.

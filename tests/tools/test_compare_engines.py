@@ -8,7 +8,7 @@ from pathlib import Path
 from scipy import stats
 
 from sdbench.launch.child import Outcome
-from tests.reference.compare_engines import format_report, launcher_of, order_of
+from tools.compare_engines import format_report, launcher_of, order_of
 
 STEPS_S = {"torch": (1.0, 1.1, 1.2), "ray": (1.02, 1.13, 1.22)}
 
