@@ -112,7 +112,7 @@ def test_every_speed_up_has_a_rung_and_one_whose_losses_can_show_it_a_tolerance(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1800)  # compiling the miniature alone takes minutes on two cores
 @pytest.mark.parametrize(
     "switch",

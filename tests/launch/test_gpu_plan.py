@@ -132,7 +132,7 @@ def test_a_rehearsal_hides_the_gpu(tmp_path):
     assert "sdbench sees GPU <>\n" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3600)  # torch.compile takes minutes for the miniature on two cores
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_a_part_runs_to_its_end_in_miniature_with_all_that_a_gpu_host_does(part, tmp_path):

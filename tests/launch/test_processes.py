@@ -189,7 +189,7 @@ def test_a_device_that_no_longer_answers_does_not_keep_a_run_that_has_failed(tmp
     assert only_record(tmp_path)["reason"].startswith("rank 0: SIGTERM")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ema", ["--use_ema", "--no_use_ema"])
 @pytest.mark.parametrize("microbatch", ["2", "8"])

@@ -305,7 +305,7 @@ def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
         assert benchmark.main([*argv, "--print_config"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "command",

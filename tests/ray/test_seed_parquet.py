@@ -53,7 +53,8 @@ def test_what_ray_data_writes_is_read_with_and_without_ray(tmp_path):
     import ray
 
     latents, texts = make_latents(256), make_texts()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # Not the cluster that a user may have running here.
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         columns = {"latents_256_bytes": latents, "caption_latents": texts}
         rows = [{name: values[row] for name, values in columns.items()} for row in range(NUM_ROWS)]

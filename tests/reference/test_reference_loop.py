@@ -28,7 +28,7 @@ def test_the_reference_model_has_the_parameters_of_sd2_base() -> None:
     assert trainable == 865_910_724
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_reference_loop_prints_its_measured_steps(repository: Path) -> None:
     flags = "--tiny --image_size 64 --num_workers 0 --warmup_batches 2 --measure_batches 3"
     output = subprocess.run(
