@@ -1,0 +1,33 @@
+"""`finished_run`: the results of a run, trained once in a process of tests and copied to each test."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_RESULTS: dict[tuple[str, ...], Path] = {}
+
+
+def finished_run(main: Callable[[Sequence[str]], int], *argv: str, results: Path) -> Path:
+    """Have the results of a run that has ended well.
+
+    For tests of what is done with a run. Tests of how it is made start one of their own.
+
+    Args:
+        main: Of a program, e.g. `benchmark.main`.
+        argv: Its arguments without --results_dir.
+        results: A folder that does not exist yet, for a copy of the results.
+
+    Returns:
+        The folder of the run in the copy.
+    """
+    key = (main.__module__, *argv)
+    if key not in _RESULTS:
+        made = Path(tempfile.mkdtemp(prefix="finished-"), "runs")
+        assert main([*argv, "--results_dir", str(made)]) == 0
+        _RESULTS[key] = made
+    shutil.copytree(_RESULTS[key], results)
+    (record,) = results.glob("*/record.json")
+    return record.parent
