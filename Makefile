@@ -1,7 +1,7 @@
 # On a machine with Python 3.10 or newer, pip and make, each target sets up what it needs.
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?= 2.7
 CHROMIUM ?= chromium
 ARGS ?=
 RUN ?=
@@ -10,18 +10,47 @@ PART ?= 1
 WHEELS ?=
 KUBERNETES ?= build/kubernetes
 
+# The sets of packages, by the torch in them, each in an environment of its own.
+ifeq ($(TORCH),2.7)
+  VENV ?= .venv
+  PINS := constraints.txt
+  DOWNLOAD := 3.2
+else ifeq ($(TORCH),2.14)
+  VENV ?= .venv-torch-2.14
+  PINS := constraints-torch-2.14.txt
+  OVERRIDES := overrides-torch-2.14.txt
+  DOWNLOAD := 3.3
+else
+  $(error no packages are pinned for this torch: got '$(TORCH)'; allowed: 2.7 (code for GPUs from sm_50 \
+    to sm_90), 2.14 (sm_75 to sm_120); change it with TORCH)
+endif
+
+# What installs the packages; pip installs it, and nothing else.
+UV := uv==0.13.9
 # Named after what they installed, so that any change of these files installs again.
-STAMP := $(VENV)/.installed-$(shell cat requirements.txt constraints.txt | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(shell cat requirements.txt $(PINS) $(OVERRIDES) | cksum | cut -d ' ' -f 1)
 DEV_STAMP := $(STAMP)-dev-$(shell cat requirements-ray.txt requirements-dev.txt | cksum | cut -d ' ' -f 1)
 SITE := $(abspath $(OUT))/site-packages
 WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
-# There while pip works. Found at the start, it means that an installation was cut off, which pip
-# itself does not notice: it takes a package with its metadata for a whole one.
+# There while pip and uv work. Found at the start, it means that an installation was cut off, which
+# neither notices: they take a package with its metadata for a whole one.
 INSTALLING := $(VENV)/.installing
+
+define make_environment
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "'$(PYTHON)' cannot make a virtual environment: install its venv and ensurepip" \
+	    "modules (Debian, Ubuntu: apt install python3-venv)." >&2; exit 2; }
+	@if [ -e $(INSTALLING) ] || ! $(VENV)/bin/python -m pip --version > /dev/null 2>&1; then \
+	  echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+endef
 
 define install
 	@rm -f $(VENV)/.installed-* && touch $(INSTALLING)
-	$(VENV)/bin/python -m pip install $(1) -c constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(UV)
+	$(VENV)/bin/python tools/uv_install.py $(1) -c $(PINS) $(OVERRIDES:%=--override %)
 	@rm $(INSTALLING)
 endef
 
@@ -34,7 +63,7 @@ endef
 .PHONY: help benchmark benchmark-gpu rehearse-gpu test test-ray test-cluster test-kubernetes lint publish results page-picture settings clean
 
 help: ## Print this list
-	@echo "usage: make TARGET [PYTHON=python3] [VENV=.venv]"
+	@echo "usage: make TARGET [PYTHON=python3] [TORCH=2.7|2.14] [VENV=.venv]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
 
 benchmark: $(STAMP) ## Measure sd2-base on this machine; more flags in ARGS="..."
@@ -99,18 +128,13 @@ clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; \
-	  exit 2; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
-	  echo "'$(PYTHON)' cannot make a virtual environment: install its venv and ensurepip" \
-	    "modules (Debian, Ubuntu: apt install python3-venv)." >&2; exit 2; }
-	@if [ -e $(INSTALLING) ] || ! $(VENV)/bin/python -m pip --version > /dev/null 2>&1; then \
-	  echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
-	@echo "Installing requirements.txt: 6.4 GB, about 2 minutes on a fast network"
+	$(make_environment)
+	@echo "Installing requirements.txt: $(DOWNLOAD) GB to download"
 	$(call install,-r requirements.txt)
 	@touch $@
 
-$(DEV_STAMP): $(STAMP)
+$(DEV_STAMP):
+	$(make_environment)
+	@echo "Installing what running and tests need: $(DOWNLOAD) GB to download"
 	$(call install,-r requirements.txt -r requirements-ray.txt -r requirements-dev.txt)
 	@touch $(STAMP) $@

@@ -91,9 +91,11 @@ def check_model(job: Job) -> Seen:
 
 def check_plan(job: Job) -> Seen:
     """Whether the job's flags fit each other and the memory of this node."""
-    from sdbench.measure.hardware import inspect_machine
+    from sdbench.measure.hardware import check_gpu_code, inspect_machine
     from sdbench.plan.resolve import resolve
 
+    machine = inspect_machine()
+    check_gpu_code(machine)
     # Data and results have checks of their own, and their places may not answer.
     no_data = dict.fromkeys(("remote", "local", "streams")) | {"data_format": "synthetic"}
     duration = job.request.config.max_duration
@@ -109,7 +111,7 @@ def check_plan(job: Job) -> Seen:
     world_size = job.ranks.num_nodes * local_world_size
     job.plan = resolve(
         dataclasses.replace(job.request, config=config),
-        machine=inspect_machine(),
+        machine=machine,
         ranks=Ranks(0, world_size, 0, local_world_size),
     )
     config = job.plan.config

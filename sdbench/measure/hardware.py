@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
 from sdbench.measure.cpu import num_cpu_cores, read_cpu
 from sdbench.measure.nvml import ask, open_nvml
@@ -144,6 +145,33 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
         driver=_read_driver_version(),
         cudnn_version=torch.backends.cudnn.version(),
         **common,
+    )
+
+
+def check_gpu_code(machine: Machine) -> None:
+    """Refuse a GPU that the installed torch has no code for: else its first kernel fails.
+
+    Code for sm_XY runs on GPUs of the same X with this Y or a larger one, sm_XYa on sm_XY alone,
+    and compute_XY is compiled by the driver for any GPU from sm_XY on.
+    """
+    import torch
+
+    built_for = torch.cuda.get_arch_list() if machine.device_type == "cuda" else []
+    code = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built_for]
+    if machine.compute_capability is None or not code or None in code:  # as with AMD's gfx942
+        return
+    gpu = tuple(map(int, machine.compute_capability.split(".")))
+    for kind, major, minor, suffix in (match.groups() for match in code):
+        built = (int(major), int(minor))
+        is_later = built <= gpu and (kind == "compute" or built[0] == gpu[0])
+        if built == gpu or (is_later and suffix != "a"):
+            return
+    raise ConfigError(
+        "this torch has no code for the GPU",
+        value=f"{machine.device_name} (sm_{gpu[0]}{gpu[1]})",
+        allowed=f"{', '.join(built_for)} with torch {torch.__version__}; "
+        "torch 2.7 has sm_50 to sm_90, torch 2.14 sm_75 to sm_120",
+        flag=f"`make benchmark TORCH={'2.14' if gpu >= (7, 5) else '2.7'}`",
     )
 
 

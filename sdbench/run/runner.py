@@ -152,6 +152,7 @@ def garbage_collection_paused() -> Iterator[None]:
 
 def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> None:
     """Resolve the request on every rank and connect the ranks; all raise the error of one."""
+    from sdbench.measure.hardware import check_gpu_code
     from sdbench.run.outcome import explain
 
     if ranks.world_size > 1 and not task.is_distributed:
@@ -163,6 +164,7 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
         )
     error = None
     try:
+        check_gpu_code(machine)
         task.resolve(machine, ranks)
     except (ConfigError, RunError) as found:
         error = found

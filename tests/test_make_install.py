@@ -1,0 +1,191 @@
+"""`make` installs by uv from where pip would have, once, and again what was cut off."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def uv_install(repository):
+    spec = importlib.util.spec_from_file_location("uv_install", repository / "tools/uv_install.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LISTED = r"""
+:env:.find-links='/wheels'
+:env:.default-timeout='180'
+:env:.disable-pip-version-check='1'
+download.index-url='https://of.download/simple'
+global.cert='/etc/company.crt'
+global.constraint='/etc/constraints.txt'
+global.extra-index-url='\nfile:///mirror/simple\nfile:///more/simple'
+global.find-links='/elsewhere'
+global.index-url='https://user:pw=1@global/simple'
+global.proxy='http://proxy:3128'
+install.index-url='https://of.install/simple'
+install.trusted-host='one two:8080'
+"""
+
+
+def test_settings_of_pip_become_those_of_uv(uv_install):
+    variables, flags = uv_install.translate(uv_install.parse_pip_settings(LISTED), {})
+    assert flags == []
+    assert variables == {
+        "UV_DEFAULT_INDEX": "https://of.install/simple",
+        "UV_INDEX": "file:///mirror/simple file:///more/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_FIND_LINKS": "/wheels",
+        "UV_CONSTRAINT": "/etc/constraints.txt",
+        "UV_INSECURE_HOST": "one two:8080",
+        "UV_HTTP_TIMEOUT": "180",
+        "SSL_CERT_FILE": "/etc/company.crt",
+        "ALL_PROXY": "http://proxy:3128",
+    }
+
+
+def test_pip_without_settings_changes_nothing(uv_install):
+    assert uv_install.translate(uv_install.parse_pip_settings(""), {}) == ({}, [])
+
+
+def test_one_index_needs_no_strategy(uv_install):
+    pip = {"index-url": "https://proxy/simple"}
+    assert uv_install.translate(pip, {}) == ({"UV_DEFAULT_INDEX": "https://proxy/simple"}, [])
+
+
+def test_folders_without_an_index(uv_install):
+    pip = {"no-index": "1", "find-links": "/one /two"}
+    assert uv_install.translate(pip, {}) == ({"UV_FIND_LINKS": "/one,/two"}, ["--no-index"])
+
+
+@pytest.mark.parametrize("variable", ["UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS"])
+def test_places_that_the_user_gave_uv_are_the_only_ones(uv_install, variable):
+    pip = uv_install.parse_pip_settings(LISTED) | {"no-index": "true"}
+    variables, flags = uv_install.translate(pip, {variable: "https://mine"})
+    assert flags == []
+    assert {*variables} == {
+        *("UV_CONSTRAINT", "UV_INSECURE_HOST", "UV_HTTP_TIMEOUT", "SSL_CERT_FILE", "ALL_PROXY")
+    }
+
+
+def test_a_variable_that_is_set_stays(uv_install):
+    pip = uv_install.parse_pip_settings(LISTED)
+    environ = {"SSL_CERT_FILE": "/mine.crt", "https_proxy": "http://mine", "UV_HTTP_TIMEOUT": "9"}
+    variables, _ = uv_install.translate(pip, environ)
+    assert not {"SSL_CERT_FILE", "ALL_PROXY", "UV_HTTP_TIMEOUT"} & {*variables}
+
+
+def test_a_bundle_of_certificates_that_pip_reads_is_told(uv_install):
+    environ = {"REQUESTS_CA_BUNDLE": "/ca.crt"}
+    assert uv_install.translate({}, environ) == ({"SSL_CERT_FILE": "/ca.crt"}, [])
+    assert uv_install.translate({"cert": "/pip.crt"}, environ) == (
+        {"SSL_CERT_FILE": "/pip.crt"},
+        [],
+    )
+
+
+# Stands for pip and uv: notes what it was asked for, and fails where a file says so.
+FAKE_PYTHON = """#!/bin/sh
+echo "$@" >> "$LOG"
+case "$*" in
+  *"-m venv"*) for to; do :; done; rm -rf "$to"; mkdir -p "$to/bin"; cp "$0" "$to/bin/python";;
+  *uv_install*) test ! -e "$CUT_OFF";;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path, repository):
+    """Run make in a folder with a Python that installs nothing; gives what that was asked for."""
+    for path in [repository / "Makefile", *repository.glob("*.txt")]:
+        shutil.copy(path, tmp_path)
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+
+    def make(*argv: str, fails: bool = False) -> list[str]:
+        log.write_text("")
+        environ = {name: value for name, value in os.environ.items() if name != "VENV"}
+        done = subprocess.run(
+            ["make", f"PYTHON={python}", *argv],
+            cwd=tmp_path,
+            env={**environ, "LOG": str(log), "CUT_OFF": str(tmp_path / "cut_off")},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        lines = log.read_text().splitlines()
+        return lines if not fails else [*lines, done.stderr]
+
+    return make
+
+
+def installs(lines: list[str]) -> list[str]:
+    return [line for line in lines if "uv_install" in line]
+
+
+def test_nothing_is_installed_twice(make):
+    assert installs(make("settings")) == [
+        "tools/uv_install.py -r requirements.txt -c constraints.txt"
+    ]
+    assert not installs(make("settings"))
+    # The rest is added once, and serves the others.
+    assert len(installs(make("test-ray"))) == 1
+    assert not installs(make("test")) and not installs(make("settings"))
+
+
+def test_a_bare_machine_installs_all_in_one_go(make):
+    (line,) = installs(make("test"))
+    assert line.count("-r ") == 3
+    assert not installs(make("settings"))
+
+
+def test_an_installation_that_was_cut_off_is_made_again_from_nothing(make, tmp_path):
+    (tmp_path / "cut_off").touch()
+    assert any("-m venv" in line for line in make("settings", fails=True))
+    (tmp_path / "cut_off").unlink()
+    again = make("settings")
+    assert any("-m venv --clear .venv" in line for line in again)
+    assert installs(again)
+    # What was whole is kept, and added to.
+    assert not any("-m venv" in line for line in make("test"))
+
+
+def test_the_newer_torch_has_an_environment_of_its_own(make):
+    make("settings")
+    lines = make("settings", "TORCH=2.14")
+    assert any("-m venv --clear .venv-torch-2.14" in line for line in lines)
+    assert installs(lines) == [
+        "tools/uv_install.py -r requirements.txt -c constraints-torch-2.14.txt "
+        "--override overrides-torch-2.14.txt"
+    ]
+    assert not installs(make("settings"))
+
+
+def test_another_torch_is_refused_by_name(make):
+    refusal = make("settings", "TORCH=2.9", fails=True)[-1]
+    assert "got '2.9'; allowed: 2.7 " in refusal
+    assert "2.14 " in refusal and "change it with TORCH" in refusal
+
+
+def test_both_sets_pin_what_they_replace(repository):
+    """What is not replaced has the version of requirements.txt in both."""
+
+    def pins(name: str) -> dict[str, str]:
+        text = (repository / name).read_text()
+        return dict(re.findall(r"^([\w.\-]+)(?:\[[\w,]+\])?[=>]=([^\s;]+)", text, re.MULTILINE))
+
+    wanted, replaced = pins("requirements.txt"), pins("overrides-torch-2.14.txt")
+    newer = {name.lower(): pin for name, pin in pins("constraints-torch-2.14.txt").items()}
+    assert {*replaced} < {*wanted}
+    assert newer["torch"] == replaced["torch"]
+    assert newer["torchvision"] == replaced["torchvision"]
+    for name in {*wanted} - {*replaced}:
+        assert newer[name.lower()] == wanted[name], name

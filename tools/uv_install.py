@@ -1,0 +1,100 @@
+"""Install into the environment of this Python with uv, from where pip would have installed.
+
+uv reads none of pip's settings: behind a proxy index pip works and uv finds nothing. So they are
+put into the variables that uv reads. What the user has set for uv itself stays as it is.
+
+    .venv/bin/python tools/uv_install.py -r requirements.txt -c constraints.txt
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# pip's name, uv's variable, and what uv puts between several values; pip has white space there.
+PLACES = (
+    ("index-url", "UV_DEFAULT_INDEX", None),
+    ("extra-index-url", "UV_INDEX", " "),
+    ("find-links", "UV_FIND_LINKS", ","),
+)
+CONNECTIONS = (
+    ("trusted-host", "UV_INSECURE_HOST", " "),
+    ("constraint", "UV_CONSTRAINT", " "),
+    ("timeout", "UV_HTTP_TIMEOUT", None),
+    ("default-timeout", "UV_HTTP_TIMEOUT", None),
+    ("cert", "SSL_CERT_FILE", None),
+    ("client-cert", "SSL_CLIENT_CERT", None),
+    ("proxy", "ALL_PROXY", None),
+)
+# Any of these says where packages come from, and then pip's places are not asked for.
+USERS_PLACES = {
+    *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"),
+    *("UV_INDEX_STRATEGY", "UV_CONFIG_FILE", "UV_OFFLINE"),
+}
+USERS_PROXIES = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
+
+
+def parse_pip_settings(listed: str) -> dict[str, str]:
+    """What `pip config list` printed, by name: the environment over [install] over [global]."""
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        if section in sections:
+            sections[section][name] = ast.literal_eval(value)
+    return {**sections["global"], **sections["install"], **sections[":env:"]}
+
+
+def translate(
+    pip: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """The variables and flags of uv that stand for pip's settings.
+
+    Args:
+        pip: As `parse_pip_settings` gives them.
+        environ: The variables that are set already.
+    """
+    is_set = {name for name, value in environ.items() if value}
+    rows, flags = list(CONNECTIONS), []
+    if not is_set & USERS_PLACES:
+        rows += PLACES
+        if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+            flags = ["--no-index"]
+    variables = {}
+    for name, variable, separator in rows:
+        values = pip.get(name, "").split()
+        if values and variable not in is_set:
+            variables[variable] = values[0] if separator is None else separator.join(values)
+    if "UV_INDEX" in variables:
+        # As pip does: the best version of all indexes, not of the first that knows the name.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    if {name.upper() for name in is_set} & USERS_PROXIES:
+        variables.pop("ALL_PROXY", None)
+    # pip reads these two as well.
+    for bundle in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if environ.get(bundle) and "SSL_CERT_FILE" not in is_set:
+            variables.setdefault("SSL_CERT_FILE", environ[bundle])
+    return variables, flags
+
+
+def main() -> None:
+    """Become `uv pip install` with the arguments of this program."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    variables, flags = translate(parse_pip_settings(listed.stdout), os.environ)
+    uv = str(Path(sys.executable).with_name("uv"))
+    argv = [uv, "pip", "install", "--python", sys.executable, *flags, *sys.argv[1:]]
+    sys.stdout.flush()
+    os.execve(uv, argv, {**os.environ, **variables})
+
+
+if __name__ == "__main__":
+    main()
