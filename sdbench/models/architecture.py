@@ -22,6 +22,11 @@ ARCHITECTURES_FOLDER = Path(__file__).parent / "architectures"
 MODEL_FLAG = "--model_name"
 REVISION_FLAG = "--model_revision"
 
+# Which numbers a seed gives for random weights on a CPU; whatever changes them counts it up, since
+# no checkpoint holds frozen random weights. 1: one generator draws all of a sub-model. 2: one for
+# each block of 2^18 values.
+DRAWING = 2
+
 # Time-out of the one request that asks whether the hub has a model.
 HUB_TIMEOUT_S = 5.0
 

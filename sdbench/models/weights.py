@@ -1,17 +1,28 @@
 """Draws random weights part by part, without a second copy of the model.
 
 A model is made on the meta device, which holds shapes only. Each part is drawn in fp32, and brought
-to its final device and type before the next one.
+to its final device and type before the next one. On a CPU all threads draw, each a block of a
+tensor: SD2 has 1.29 billion weights, which one core draws in 4 s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Values that a generator draws, 1 MiB in fp32: few enough for a core's cache, and so many that
+# seeding a generator, 10 us, is little beside the 0.8 ms of drawing them.
+BLOCK_SIZE = 2**18
+# torch's generator of a CPU takes so many bits of a seed.
+SEED_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +71,9 @@ def draw_weights(
 ) -> None:
     """Draw the weights of a model that is on the meta device, in place.
 
-    Other types round the fp32 numbers that a seed gives. The caller's random generators keep their
-    state.
+    Other types round the fp32 numbers that a seed gives. On a CPU they depend on the seed alone,
+    and not on the number of threads: `architecture.DRAWING` names what they are. The caller's
+    random generators keep their state.
 
     Args:
         model: Made under ``torch.device("meta")``.
@@ -74,7 +86,13 @@ def draw_weights(
     outside = [name for name, tensor in _tensors(model) if id(tensor) not in ours]
     assert not outside, f"these weights are in no part of the model: {outside}"
     device = torch.device(weights.drawn_on or weights.device)
-    with drawing_by(weights.seed, device), torch.no_grad():
+    with contextlib.ExitStack() as drawing:
+        drawing.enter_context(torch.no_grad())
+        drawing.enter_context(drawing_by(weights.seed, device))
+        if weights.seed is not None and device.type == "cpu":
+            # As many as the plan gives this rank.
+            threads = drawing.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
+            drawing.enter_context(_DrawingByBlocks(weights.seed, threads))
         for part in parts:
             if weights.seed is None:
                 weights.hold_places(part)
@@ -108,6 +126,43 @@ def _fill_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         assert name.endswith("position_ids"), f"the content of the buffer {name} is not known"
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device))
+
+
+class _DrawingByBlocks(TorchDispatchMode):
+    """Has the tensors of a CPU that are drawn within it drawn by blocks, in several threads.
+
+    The blocks of all tensors are numbered, and each has a generator of its own, whose seed is a
+    number of the model plus that of the block: no two blocks of a model share one.
+    """
+
+    def __init__(self, seed: int, threads: Executor) -> None:
+        super().__init__()
+        self._next_seed = random.Random(seed).getrandbits(SEED_BITS)
+        self._threads = threads
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator of torch, as it is or by blocks."""
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        is_drawing = func in (aten.uniform_.default, aten.normal_.default)
+        if not is_drawing or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        tensor, *distribution = args
+
+        def draw(block: torch.Tensor, seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():  # which holds for one thread
+                func(block, *distribution, **kwargs | {"generator": generator})
+
+        blocks = tensor.detach().view(-1).split(BLOCK_SIZE)
+        seeds = [(self._next_seed + number) % 2**SEED_BITS for number in range(len(blocks))]
+        self._next_seed += len(blocks)
+        if len(blocks) == 1:
+            draw(blocks[0], seeds[0])  # or a thread would take longer to begin than to draw
+        else:
+            list(self._threads.map(draw, blocks, seeds))
+        return tensor
 
 
 @contextlib.contextmanager

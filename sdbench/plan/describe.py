@@ -7,6 +7,7 @@ from typing import Any
 
 from sdbench.base.secrets import redact_values
 from sdbench.measure import hardware
+from sdbench.models.architecture import DRAWING
 from sdbench.plan.resolve import Plan
 from sdbench.ranks.launcher import launcher_name
 from sdbench.record.devices import count_devices
@@ -85,6 +86,7 @@ def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, 
             "weights": "random" if plan.architecture.weights_folder is None else "loaded",
             "revision": plan.architecture.revision,
             "num_steps": plan.num_steps,
+            "drawing": DRAWING if plan.architecture.random_parts else None,
         },
         "machine": hardware.as_dict(plan.machine),
         "ranks": _ranks(plan)

@@ -214,9 +214,13 @@ def _describe_band(band: Band) -> str:
 
 
 def _same_for_all(record: dict[str, Any]) -> dict[str, Any]:
-    """The settings that two runs share if they have the same data and noise."""
+    """The settings that two runs share if they have the same data, noise and way of drawing."""
     recipe = {*PRESETS["seed"], "preset", "engine", THREADS, "use_ema"}
-    settings = settings_of(record) | {"seed": record["config"]["seed"]}
+    settings = settings_of(record) | {
+        "seed": record["config"]["seed"],
+        # Without it: a record from before all threads drew.
+        "drawing": record["workload"].get("drawing", 1),
+    }
     return {name: value for name, value in settings.items() if name not in recipe}
 
 

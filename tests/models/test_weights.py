@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterator
 
@@ -79,6 +80,42 @@ def test_weights_have_the_distributions_of_the_constructor(part, make, nan_in_fr
     buffers = dict(expected.named_buffers())
     for name, buffer in drawn.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+
+
+def make_wide_layer(num_threads: int, *, seed: int = 3) -> nn.Linear:
+    """A layer of two and a half blocks, and its bias, drawn by so many threads."""
+    with torch.device("meta"):
+        layer = nn.Linear(1024, 640)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        draw_weights(layer, Weights(seed=seed))
+    finally:
+        torch.set_num_threads(before)
+    return layer
+
+
+def test_the_numbers_depend_on_the_seed_alone() -> None:
+    state = torch.get_rng_state()
+    one, three = make_wide_layer(1), make_wide_layer(3)
+    assert torch.equal(one.weight, three.weight) and torch.equal(one.bias, three.bias)
+    assert not torch.equal(one.weight, make_wide_layer(1, seed=4).weight)
+    assert torch.equal(torch.get_rng_state(), state)
+    # What DRAWING 2 is: a generator for each block, with seeds one after the other.
+    first = random.Random(3).getrandbits(32)
+    blocks = one.weight.flatten().split(2**18)
+    assert [len(block) for block in blocks] == [2**18, 2**18, 2**17]
+    bound = 1 / 1024**0.5
+    for number, block in enumerate((*blocks, one.bias)):
+        generator = torch.Generator().manual_seed((first + number) % 2**32)
+        expected = torch.empty(len(block)).uniform_(-bound, bound, generator=generator)
+        assert torch.equal(block, expected)
+
+
+def test_no_two_blocks_are_alike() -> None:
+    blocks = make_wide_layer(2).weight.detach().flatten()[: 2**19].view(2, 2**18)
+    # Of independent ones it is within 5 / sqrt(2^18) = 0.01 but for one time in a million.
+    assert abs(torch.corrcoef(blocks)[0, 1].item()) < 0.01
 
 
 def test_half_precision_rounds_the_same_numbers() -> None:

@@ -56,6 +56,13 @@ def judge(*recipes):
     return {one.recipe: one for one in band.judged if one.verdict is not None}
 
 
+def test_a_run_whose_weights_were_drawn_otherwise_is_of_another_band():
+    recipe = make_run(shifted(1.0), preset="fast", precision="amp_bf16")
+    assert len(judge(recipe)) == 1
+    recipe.record["workload"]["drawing"] = 2  # the others are from before
+    assert judge(recipe) == {}
+
+
 def test_a_recipe_within_the_band_is_inside_and_one_beyond_it_is_outside():
     found = judge(
         make_run(with_one_bad_step(0.047), precision="amp_bf16"),

@@ -138,6 +138,7 @@ def export_run(
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.prompts import make_tokenizer
     from sdbench.tasks.train.job import make_objective
+    from sdbench.tasks.train.resuming import check_drawing
     from sdbench.tasks.train.weights import put_weights
 
     trained = _read(run, wants_ema=wants_ema, insists_on_ema=insists_on_ema)
@@ -161,9 +162,9 @@ def export_run(
         learned[config.learned_token] = weights.pop(name)
         append_row(model.text_encoder, learned[config.learned_token])
     trained_or_kept = {name.partition(".")[0] for name in weights if not is_lora(name)}
-    random_parts = ", ".join(
-        part for part in architecture.random_parts if part not in trained_or_kept
-    )
+    drawn = [part for part in architecture.random_parts if part not in trained_or_kept]
+    check_drawing(trained.facts, drawn, folder=trained.folder, flag="RUN")
+    random_parts = ", ".join(drawn)
     if random_parts:
         print(f"With random weights: {random_parts}.")
     if lora is not None:
@@ -246,6 +247,7 @@ class _Trained(NamedTuple):
         folder: Of the run.
         step: Of its checkpoint.
         config: Of the run.
+        facts: Of the checkpoint.
         use_ema: Whether `weights` are the averaged ones.
         weights: As `weights.read_weights` reads them.
     """
@@ -253,6 +255,7 @@ class _Trained(NamedTuple):
     folder: Path
     step: int
     config: TrainConfig
+    facts: dict[str, Any]
     use_ema: bool
     weights: dict[str, Any]
 
@@ -267,6 +270,7 @@ def _read(run: Path, *, wants_ema: bool, insists_on_ema: bool) -> _Trained:
         folder=checkpoint.folder.parent.parent,
         step=checkpoint.step,
         config=TrainConfig(**checkpoint.facts["config"]),
+        facts=checkpoint.facts,
         use_ema=use_ema,
         weights=read_weights(checkpoint, use_ema=use_ema),
     )

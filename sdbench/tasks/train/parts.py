@@ -62,18 +62,7 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
         plan: Of the run.
         given: Sub-models whose weights come from a checkpoint.
     """
-    config: Any = plan.config
-    if config.train == "vae":  # there is no other part
-        return None
-    # The weights beside LoRA or a learned token stay as they are.
-    is_beside = config.lora_rank is not None or config.learned_token is not None
-    trained = () if is_beside else config.trained_parts
-    # A run on latents has no encoders that another run could give it.
-    is_given = [part for part in given if config.step_has_encoders or part == "unet"]
-    ours = (*trained, *is_given)
-    random_parts = [part for part in plan.architecture.random_parts if part not in ours]
-    made_latents = [part for part in random_parts if config.wants_latents and part != "unet"]
-    frozen = [part for part in random_parts if part not in made_latents]
+    frozen, made_latents = find_random_parts(plan, given=given)
     notes = []
     if made_latents:
         notes.append(
@@ -86,3 +75,27 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
             "(--model_name, --model_parts) has trained ones."
         )
     return " ".join(notes) or None
+
+
+def find_random_parts(plan: Plan, *, given: Collection[str]) -> tuple[list[str], list[str]]:
+    """The sub-models that are random and stay so, and the random ones in the place of unknown ones.
+
+    Args:
+        plan: Of the run.
+        given: Sub-models whose weights come from a checkpoint.
+
+    Returns:
+        Those that the run draws, and those that stand for what has made its latents.
+    """
+    config: Any = plan.config
+    if config.train == "vae":  # there is no other part
+        return [], []
+    # The weights beside LoRA or a learned token stay as they are.
+    is_beside = config.lora_rank is not None or config.learned_token is not None
+    trained = () if is_beside else config.trained_parts
+    # A run on latents has no encoders that another run could give it.
+    is_given = [part for part in given if config.step_has_encoders or part == "unet"]
+    ours = (*trained, *is_given)
+    random_parts = [part for part in plan.architecture.random_parts if part not in ours]
+    made_latents = [part for part in random_parts if config.wants_latents and part != "unet"]
+    return [part for part in random_parts if part not in made_latents], made_latents

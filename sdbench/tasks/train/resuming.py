@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.models.architecture import DRAWING
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import declarations
 
@@ -39,3 +40,28 @@ def compare_settings(
                 flag=f"--{name}",
             )
     return changes
+
+
+def check_drawing(
+    facts: Mapping[str, Any], random_parts: Collection[str], *, folder: Path, flag: str
+) -> None:
+    """Check that random weights beside those of a checkpoint are drawn as they were before.
+
+    Args:
+        facts: Of the checkpoint.
+        random_parts: The sub-models that are drawn from the seed once more.
+        folder: Of the checkpoint, for the message.
+        flag: What it was given by.
+
+    Raises:
+        ConfigError: The seed gives other numbers today.
+    """
+    drawing = facts.get("drawing", 1)
+    if random_parts and drawing != DRAWING:
+        raise ConfigError(
+            f"the checkpoint {folder} is of a version that drew the random weights of "
+            f"{' and '.join(random_parts)} otherwise, and does not hold them",
+            value=f"drawing {drawing}",
+            allowed=f"drawing {DRAWING}, or the version of this suite that record.json names",
+            flag=flag,
+        )

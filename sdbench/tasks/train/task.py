@@ -12,6 +12,7 @@ from sdbench.base.secrets import redact_values
 from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
+from sdbench.models.architecture import DRAWING
 from sdbench.plan.draft import Draft
 from sdbench.plan.resolve import Plan, resolve
 from sdbench.plan.window import steps_in_duration
@@ -25,8 +26,8 @@ from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
 from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.parts import check_parts, note_random_parts
-from sdbench.tasks.train.resuming import compare_settings
+from sdbench.tasks.train.parts import check_parts, find_random_parts, note_random_parts
+from sdbench.tasks.train.resuming import check_drawing, compare_settings
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Train(TrainingTask):
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
         tensorboard_log.start(folder=run.folder, num_steps=first_step)
         self.resources.callback(tensorboard_log.close)
-        tuning.set_up_process(config)
+        tuning.set_up_process(config, memory_gib=plan.memory.total_gib)
         clock.ends(startup.PLAN)
         with garbage_collection_paused():
             fit = load_engine(config.engine)
@@ -191,7 +192,7 @@ class Train(TrainingTask):
             progress=progress,
             looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
-            facts={"config": self._settings()},
+            facts={"config": self._settings(), "drawing": DRAWING},
             num_steps=plan.num_steps,
         )
         try:
@@ -237,8 +238,13 @@ class Train(TrainingTask):
 
     def _compare_with(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
         """The settings that differ from those of a checkpoint."""
-        before = checkpoint.facts["config"]
-        return compare_settings(before, self._settings(), folder=checkpoint.folder)
+        from sdbench.tasks.train.weights import parts_in
+
+        before, folder = checkpoint.facts["config"], checkpoint.folder
+        changes = compare_settings(before, self._settings(), folder=folder)
+        drawn, _ = find_random_parts(self.plan, given=parts_in(checkpoint))
+        check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
+        return changes
 
     @property
     def _looks_at_model(self) -> bool:
