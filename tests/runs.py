@@ -1,4 +1,4 @@
-"""`finished_run`: the results of a run, trained once in a process of tests and copied to each test."""
+"""`finished_run`: the results of a run, trained once in a process of tests and then copied."""
 
 from __future__ import annotations
 
