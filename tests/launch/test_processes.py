@@ -19,6 +19,7 @@ import pytest
 
 import benchmark
 from sdbench.base.cause import LOST, VARIABLE, read_cause
+from sdbench.engines import load_engine
 from sdbench.measure.timer import StepTimer
 from sdbench.record.store import load_record
 from sdbench.run import runner
@@ -38,6 +39,11 @@ END_WITHIN_S = 60
 
 COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
 TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported_once():
+    load_engine("torch")
 
 
 def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):
