@@ -86,7 +86,14 @@ def only_record(results: Path) -> dict:
     return record
 
 
-@pytest.mark.parametrize("output", ["2>&1 | head -1", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "output",
+    [
+        "2>&1 | head -1",
+        pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.slow),
+        "<&- >&- 2>&-",
+    ],
+)
 def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
     flags = [*DATA, "--results_dir", str(tmp_path / "runs")]
     program = shlex.join([sys.executable, "data.py", *flags])
@@ -103,15 +110,31 @@ def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):
     assert log.endswith(f"record: {tmp_path / 'runs' / record['run_id']}\n")
 
 
-def test_a_closed_terminal_is_an_interruption_that_says_so(tmp_path):
-    process = start(sys.executable, "data.py", *ENDLESS, results=tmp_path)
-    wait_for_record(tmp_path)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(END_WITHIN_S) == 130
-    record = only_record(tmp_path)
-    assert record["status"] == "interrupted" and record["reason"].startswith("SIGHUP: ")
+@pytest.mark.parametrize(
+    ("handler", "flags", "exit_code", "status", "reason"),
+    [
+        (signal.SIG_DFL, ENDLESS, 130, "interrupted", "SIGHUP: "),
+        (signal.SIG_IGN, A_SECOND, 0, "ok", ""),  # as nohup starts it
+    ],
+    ids=["terminal", "nohup"],
+)
+def test_a_closed_terminal_interrupts_what_nohup_has_not_started(
+    tmp_path, handler, flags, exit_code, status, reason
+):
+    def program():
+        signal.signal(signal.SIGHUP, handler)
+        return data.main([*flags, "--results_dir", str(tmp_path / "runs")])
+
+    with forked_ranks(program, tmp_path, num_ranks=1) as (process,):
+        wait_for_record(tmp_path / "runs")
+        os.kill(process.pid, signal.SIGHUP)
+        assert exit_codes([process], timeout_s=END_WITHIN_S) == [exit_code]
+    record = only_record(tmp_path / "runs")
+    assert record["status"] == status
+    assert (record["reason"] or "").startswith(reason)
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_run_going(tmp_path):
     process = start("nohup", sys.executable, "data.py", *A_SECOND, results=tmp_path)
     wait_for_record(tmp_path)
@@ -120,6 +143,7 @@ def test_nohup_keeps_a_run_going(tmp_path):
     assert only_record(tmp_path)["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_terminal_closed_over_a_launcher_interrupts_its_ranks(tmp_path):
     composer = str(Path(sys.executable).with_name("composer"))
     long = ("--measure_batches", "1000000", "--num_threads", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from sdbench.cli import main
+from sdbench.engines import load_engine
 from tests.doctor.namespaces import enter
 from tests.doctor.test_node import install
 from tests.doctor.test_report import NAMES
+from tests.forked import exit_codes, forked_ranks, log_of
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +33,11 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 pytestmark = pytest.mark.timeout(150)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported_once():
+    load_engine("torch")
+
+
 def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         command,
@@ -38,13 +47,6 @@ def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def start_node(number: int, *flags: str, port: int, **environment: str) -> subprocess.Popen:
-    """The doctor on one of two nodes, as an operator or a person starts it."""
-    place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return start([sys.executable, *DOCTOR, *flags], **place, **environment)
 
 
 def read(output: str) -> dict[str, list[dict]]:
@@ -62,12 +64,49 @@ def read_reduce(found: str) -> tuple[float, float]:
     return float(matched[1]), float(matched[2])
 
 
+def output_of(folder: Path, rank: int) -> Path:
+    """What a forked rank of the doctor prints on standard output."""
+    return folder / f"output{rank}.json"
+
+
+def examine(folder: Path, *flags: str, **environment: str) -> int:
+    """The doctor in a forked rank."""
+    os.environ |= QUIET | environment
+    output = output_of(folder, int(os.environ["RANK"])).open("w")
+    os.dup2(output.fileno(), 1)
+    sys.stdout = output
+    return main([*DOCTOR[2:], "--results_dir", str(folder), *flags])
+
+
+def examine_alone(folder: Path, *flags: str, **environment: str) -> tuple[int | None, str, str]:
+    """Exit code, output and errors of the doctor on one rank, whatever place it is told."""
+    program = functools.partial(examine, folder, *flags, **environment)
+    with forked_ranks(program, folder, num_ranks=1) as ranks:
+        (exit_code,) = exit_codes(ranks, timeout_s=TIMEOUT_S)
+    rank = int(environment.get("RANK", 0))
+    return exit_code, output_of(folder, rank).read_text(), log_of(folder, 0).read_text()
+
+
+def test_two_ranks_of_one_node(tmp_path):
+    program = functools.partial(examine, tmp_path, "--timeout_s", "100")
+    with forked_ranks(program, tmp_path) as ranks:
+        codes = exit_codes(ranks, timeout_s=TIMEOUT_S)
+    assert codes == [0, 0], output_of(tmp_path, 0).read_text()
+    assert output_of(tmp_path, 1).read_text() == ""  # the first rank has the report
+    assert_two_ranks_are_fine(output_of(tmp_path, 0).read_text())
+
+
+@pytest.mark.slow
 def test_two_ranks_of_one_node_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     launcher += ["--master_port", str(free_port())]
     doctor = start([*launcher, *DOCTOR, "--results_dir", str(tmp_path)])
     output, errors = doctor.communicate(timeout=TIMEOUT_S)
     assert doctor.returncode == 0, errors
+    assert_two_ranks_are_fine(output)
+
+
+def assert_two_ranks_are_fine(output: str) -> None:
     report = json.loads(output)
     assert (report["status"], report["num_nodes"], report["num_ranks"]) == ("ok", 1, 2)
     findings = read(output)
@@ -148,9 +187,8 @@ def test_what_both_nodes_have_is_one_line(two_nodes):
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     started_s = time.monotonic()
-    first = start_node(0, "--timeout_s", "4", "--results_dir", str(tmp_path), port=free_port())
-    output, errors = first.communicate(timeout=TIMEOUT_S)
-    assert first.returncode == 1, errors
+    exit_code, output, errors = examine_alone(tmp_path, "--timeout_s", "4", WORLD_SIZE="2")
+    assert exit_code == 1, errors
     assert time.monotonic() - started_s < 60
     findings = read(output)
     assert findings["ranks"][0]["level"] == "error"
@@ -159,11 +197,10 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
 
 
 def test_a_rank_that_cannot_reach_the_first_one_says_so_itself(tmp_path):
-    port = free_port()
-    second = start_node(1, "--timeout_s", "4", "--results_dir", str(tmp_path), port=port)
-    output, errors = second.communicate(timeout=TIMEOUT_S)
-    assert second.returncode == 1
-    assert output == ""
+    port = str(free_port())
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
+    exit_code, output, errors = examine_alone(tmp_path, "--timeout_s", "2", **place)
+    assert (exit_code, output) == (1, "")
     assert f"127.0.0.1:{port}" in json.loads(errors[errors.index("{") :])["findings"][0]["found"]
 
 
@@ -179,10 +216,9 @@ def test_srun_in_a_container_without_slurm_asks_for_an_address(tmp_path):
 def test_a_server_that_never_answers_is_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
-        flags = ["--remote", place, "--timeout_s", "5", "--results_dir", str(tmp_path)]
-        doctor = start([sys.executable, *DOCTOR, *flags])
-        output, errors = doctor.communicate(timeout=60)
-    assert doctor.returncode == 1, errors
+        flags = ("--remote", place, "--timeout_s", "3")
+        exit_code, output, errors = examine_alone(tmp_path, *flags)
+    assert exit_code == 1, errors
     [data] = read(output)["data"]
     assert data["level"] == "error"
     assert "--timeout_s" in data["advice"]

@@ -69,9 +69,11 @@ def main() -> int:
     folder.write_record(record)
     if arguments.seed == 2:
         # As a rank beside the one that is asked to end, deaf to everything but SIGKILL.
-        deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-        rank = subprocess.Popen([sys.executable, "-c", deaf])
-        print(f"rank {rank.pid}", flush=True)
+        deaf = (
+            "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "print('rank', os.getpid(), flush=True); time.sleep(600)"
+        )
+        subprocess.Popen([sys.executable, "-c", deaf])
         time.sleep(600)
     if arguments.seed == 3:
         os.kill(os.getpid(), signal.SIGKILL)

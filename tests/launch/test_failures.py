@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import benchmark
+from sdbench.engines import load_engine
 from sdbench.measure.watch import StepWatch
 from sdbench.record.store import RunFolder, load_record
 from sdbench.tasks import pretrain
@@ -30,6 +31,11 @@ DIST_TIMEOUT_S = 8
 # The promise: the time-out, and what the others need to notice and to write.
 END_WITHIN_S = DIST_TIMEOUT_S + 25
 START_WITHIN_S = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported_once():
+    load_engine("torch")
 
 
 def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
@@ -80,6 +86,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(tmp_path):
     assert "rank 1 on node 1 has been silent" in record["reason"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_before_the_first_step_is_a_time_out_too(tmp_path, monkeypatch):
     def run_on_unlike_nodes():
         if os.environ["RANK"] == "1":

@@ -103,8 +103,18 @@ def without_compiling():
 
 STAND_INS = list(itertools.chain(*(flags_of(stand_in(read(path))[0]) for path in PARTS)))
 
+# One of each kind: the U-Net alone, the lean engine in bf16, and the whole model.
+QUICK = (9, 12, 15)
 
-@pytest.mark.parametrize("argv", STAND_INS, ids=" ".join)
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(argv, marks=() if number in QUICK else pytest.mark.slow)
+        for number, argv in enumerate(STAND_INS)
+    ],
+    ids=" ".join,
+)
 def test_a_cell_runs_in_miniature(argv, tmp_path, without_compiling):
     assert benchmark.main([*argv, "--results_dir", str(tmp_path)]) == 0
     record = load_record(next(tmp_path.glob("*/record.json")))

@@ -19,10 +19,11 @@ import pytest
 
 import benchmark
 from sdbench.base.cause import LOST, VARIABLE, read_cause
+from sdbench.engines import load_engine
 from sdbench.measure.timer import StepTimer
 from sdbench.record.store import load_record
 from sdbench.run import runner
-from tests.forked import forked_ranks, log_of, wait_for_step
+from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.ports import free_port
 
 BIN = Path(sys.executable).parent
@@ -38,6 +39,11 @@ END_WITHIN_S = 60
 
 COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
 TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported_once():
+    load_engine("torch")
 
 
 def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):
@@ -83,13 +89,50 @@ def test_two_ranks_of_torchrun_train_as_one_run(tmp_path):
 
 
 def test_an_uneven_global_batch_is_the_same_error_on_every_rank(tmp_path):
-    completed = run(COMPOSER_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
-    assert completed.returncode == 2
+    flags = (*LEAN, *TINY, "--batch_size", "7", "--results_dir", str(tmp_path / "runs"))
+    with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
+        assert exit_codes(ranks) == [2, 2]
+    told = [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    assert [text.count("does not divide over 2 ranks: got 7") for text in told] == [1, 0]
+    assert not list(tmp_path.glob("runs/*/record.json"))
+
+
+# torchrun turns every failure into 1.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "exit_code"),
+    [pytest.param(COMPOSER_2, 2, id="composer"), pytest.param(TORCHRUN_2, 1, id="torchrun")],
+)
+def test_launchers_fail_on_bad_input_too(tmp_path, launcher, exit_code):
+    completed = run(launcher, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
+    assert completed.returncode == exit_code
     assert completed.stderr.count("does not divide over 2 ranks: got 7") == 1
     assert not list(tmp_path.glob("*/record.json"))
 
 
+def flags_of_a_bad_picture(folder, rank):
+    """Of a run in whose first batch this rank has a picture that is none."""
+    (folder / f"{rank}.png").write_bytes(b"no picture")
+    flags = ("--model_name", "tiny", "--remote", str(folder), "--num_workers", "0")
+    return (*LEAN, *flags, "--no_shuffle", "--no_measure_peak", "--batch_size", "2")
+
+
+def test_a_bad_picture_is_the_last_thing_that_all_ranks_print(tmp_path, picture_folder):
+    flags = (*flags_of_a_bad_picture(picture_folder, 1), "--num_threads", "1")
+    flags += ("--results_dir", str(tmp_path / "runs"))
+    with forked_ranks(lambda: benchmark.main(flags), tmp_path) as ranks:
+        assert exit_codes(ranks) == [1, 1]
+    record = only_record(tmp_path / "runs")
+    reason = record["reason"]
+    assert reason.startswith(f"rank 1: {picture_folder}/1.png: ")
+    for rank in range(2):
+        *_, told, last = log_of(tmp_path, rank).read_text().splitlines()
+        assert told == f"failed: {reason}"
+        assert last == f"record: {tmp_path / 'runs' / record['run_id']}"
+
+
 # Behind it composer ends its frame around the rank's output, and torchrun its table.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [pytest.param(COMPOSER_2, 0, id="composer"), pytest.param(TORCHRUN_2, 1, id="torchrun")],
@@ -98,11 +141,9 @@ def test_a_bad_picture_is_the_last_thing_that_a_person_reads(
     tmp_path, monkeypatch, picture_folder, launcher, rank
 ):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # one after the other, as on a terminal
-    (picture_folder / f"{rank}.png").write_bytes(b"no picture")
-    flags = ("--model_name", "tiny", "--remote", str(picture_folder), "--num_workers", "0")
-    flags += ("--no_shuffle", "--no_measure_peak", "--batch_size", "2")
+    flags = flags_of_a_bad_picture(picture_folder, rank)
     completed = run(
-        launcher, "benchmark.py", *LEAN, *flags, results=tmp_path / "runs", stderr=subprocess.STDOUT
+        launcher, "benchmark.py", *flags, results=tmp_path / "runs", stderr=subprocess.STDOUT
     )
     assert completed.returncode == 1
     reason = only_record(tmp_path / "runs")["reason"]
@@ -110,13 +151,6 @@ def test_a_bad_picture_is_the_last_thing_that_a_person_reads(
     printed = completed.stdout.splitlines()
     assert any(reason in line for line in printed[-6:]), completed.stdout
     assert not any(line.startswith("frame #") for line in printed), completed.stdout
-
-
-@pytest.mark.slow
-def test_torchrun_fails_on_bad_input_too(tmp_path):
-    completed = run(TORCHRUN_2, "benchmark.py", *TINY, "--batch_size", "7", results=tmp_path)
-    assert completed.returncode == 1  # torchrun turns every failure into 1
-    assert completed.stderr.count("does not divide over 2 ranks: got 7") == 1
 
 
 def start_long_run(launcher, results):
@@ -149,7 +183,8 @@ def find_rank(process, rank):
     raise AssertionError(f"no rank {rank}")
 
 
-# That it is the same for both ranks is shown by tests/test_two_ranks.py.
+# Without a launcher, for both ranks: tests/test_two_ranks.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [pytest.param(COMPOSER_2, 0, id="composer"), pytest.param(TORCHRUN_2, 1, id="torchrun")],
@@ -225,7 +260,11 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
             marks=pytest.mark.slow,
         ),
         # With torchrun goes what ranks hear of each other by: they cannot tell that it was meant.
-        pytest.param(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by", id="torchrun-kill-9"),
+        pytest.param(
+            *(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by"),
+            id="torchrun-kill-9",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(

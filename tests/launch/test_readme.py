@@ -139,7 +139,8 @@ def test_the_readme_has_its_commands():
 @pytest.mark.parametrize(
     "command",
     [
-        command
+        # The launcher makes it the slowest; tests/launch/test_processes.py has one by default.
+        pytest.param(command, marks=pytest.mark.slow if command.startswith("composer") else ())
         for command in launched()
         if is_quick(command)
         and not (is_tool(command) or is_of_training(command) or is_of_subject(command))
@@ -165,18 +166,15 @@ def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
     assert [path.name for path in drawn] == ["00000.png"]
 
 
-def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch):
-    """With a tiny model in the place of the real one, and little of everything."""
-    import generate
-    from sdbench.cli import main as sdbench
+@pytest.fixture
+def subject_and_model(workplace, monkeypatch):
+    """The pictures of a subject, and a tiny model in the place of the real one."""
     from sdbench.models.architecture import resolve_architecture
     from sdbench.models.export import export
     from sdbench.models.stable_diffusion import build_stable_diffusion
     from sdbench.tasks.prompts import make_tokenizer
-    from tests.launch.steps_here import run_steps_here
 
     monkeypatch.chdir(workplace)
-    run_steps_here(monkeypatch)
     Path("my-images").rename("my-dog")
     for caption in Path("my-dog").glob("*.txt"):
         caption.unlink()
@@ -185,6 +183,27 @@ def test_from_pictures_of_a_subject_to_a_drawing(workplace, capsys, monkeypatch)
     model = build_stable_diffusion(architecture, seed=1, attention="sdpa", **how)
     tokenizer = make_tokenizer(architecture).for_diffusers()
     export(model, Path("stable-diffusion-2-base"), trained={}, tokenizer=tokenizer, card="")
+
+
+def test_commands_of_a_subject_are_valid_plans(subject_and_model, capsys):
+    from sdbench.cli import main
+
+    prefix = "python -m sdbench dreambooth "
+    teaching = [command for command in launched() if command.startswith(prefix)]
+    assert len(teaching) == 2
+    for command in teaching:
+        assert main([*shlex.split(command)[3:], "--dry_run"]) == 0
+        assert "train.py" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_from_pictures_of_a_subject_to_a_drawing(subject_and_model, capsys, monkeypatch):
+    """With little of everything."""
+    import generate
+    from sdbench.cli import main as sdbench
+    from tests.launch.steps_here import run_steps_here
+
+    run_steps_here(monkeypatch)
     few = "--num_class_images 2 --num_samples 1 --sample_prompts unqtkn --engine torch"
     few += " --generate_flags '--num_steps 2' -- --max_duration 1ba --batch_size 2"
     of_subject = [command for command in launched() if is_of_subject(command)]

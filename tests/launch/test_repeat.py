@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import train
 from sdbench.cli import main
+from sdbench.launch import child
 from sdbench.statistics.intervals import between_runs_interval
 from tests.refusals import refusal_of
 
@@ -50,10 +52,18 @@ def test_two_runs_have_no_interval(tmp_path, capsys):
     assert "it takes 3 that ended well" in capsys.readouterr().out
 
 
-def test_a_training_run_is_repeated_too(tmp_path, repository, capsys):
+def test_a_training_run_is_repeated_too(tmp_path, monkeypatch, capsys):
+    """The run is a call, since another process would only import torch once more."""
     folder = tmp_path / "repeat"
-    command = ["python", str(repository / "train.py"), "--model_name", "tiny", "--engine", "torch"]
+    command = ["python", "train.py", "--model_name", "tiny", "--engine", "torch"]
     command += ["--use_synth_data", "--batch_size", "2", "--max_duration", "2ba"]
+
+    def train_here(command, **_):
+        python, program, *arguments = command
+        assert (python, program) == (sys.executable, "train.py")
+        return child.End(train.main(arguments), 0.0, has_timed_out=False)
+
+    monkeypatch.setattr(child, "run_guarded", train_here)
     assert main(["repeat", "1", "--folder", str(folder), "--", *command]) == 0
     (run,) = json.loads((folder / "repeat.json").read_text())["runs"]
     (record,) = folder.glob("1/*/record.json")

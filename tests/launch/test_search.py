@@ -61,7 +61,7 @@ def test_the_share_of_a_rank_in_the_global_batch_is_a_bound(tmp_path):
 
 
 def test_a_probe_that_hangs_is_no_finding(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(child, "GRACE_S", 0.5)
+    monkeypatch.setitem(child.run_guarded.__kwdefaults__, "grace_s", 0.2)
     code, found = search(tmp_path, "--timeout_s", "1", command=("python", FAKE, "--seed", "2"))
     assert (code, found) == (1, None)
     assert "another reason than memory: timeout" in capsys.readouterr().err

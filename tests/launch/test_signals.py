@@ -20,6 +20,7 @@ import benchmark
 import train
 from sdbench.base.shared_memory import find_stale
 from sdbench.data.pipeline.loader import CheckedLoader
+from sdbench.engines import load_engine
 from sdbench.record.store import RunFolder, load_record
 from sdbench.run.outcome import RunRecord
 from sdbench.state.writer import CheckpointWriter
@@ -34,6 +35,11 @@ TINY = (
 SHORT = ("--no_measure_peak", "--warmup_batches", "1", "--measure_batches", "2")
 SAVING = ("--run_name", "saved", "--save_every_batches", "2", "--max_duration", "1000000ba")
 END_WITHIN_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported_once():
+    load_engine("torch")
 
 
 def only_record(results):
@@ -113,7 +119,9 @@ def signal_before(owner, name, number):
     ],
     ids=["folder", "model", "data", "save"],
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_run_that_has_begun_leaves_a_record(tmp_path, main, owner, name, number):
     flags = (*TINY, *(SAVING if main is train.main else SHORT), "--results_dir", str(tmp_path))
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
 # The command line with a short grace for what does not end.
 QUICK = (
     "import sys; from sdbench import cli; from sdbench.launch import child; "
-    "child.GRACE_S = 1.0; sys.exit(cli.main())"
+    "child.run_guarded.__kwdefaults__['grace_s'] = 1.0; sys.exit(cli.main())"
 )
 
 
@@ -55,6 +56,32 @@ def sweep(tmp_path, *argv, **content):
         return code, []
     with table.open() as file:
         return code, list(csv.DictReader(file))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A short grace for what does not end."""
+    monkeypatch.setitem(child.run_guarded.__kwdefaults__, "grace_s", 0.2)
+
+
+@pytest.fixture
+def time_is_up_when_one_hangs(monkeypatch, impatient):
+    """A run takes its whole time when the fake benchmark hangs, and never before that."""
+
+    class Timed(subprocess.Popen):
+        def __init__(self, command, *, stdout, **options):
+            self.log = Path(stdout.name)
+            super().__init__(command, stdout=stdout, **options)
+
+        def wait(self, timeout=None):
+            while timeout is not None and self.poll() is None:
+                if self.log.read_text().startswith("rank "):
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.02)
+            return super().wait()
+
+    names = {**vars(subprocess), "Popen": Timed}
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(**names))
 
 
 def num_starts(starts):
@@ -85,16 +112,14 @@ def test_out_of_memory_is_a_row_and_a_finding(tmp_path):
 
 
 def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
-    tmp_path, monkeypatch, capsys
+    tmp_path, time_is_up_when_one_hangs, capsys
 ):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    monkeypatch.setattr(child, "GRACE_S", 1.0)
-    cells = [{"seed": seed} for seed in (2, 3, 4, 5)]
-    code, rows = sweep(tmp_path, list=cells, timeout_s=8)
+    cells = [{"seed": seed} for seed in (2, 3, 4, 1)]
+    code, rows = sweep(tmp_path, list=cells, timeout_s=800)
     assert code == 1
     assert [row["status"] for row in rows] == ["timeout", "failed", "failed", "ok"]
     reasons = [row["reason"] for row in rows]
-    assert reasons[0] == "it did not end within 8 s"
+    assert reasons[0] == "it did not end within 800 s"
     assert reasons[1].startswith("killed, as by the out-of-memory killer: ")
     assert reasons[2].startswith("it ended with exit code 2: the seed is unlucky: got 4")
     # The rank that would not end has been killed.
@@ -105,26 +130,23 @@ def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
 
 
 def test_when_the_budget_is_spent_the_rest_is_named_and_made_the_next_time(
-    tmp_path, starts, monkeypatch, capsys
+    tmp_path, starts, time_is_up_when_one_hangs, capsys
 ):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    monkeypatch.setattr(child, "GRACE_S", 1.0)
     cells = [{"seed": 1}, {"seed": 2}, {"seed": 7}]  # the second hangs
-    code, rows = sweep(tmp_path, list=cells, budget_s=8)
+    code, rows = sweep(tmp_path, list=cells, budget_s=800)
     assert code == 0
     assert [row["status"] for row in rows] == ["ok"]
     output = capsys.readouterr().out
-    assert "at most 0 min by the time-out and the budget" in output
+    assert "at most 13 min by the time-out and the budget" in output
     assert "time is up, and 2 runs are missing; the same command makes them:\n  seed=2\n" in output
     assert num_starts(starts) == 2
     # Its own time-out is a finding, and what is behind it is measured.
-    code, rows = sweep(tmp_path, list=cells, budget_s=60, timeout_s=2)
+    code, rows = sweep(tmp_path, list=cells, budget_s=800, timeout_s=200)
     assert code == 1
     assert [row["status"] for row in rows] == ["ok", "timeout", "ok"]
 
 
-def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, monkeypatch):
-    monkeypatch.setattr(child, "GRACE_S", 0.1)
+def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, impatient):
     code, rows = sweep(tmp_path, list=[{"seed": 2}], budget_s=0.5)
     assert (code, rows) == (1, [])
 
