@@ -377,8 +377,13 @@ def sign(s3: S3Server, keys: list[str]) -> str:  # noqa: F811
     return "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(("webdataset", "parquet"), (0, 2)),
+        quick={("webdataset", 0), ("parquet", 2)},
+    ),
+)
 def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
     path = folder(kind)
     s3.upload(path, f"{tmp_path.name}/{kind}")
