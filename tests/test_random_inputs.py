@@ -417,7 +417,7 @@ def test_every_random_input_is_taken_or_refused_in_a_sentence(tmp_path, launched
         pkgutil.resolve_name(entry)
     codes, faults = Counter(), []
     cases = make(Inputs(SEED, tmp_path))
-    for number, (main, argv) in zip(range(max(10, int(share * ALL[make]))), cases, strict=False):
+    for number, (main, argv) in zip(range(max(40, int(share * ALL[make]))), cases, strict=False):
         code, fault = run(main, argv)
         codes[code] += 1
         if fault is not None:
