@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,34 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher's place for the single rank, or --engine ray would start a Ray cluster."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
+def plain_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the memory of every step for that of a plain one: each other costs seconds to replay.
+
+    For tests of other things; those of the estimate are in tests/models/test_size.py.
+    """
+    from sdbench.models import memory
+
+    plain = {
+        "trained": ("unet",),
+        "lora": None,
+        "learns_token": False,
+        "precision": "fp32",
+        "encoder_dtype": "fp32",
+        "attention": "sdpa",
+        "vae_attention": "sdpa",
+        "activation_checkpointing": "none",
+        "online": True,
+    }
+    profile_step = memory.profile_step
+
+    def profile_plain_step(architecture: Any, **options: Any) -> Any:
+        assert plain.keys() <= options.keys()
+        return profile_step(architecture, **{**options, **plain})
+
+    monkeypatch.setattr(memory, "profile_step", profile_plain_step)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_
 # As many steps as the tests count: no profile, and no second window for one that has not settled.
 EXACT = ("--profile_batches", "0", "--max_warmup_batches", "2")
 SHORT = ("--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0")
+QUICK = (*TINY, *SHORT, "--engine", "torch")
 
 
 def run(tmp_path, *argv, name="runs"):
@@ -93,7 +94,8 @@ def test_a_run_leaves_all_that_is_needed_to_repeat_it(tmp_path, capsys):
 
 
 def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
-    argv = (*TINY, "--batch_size", "1", "--warmup_batches", "0", "--max_warmup_batches", "0")
+    argv = (*TINY, "--engine", "torch", "--batch_size", "1")
+    argv += ("--warmup_batches", "0", "--max_warmup_batches", "0")
     window = ("--measure_batches", "10", "--profile_batches", "0")
     # 20 independent steps are worth half of the precision that nothing reaches.
     bounded = ("--target_precision", "0.001%", "--max_measure_batches", "25")
@@ -107,8 +109,7 @@ def test_a_window_grows_until_it_is_precise_or_at_its_bound(tmp_path):
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
     results = [
-        losses(tmp_path, run(tmp_path, *TINY, *SHORT, "--seed", seed)[0])
-        for seed in ("1", "1", "2")
+        losses(tmp_path, run(tmp_path, *QUICK, "--seed", seed)[0]) for seed in ("1", "1", "2")
     ]
     assert results[0] == results[1]
     assert results[0] != results[2]
@@ -117,7 +118,7 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tmp_path):
 
 def test_micro_batches_do_not_change_how_many_images_are_seen(tmp_path):
     uneven = ("--batch_size", "8", "--device_train_microbatch_size", "3", "--allow_uneven_batch")
-    record, _ = run(tmp_path, *TINY, *SHORT, *uneven)
+    record, _ = run(tmp_path, *QUICK, *uneven)
     assert record["workload"]["num_images"] == 3 * 8
     assert any("holds 2 of 3 images" in note for note in record["notes"])
 
@@ -160,8 +161,8 @@ def test_printed_config_is_a_config_file(tmp_path, capsys):
 
 
 def test_precomputed_latents_skip_the_encoders(tmp_path):
-    record, exit_code = run(tmp_path, *TINY, *SHORT, "--latents", "precomputed")
-    online, _ = run(tmp_path, *TINY, *SHORT)
+    record, exit_code = run(tmp_path, *QUICK, "--latents", "precomputed")
+    online, _ = run(tmp_path, *QUICK)
     assert exit_code == 0
     assert record["workload"]["flops_per_image"] < online["workload"]["flops_per_image"]
     assert any("compare with other precomputed runs only" in note for note in record["notes"])
@@ -173,6 +174,7 @@ def test_real_images_are_trained_on_and_missing_ones_are_noticed(tmp_path, pictu
     data_set = tmp_path / "mds"
     assert main(["convert", str(picture_folder), "--folder", str(data_set)]) == 0
     argv = ("--model_name", "tiny", "--remote", str(data_set), "--num_workers", "0", *SHORT)
+    argv += ("--engine", "torch", "--no_measure_peak")
     record, exit_code = run(tmp_path, *argv)
     assert (record["status"], exit_code) == ("ok", 0)
     assert record["config"]["data_format"] == "mds"
@@ -217,7 +219,7 @@ def test_out_of_memory_is_told_as_such(tmp_path, monkeypatch):
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr(pretrain, "_loss", loss)
-    record, exit_code = run(tmp_path, *TINY, *SHORT)
+    record, exit_code = run(tmp_path, *QUICK)
     assert (record["status"], exit_code) == ("oom", 1)
     assert "CUDA out of memory" in record["reason"]
 
@@ -301,7 +303,7 @@ def test_a_wandb_that_raises_costs_a_warning_and_nothing_else(tmp_path, monkeypa
         raise ConnectionError("no route to the tracker")
 
     monkeypatch.setattr(wandb, "init", init)
-    record, exit_code = run(tmp_path, *TINY, *SHORT, "--wandb_name", "n")
+    record, exit_code = run(tmp_path, *QUICK, "--wandb_name", "n")
     assert (record["status"], exit_code) == ("ok", 0)
     assert (
         "Weights & Biases is off for this run: no route to the tracker" in capsys.readouterr().err
@@ -312,7 +314,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
     from sdbench.cli import main
     from sdbench.report.report import PLACES, README
 
-    record, _ = run(tmp_path, *TINY, *SHORT)
+    record, _ = run(tmp_path, *QUICK)
     results = tmp_path / "results"
     results.mkdir()
     markers = [
@@ -339,7 +341,7 @@ def test_the_run_folder_is_ready_to_publish(tmp_path):
 def test_a_failed_run_is_not_published(tmp_path, capsys):
     from sdbench.cli import main
 
-    record, _ = run(tmp_path, *TINY, "--lr", "1e30", "--measure_batches", "10")
+    record, _ = run(tmp_path, *QUICK, "--lr", "1e30")
     folder = tmp_path / "runs" / record["run_id"]
     assert main(["publish", str(folder), "--folder", str(tmp_path)]) == 2
     refusal = printed_refusal(capsys.readouterr().err)
@@ -358,6 +360,9 @@ def test_bad_samples_are_counted_and_told(tmp_path, picture_folder, capsys):
         "skip",
         "--batch_size",
         "2",
+        "--engine",
+        "torch",
+        "--no_measure_peak",
     ]
     steps = ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
     record, code = run(tmp_path, *argv, *steps, "--max_bad_fraction", "0.1")

@@ -52,9 +52,12 @@ PLACES = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("plain_replay")
+
+
 def run(tmp_path, *argv):
     options = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--use_ema")
-    options += ("--no_measure_peak",)
+    options += ("--no_measure_peak", "--batch_size", "1")
     steps = ("--warmup_batches", "0", "--measure_batches", "1", "--profile_batches", "1")
     assert benchmark.main([*options, *steps, *argv, "--results_dir", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/record.json")
@@ -128,7 +131,7 @@ def test_no_step_of_the_breakdown_runs_under_the_profiler_that_sees_attention(
         return forward(self, sample, *args, **kwargs)
 
     monkeypatch.setattr(UNet2DConditionModel, "forward", spied)
-    summary = run(tmp_path, "--profile_batches", "2", "--batch_size", "1")
+    summary = run(tmp_path, "--profile_batches", "2", "--engine", "torch")
     assert summary["breakdown"]["num_steps"] == 2 and summary["attention_kernels"]
     assert under_profiler == [False, False, False, True]
 
@@ -138,7 +141,7 @@ def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_
     for num_microbatches, phases in ((2, ["after"]), (3, [])):
         folder = tmp_path / str(num_microbatches)
         sizes = ("--batch_size", str(num_microbatches), "--device_train_microbatch_size", "1")
-        summary = run(folder, *sizes, "--attention", "sdpa")
+        summary = run(folder, *sizes, "--attention", "sdpa", "--engine", "torch")
         assert bool(summary["attention_kernels"]) == bool(phases)
         with next(folder.glob("*/steps.csv")).open() as file:
             found = [row["phase"] for row in csv.DictReader(file)]
@@ -146,43 +149,53 @@ def test_a_step_of_too_many_micro_batches_for_the_profiler_is_not_looked_at(tmp_
 
 
 def test_without_profiled_steps_there_is_no_breakdown(tmp_path):
-    summary = run(tmp_path, "--profile_batches", "0")
+    summary = run(tmp_path, "--profile_batches", "0", "--engine", "torch")
     names = ("breakdown", "bottleneck", "attention_kernels")
     assert [summary[name] for name in names] == [None, None, None]
 
 
+# (kernel, heads, width, queries, keys) and how often a step calls it: of the U-Net, ten blocks with
+# two attentions each, on 8x8 latents among themselves and with the 77 tokens of a caption. The VAE
+# has one attention, of the same size as the first.
+OF_UNET = {
+    ("flash", 1, 16, 64, 64): 3,
+    ("flash", 2, 16, 16, 16): 3,
+    ("flash", 3, 16, 4, 4): 3,
+    ("flash", 3, 16, 1, 1): 1,
+    ("flash", 1, 16, 64, 77): 3,
+    ("flash", 2, 16, 16, 77): 3,
+    ("flash", 3, 16, 4, 77): 3,
+    ("flash", 3, 16, 1, 77): 1,
+}
+
+
+def attention_calls(folder, *argv):
+    rows = run(folder, "--engine", "torch", *argv)["attention_kernels"]
+    return {tuple(row.values())[:-1]: row["num_calls"] for row in rows}
+
+
 def test_the_record_tells_which_attention_kernels_ran(tmp_path, capsys):
-    """Calls of a step by their sizes; the miniature has ten blocks with two attentions each."""
-
-    def calls(*argv, attention="sdpa"):
-        folder = tmp_path / "_".join((attention, *argv))
-        return {
-            tuple(row.values())[:-1]: row["num_calls"]
-            for row in run(folder, "--attention", attention, *argv)["attention_kernels"]
-        }
-
-    # (kernel, heads, width, queries, keys): of the U-Net on 8x8 latents among themselves and with
-    # the 77 tokens of a caption; the VAE has one attention of the same size as the first.
-    unet = {
-        ("flash", 1, 16, 64, 64): 3,
-        ("flash", 2, 16, 16, 16): 3,
-        ("flash", 3, 16, 4, 4): 3,
-        ("flash", 3, 16, 1, 1): 1,
-        ("flash", 1, 16, 64, 77): 3,
-        ("flash", 2, 16, 16, 77): 3,
-        ("flash", 3, 16, 4, 77): 3,
-        ("flash", 3, 16, 1, 77): 1,
-    }
-    vae = {("flash", 1, 16, 64, 64): 4}
-    assert calls("--latents", "precomputed") == unet
+    assert attention_calls(tmp_path, "--attention", "sdpa", "--latents", "precomputed") == OF_UNET
     assert re.search(r"^  attention kernels +flash for heads of 16$", capsys.readouterr().out, re.M)
-    seen = calls()
+
+
+def test_the_attention_of_the_encoders_is_told_as_well(tmp_path):
+    seen = attention_calls(tmp_path / "all", "--attention", "sdpa")
     text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
-    assert len(text) == 1 and seen == {**unet, **text, **vae}
-    assert calls("--vae_attention", "eager") == {**unet, **text}
-    seen = calls("--vae_attention", "sdpa", attention="eager")
+    assert len(text) == 1
+    assert seen == {**OF_UNET, **text, ("flash", 1, 16, 64, 64): 4}
+
+
+@pytest.mark.slow
+def test_attention_without_a_kernel_is_not_told(tmp_path):
+    sdpa, eager = ("--attention", "sdpa"), ("--attention", "eager")
+    seen = attention_calls(tmp_path / "vae", *sdpa, "--vae_attention", "eager")
+    text = {key: count for key, count in seen.items() if key[-2:] == (77, 77)}
+    assert len(text) == 1
+    assert seen == {**OF_UNET, **text}
+    seen = attention_calls(tmp_path / "unet", *eager, "--vae_attention", "sdpa")
     assert seen == {("flash", 1, 16, 64, 64): 1}
-    assert calls(attention="eager") == {}
+    assert attention_calls(tmp_path / "none", *eager) == {}
 
 
 def test_a_trace_is_written_on_request(tmp_path):

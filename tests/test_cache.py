@@ -142,6 +142,7 @@ def test_training_goes_on_without_a_cache_unless_it_compiles(tars, monkeypatch, 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     argv = ["--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"]
     argv += ["--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"]
+    argv += ["--batch_size", "1", "--profile_batches", "0"]
     argv += ["--results_dir", "runs"]
     assert benchmark.main(argv) == 0
     (path,) = Path("runs").glob("*/record.json")
@@ -152,8 +153,11 @@ def test_training_goes_on_without_a_cache_unless_it_compiles(tars, monkeypatch, 
 
 @pytest.mark.parametrize(
     ("named", "kept"),
-    [(None, "cache"), ("torch's own", "cache"), ("the user's", "the user's")],
-    ids=["by nobody", "by torch", "by the user"],
+    [
+        pytest.param(None, "cache", id="by nobody"),
+        pytest.param("torch's own", "cache", id="by torch", marks=pytest.mark.slow),
+        pytest.param("the user's", "the user's", id="by the user"),
+    ],
 )
 def test_compiled_code_is_kept_in_the_users_cache(named, kept, monkeypatch, tmp_path):
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -167,6 +171,7 @@ def test_compiled_code_is_kept_in_the_users_cache(named, kept, monkeypatch, tmp_
     torch.compiler.set_stance("force_eager")
     argv = ["--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"]
     argv += ["--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"]
+    argv += ["--batch_size", "1", "--profile_batches", "0"]
     assert benchmark.main([*argv, "--compile", "unet", "--results_dir", "runs"]) == 0
     torch.compiler.set_stance("default")
     folder = os.environ[name]

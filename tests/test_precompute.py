@@ -19,6 +19,7 @@ from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from sdbench.tasks.encode.encoder import Encoder, Step
 from tests.forked import exit_codes, forked_ranks
+from tests.marks import quick_and_slow
 from tests.refusals import PLACE_FLAGS, printed_refusal
 from tests.schemas import validate
 
@@ -70,7 +71,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 def losses(results: Path, *argv: str) -> list[float]:
     options = ("--model_name", "tiny", "--encoder_dtype", "fp32", "--batch_size", "2")
     options += ("--precision", "fp32", "--no_shuffle", "--num_workers", "0")
-    options += ("--no_measure_peak",)
+    options += ("--no_measure_peak", "--engine", "torch")
     window = ("--warmup_batches", "1", "--measure_batches", "7", "--profile_batches", "0")
     assert benchmark.main([*options, *window, *argv, "--results_dir", str(results)]) == 0
     (steps,) = results.glob("*/steps.csv")
@@ -78,7 +79,7 @@ def losses(results: Path, *argv: str) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("out_format", ["mds", "parquet"])
+@pytest.mark.parametrize("out_format", quick_and_slow(["mds", "parquet"], quick=["mds"]))
 def test_training_on_latents_gives_the_losses_of_training_on_the_images(
     run, tmp_path, picture_folder, out_format
 ):

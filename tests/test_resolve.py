@@ -28,6 +28,7 @@ def plan(*argv, machine=None, world_size=1, num_local=None):
     )
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_gpu_defaults_are_the_seeds():
     argv = ("--device_train_microbatch_size", "8")
     config = plan(*argv, machine=make_machine(), world_size=8).config
@@ -48,6 +49,7 @@ def test_without_a_gpu_the_defaults_shrink_but_the_model_does_not():
     assert config.precision == "amp_bf16"
 
 
+@pytest.mark.usefixtures("plain_replay")
 def test_a_value_of_the_users_is_never_changed():
     result = plan(
         *("--use_synth_data", "--model_name", "tiny", "--image_size", "128", "--batch_size", "6"),
@@ -75,6 +77,7 @@ def test_the_longest_window_has_room_for_what_a_precision_takes():
     assert longest("--target_precision", "1%", "--max_measure_batches", "20") == 20
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("machine", "seed", "fast"),
     [

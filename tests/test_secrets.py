@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import itertools
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from sdbench.base.secrets import redact
 from sdbench.data import remote
 from sdbench.report.publish import secrets_in
 from tests.data import datasets
+from tests.marks import quick_and_slow
 from tests.report.results_folder import RESULTS, make_record, make_results
 
 SECRET = "SuperSecret123"
@@ -89,8 +91,13 @@ def run(main, tmp_path, monkeypatch, *argv):
     return exit_code, json.loads(found[0].read_text()) if found else None
 
 
-@pytest.mark.parametrize("program", ["benchmark", "data"])
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    quick_and_slow(
+        itertools.product(("benchmark", "data"), PLACES),
+        quick=[("benchmark", "user"), ("data", "signed"), ("data", "pipe")],
+    ),
+)
 def test_no_output_of_a_run_holds_the_secret_of_its_place(
     program, kind, tmp_path, monkeypatch, served, capfd
 ):

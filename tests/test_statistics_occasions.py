@@ -6,6 +6,7 @@ The sides are the same. Runs of 5 minutes differ by 1 % among themselves, and oc
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from sdbench.statistics.occasions import (
     detectable_change,
     find_occasions,
 )
+from tests.marks import quick_and_slow
 
 SEED = 20261123
 NUM_COMPARISONS = 2000
@@ -89,8 +91,13 @@ def share_wrong(comparisons: Sequence[Comparison]) -> float:
     return sum(one.verdict != NO_DIFFERENCE for one in comparisons) / len(comparisons)
 
 
-@pytest.mark.parametrize("occasion_cv", OCCASION_CVS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "occasion_cv"),
+    quick_and_slow(
+        itertools.product(SCHEDULES, OCCASION_CVS),
+        quick=[("in turn", 0.02), ("two occasions of each", 0.02), ("at random", 0.01)],
+    ),
+)
 def test_a_verdict_is_seldom_false(schedule, occasion_cv):
     judged = [one for one, _ in simulate(schedule, occasion_cv) if one.interval is not None]
     wrong = share_wrong(judged)
@@ -102,7 +109,7 @@ def test_a_verdict_is_seldom_false(schedule, occasion_cv):
         assert round(100 * wrong, 2) == stated
 
 
-@pytest.mark.parametrize("occasion_cv", OCCASION_CVS)
+@pytest.mark.parametrize("occasion_cv", quick_and_slow(OCCASION_CVS, quick=[0.02]))
 def test_one_after_the_other_has_no_verdict_and_would_have_false_ones(occasion_cv):
     SCHEDULES.setdefault("one after the other", lambda _: ["AAAAA", "BBBBB"])
     found = simulate("one after the other", occasion_cv)

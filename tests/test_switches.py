@@ -15,6 +15,9 @@ from sdbench.record.store import load_record
 from sdbench.report.ladder_rungs import RUNGS, describe_flags
 from sdbench.settings.config import SPEED_UPS
 from sdbench.settings.setting import ANY_NUMBER, BF16, CPU, EMA
+from tests.marks import quick_and_slow
+
+pytestmark = pytest.mark.usefixtures("plain_replay")
 
 # Two micro-batches a step, the second of them smaller.
 RUN = (
@@ -62,7 +65,25 @@ def without_compiling():
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.parametrize(("switch", "tolerance"), SWITCHES.items())
+# Each of another mechanism. All of them are slow tests.
+QUICK = [
+    "--precision amp_bf16",
+    "--precision bf16 --master_weights fp32 --optimizer adamw_one_pass",
+    "--encoder_dtype bf16",
+    "--encoder_batch_size 2",
+    "--activation_checkpointing transformer",
+    "--attention by_shape",
+    "--memory_format channels_last --keep_layout",
+    "--memory_format channels_last --convolution matmul_wide",
+    "--compile all --compile_unit block",
+    "--image_dtype uint8",
+]
+
+
+@pytest.mark.parametrize(
+    ("switch", "tolerance"),
+    quick_and_slow(SWITCHES.items(), quick=[(switch, SWITCHES[switch]) for switch in QUICK]),
+)
 def test_a_switch_alone_gives_the_same_losses(
     switch, tolerance, plain, tmp_path, without_compiling
 ):
@@ -70,7 +91,7 @@ def test_a_switch_alone_gives_the_same_losses(
     assert losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("engine", ["composer", "torch"])
+@pytest.mark.parametrize("engine", quick_and_slow(["composer", "torch"], quick=["composer"]))
 def test_weights_that_change_within_the_backward_pass_give_the_same_losses(
     engine, tmp_path, monkeypatch
 ):

@@ -18,6 +18,7 @@ from sdbench.cli import main as sdbench_main
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import read_mds
+from tests.marks import quick_and_slow
 
 
 @pytest.fixture(params=["zstd"])
@@ -60,7 +61,11 @@ def test_training_sees_the_samples_of_the_twin(packed, mds_folder, shuffle, num_
     assert state(packed) == before
 
 
-@pytest.mark.parametrize(("packed", "num_workers"), [("br", "0"), ("gz", "1")], indirect=["packed"])
+@pytest.mark.parametrize(
+    ("packed", "num_workers"),
+    quick_and_slow([("br", "0"), ("gz", "1")], quick=[("br", "0")]),
+    indirect=["packed"],
+)
 def test_commands_see_the_samples_of_the_twin(packed, mds_folder, tmp_path, num_workers, capsys):
     before = state(packed)
     workers = ("--num_workers", num_workers)

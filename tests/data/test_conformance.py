@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 
@@ -22,6 +18,8 @@ from sdbench.data.pipeline.transforms import decode_image
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, indices
+from tests.forked import run_in_group
+from tests.marks import quick_and_slow
 from tests.refusals import refused
 
 KINDS = ("synthetic", "synthetic latents", *datasets.WRITERS)
@@ -29,25 +27,6 @@ STORED = tuple(datasets.WRITERS)
 # Streaming learns its rank from the environment, so those need a process for each rank.
 IN_ONE_PROCESS = tuple(kind for kind in KINDS if not kind.startswith("mds"))
 MDS = tuple(kind for kind in KINDS if kind.startswith("mds"))
-
-READ_AS_RANK = """
-import pickle, sys
-from sdbench import data
-from tests.data.datasets import indices
-with open(sys.argv[1], "rb") as file:
-    configs = pickle.load(file)
-read = []
-for config in configs:
-    loader = data.build(config)
-    read.append(indices(list(loader)))
-    samples = data.open_samples(config)
-    number_of = {samples.read(index).name: index for index in range(len(samples))}
-    state = loader.state_dict()
-    names = [loader.names_before(state, num_back=back) for back in range(len(loader))]
-    assert [number_of[name] for batch in names[::-1] for name in batch] == read[-1]
-with open(sys.argv[2], "wb") as file:
-    pickle.dump(read, file)
-"""
 
 MakeConfig = Callable[..., SourceConfig]
 
@@ -83,8 +62,13 @@ def same(left: list[dict], right: list[dict]) -> bool:
     )
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(KINDS, (0, 2)),
+        quick=[*((kind, 0) for kind in KINDS), ("synthetic", 2), ("mds", 2), ("folder", 2)],
+    ),
+)
 def test_two_epochs_have_whole_batches_of_the_contract(kind, num_workers, make_config):
     loader = data.build(make_config(kind, num_workers=num_workers))
     assert len(loader) == 12  # 49 // 4
@@ -156,12 +140,23 @@ def test_without_shuffling_the_order_is_the_stored_one(kind, make_config):
     assert indices(list(loader)) == list(range(48))
 
 
+# Inside an epoch, at its last batch, and when the loader has found it to be over.
+STOPS = (5, 12, None)
+
+
 @pytest.mark.parametrize(
-    ("num_workers", "num_batches"),
-    # Inside an epoch, at its last batch, and when the loader has found it to be over.
-    [(0, 5), (2, 5), (0, 12), (2, 12), (0, None), (2, None)],
+    ("kind", "num_workers", "num_batches"),
+    quick_and_slow(
+        itertools.product(STORED, (0, 2), STOPS),
+        quick=[
+            *((kind, 0, 5) for kind in STORED),
+            *itertools.product(("folder",), (0, 2), STOPS),
+            ("mds", 2, 5),
+            ("webdataset", 2, 12),
+            ("parquet", 2, None),
+        ],
+    ),
 )
-@pytest.mark.parametrize("kind", STORED)
 def test_a_resumed_loader_gives_exactly_what_remains(kind, num_workers, num_batches, make_config):
     whole = data.build(make_config(kind))
     epochs = [list(whole), list(whole), list(whole)]
@@ -181,8 +176,13 @@ def test_a_resumed_loader_gives_exactly_what_remains(kind, num_workers, num_batc
     assert same(seen + list(remaining), epochs[1] + epochs[2])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(STORED, (0, 2)),
+        quick=[*((kind, 0) for kind in STORED), ("webdataset", 2)],
+    ),
+)
 def test_the_samples_of_past_batches_are_named(kind, num_workers, make_config):
     config = make_config(kind, num_workers=num_workers)
     samples = data.open_samples(config)
@@ -244,25 +244,21 @@ def test_two_ranks_share_the_batches_of_one(kind, make_config):
         assert indices([batch]) == indices(shares)
 
 
-def test_two_ranks_of_streaming_get_different_samples(make_config, repository, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        configs = [make_config(kind, rank=rank, world_size=2) for kind in MDS]
-        (tmp_path / f"config{rank}").write_bytes(pickle.dumps(configs))
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        place = {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        files = [str(tmp_path / f"config{rank}"), str(tmp_path / f"read{rank}")]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", READ_AS_RANK, *files],
-                cwd=repository,
-                env=os.environ | {key: str(value) for key, value in place.items()},
-            )
-        )
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+def test_two_ranks_of_streaming_get_different_samples(make_config, tmp_path):
+    def read_as(rank: int) -> None:
+        read = []
+        for kind in MDS:
+            config = make_config(kind, rank=rank, world_size=2)
+            loader = data.build(config)
+            read.append(indices(list(loader)))
+            samples = data.open_samples(config)
+            number_of = {samples.read(index).name: index for index in range(len(samples))}
+            state = loader.state_dict()
+            names = [loader.names_before(state, num_back=back) for back in range(len(loader))]
+            assert [number_of[name] for batch in names[::-1] for name in batch] == read[-1]
+        (tmp_path / f"read{rank}").write_bytes(pickle.dumps(read))
+
+    run_in_group(read_as, tmp_path)
     read = [pickle.loads((tmp_path / f"read{rank}").read_bytes()) for rank in range(2)]
     for first, second in zip(*read, strict=True):
         assert len(first) == len(second) == 24  # 49 // (2 x 4) x 4
@@ -300,7 +296,7 @@ def test_silence_is_an_error(kind, num_workers, make_config, monkeypatch):
     def never(index: int) -> None:
         import time
 
-        time.sleep(60)
+        time.sleep(2.5)  # longer than the time-out; at its end a worker is waited for
 
     monkeypatch.setattr(loader.collate_fn.samples, "read", never)
     with pytest.raises(RunError, match=r"no batch for 1 s, after 0 images.*--data_timeout_s"):

@@ -147,7 +147,8 @@ def test_a_benchmark_counts_what_it_left_out(make_folder, tmp_path):
     folder = make_folder(width=32, sizes=(64, 128))
     flags = ["--model_name", "tiny", "--latents", "precomputed", "--remote", str(folder)]
     flags += ["--image_size", "128", "--batch_size", "4", "--num_workers", "0"]
-    flags += ["--warmup_batches", "1", "--measure_batches", "3"]
+    flags += ["--warmup_batches", "1", "--measure_batches", "3", "--profile_batches", "0"]
+    flags += ["--engine", "torch", "--no_measure_peak"]
     flags += ["--results_dir", str(tmp_path / "results")]
     assert benchmark_main(flags) == 2
     assert benchmark_main([*flags, "--missing_latents", "leave_out"]) == 0

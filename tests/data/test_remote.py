@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import http.server
+import itertools
 import os
 import select
 import threading
@@ -21,6 +22,7 @@ from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
 from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
+from tests.marks import quick_and_slow
 from tests.refusals import refused
 
 pytestmark = [
@@ -46,8 +48,13 @@ def upload(s3: S3Server, tmp_path):  # noqa: F811
     return put
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["mds", "webdataset", "parquet"])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(("mds", "webdataset", "parquet"), (0, 2)),
+        quick={("mds", 2), ("webdataset", 0), ("parquet", 0)},
+    ),
+)
 def test_every_format_is_read_from_s3(kind, num_workers, upload):
     place = upload(kind) + ("/{00000..00002}.tar" if kind == "webdataset" else "")
     loader = data.build(make_config(kind, place, num_workers=num_workers))
@@ -128,7 +135,7 @@ def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
 
 def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
     place = upload("mds")
-    s3.pause_s = 0.3
+    s3.pause_s = 0.1
     assert len(indices(list(data.build(make_config("mds", place))))) == 48
 
 
@@ -158,7 +165,7 @@ def test_a_failing_server_is_an_error_and_leaves_nothing(
     assert fetch(url, cache=tmp_path / "cache").read_bytes() == whole
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", quick_and_slow([0, 2], quick=[0]))
 def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  # noqa: F811
     place = upload("mds")
     key = f"{place.split('/', 3)[3]}/shard.00002.mds"

@@ -28,6 +28,7 @@ from sdbench.record.store import load_record
 from tests.data import datasets
 from tests.data.datasets import NUM_SAMPLES, TAR_SIZES, indices
 from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
+from tests.marks import quick_and_slow
 from tests.refusals import PLACE_FLAGS, printed_refusal, refused
 
 pytestmark = [
@@ -111,9 +112,13 @@ def files_below(folder: Path) -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "num_workers"),
+    quick_and_slow(
+        itertools.product(NAMES, (1, 2), (0, 2)),
+        quick={("webdataset", 2, 2), ("parquet", 1, 2), ("parquet latents", 1, 0)},
+    ),
+)
 def test_an_epoch_is_streamed_without_a_copy(kind, num_ranks, num_workers, place, temporary_folder):
     options = {"num_ranks": num_ranks, "num_workers": num_workers}
     ranks = open_ranks(place(kind), kind, **options)
@@ -142,6 +147,7 @@ def test_the_first_batch_comes_before_the_rest_is_read(
     small = datasets.make_png
     noise = random.Random(0).randbytes(32_000)  # is not compressed
     monkeypatch.setattr(datasets, "make_png", lambda index: small(index) + noise)
+    monkeypatch.setattr(remote_files, "PART_BYTES", 2**15)
     batches = iter(data.build(make_config(place(kind), kind)))
     batch = next(batches)
     # Of a tar a block of 4, and of parquet the footers with the 64 KiB before, and a group of 8.
@@ -152,8 +158,13 @@ def test_the_first_batch_comes_before_the_rest_is_read(
     assert num_bytes * 0.9 < s3.num_bytes < num_bytes + 2 * 2**16 + 10_000
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(NAMES, (0, 2)),
+        quick={("webdataset", 2), ("parquet", 0), ("parquet latents", 0)},
+    ),
+)
 def test_without_shuffling_the_order_is_the_stored_one(kind, num_workers, place):
     config = make_config(place(kind), kind, shuffle=False, num_workers=num_workers)
     assert indices(list(data.build(config))) == list(range(48))
@@ -190,8 +201,13 @@ def test_each_process_reads_tars_of_its_own(place, s3, tmp_path):  # noqa: F811
     assert 0.9 * num_bytes < s3.num_bytes < 1.7 * num_bytes
 
 
-@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
-@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "num_workers"),
+    quick_and_slow(
+        itertools.product(("webdataset", "parquet"), (1, 2), (0, 2)),
+        quick={("webdataset", 2, 2), ("parquet", 1, 0)},
+    ),
+)
 def test_a_resumed_epoch_neither_repeats_nor_drops(kind, num_ranks, num_workers, place):
     where = place(kind)
     options = {"num_ranks": num_ranks, "num_workers": num_workers}
@@ -361,8 +377,13 @@ def sign(s3: S3Server, keys: list[str]) -> str:  # noqa: F811
     return "{" + ",".join(urls).replace(f"http://127.0.0.1:{s3.port}", s3.url) + "}"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    quick_and_slow(
+        itertools.product(("webdataset", "parquet"), (0, 2)),
+        quick={("webdataset", 0), ("parquet", 2)},
+    ),
+)
 def test_web_files_are_streamed(kind, num_workers, s3, folder, tmp_path):  # noqa: F811
     path = folder(kind)
     s3.upload(path, f"{tmp_path.name}/{kind}")
@@ -416,15 +437,21 @@ def test_a_busy_server_is_waited_for(place, s3):  # noqa: F811
     assert s3.num_busy == 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+CUT, BUSY, SILENT = {"cut_after": 100}, {"num_busy": 1000}, {"pause_s": 3.0}
+FAULTS = [
+    ("webdataset", CUT, r"/0000\d.tar, from byte \d+ on, .* in 3 attempts"),
+    ("webdataset", BUSY, r"/0000\d.tar.* cannot be read: .*503"),
+    ("webdataset", SILENT, r"/0000\d.tar.* cannot be read: .*ReadTimeout"),
+    ("parquet", CUT, r"/\d.parquet, from byte \d+ on, .* in 3 attempts"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "fault", "message"),
-    [
-        ("webdataset", {"cut_after": 100}, r"/0000\d.tar, from byte \d+ on, .* in 3 attempts"),
-        ("webdataset", {"num_busy": 1000}, r"/0000\d.tar.* cannot be read: .*503"),
-        ("webdataset", {"pause_s": 3.0}, r"/0000\d.tar.* cannot be read: .*ReadTimeout"),
-        ("parquet", {"cut_after": 100}, r"/\d.parquet, from byte \d+ on, .* in 3 attempts"),
-    ],
+    ("kind", "fault", "message", "num_workers"),
+    quick_and_slow(
+        [(*fault, num_workers) for fault in FAULTS for num_workers in (0, 2)],
+        quick=[(*FAULTS[0], 2), (*FAULTS[1], 0), (*FAULTS[2], 0), (*FAULTS[3], 0)],
+    ),
 )
 def test_a_shard_that_fails_half_way_is_named(
     kind,

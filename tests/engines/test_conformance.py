@@ -408,16 +408,19 @@ def slow_items(getitem, sleep):
 @pytest.mark.parametrize(
     "what",
     [
-        (),
-        ("--lora_rank", "4", "--lr", "0.01"),
-        ("--task", "dreambooth", "--train_text_encoder"),
+        pytest.param((), id="all"),
+        pytest.param(("--lora_rank", "4", "--lr", "0.01"), id="lora", marks=pytest.mark.slow),
+        pytest.param(
+            ("--task", "dreambooth", "--train_text_encoder"),
+            id="dreambooth",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["all", "lora", "dreambooth"],
 )
 def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, launched, what):
     argv = ["--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--precision", "fp32"]
     argv += ["--batch_size", "4", "--device_train_microbatch_size", "2", "--no_measure_peak"]
-    argv += ["--warmup_batches", "1", "--measure_batches", "4", "--profile_batches", "0"]
+    argv += ["--warmup_batches", "1", "--measure_batches", "2", "--profile_batches", "0"]
     losses = {}
     for engine in ENGINES:
         folder = tmp_path / engine
@@ -426,7 +429,7 @@ def test_all_engines_draw_the_same_noise_and_have_the_same_losses(tmp_path, laun
         assert load_record(path)["config"]["engine"] == engine
         rows = path.with_name("steps.csv").read_text().splitlines()
         losses[engine] = [row.split(",")[rows[0].split(",").index("loss")] for row in rows[1:]]
-    assert len(losses["torch"]) == 5
+    assert len(losses["torch"]) == 3
     assert losses["torch"] == losses["composer"]  # to the last digit
     assert list(map(float, losses["ray"])) == pytest.approx(
         list(map(float, losses["torch"])), rel=SAME_FP32

@@ -157,7 +157,7 @@ def test_copies_and_their_average_are_those_of_the_closed_forms(sharding, reques
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
     *("--num_threads", "1", "--no_measure_peak", "--use_ema", "--profile_batches", "0"),
-    *("--warmup_batches", "0", "--max_warmup_batches", "0", "--measure_batches", "4"),
+    *("--warmup_batches", "0", "--max_warmup_batches", "0", "--measure_batches", "3"),
     *("--batch_size", "8", "--device_train_microbatch_size", "1"),
     *("--precision", "bf16", "--master_weights", "fp32"),
 )
@@ -182,8 +182,10 @@ def losses_of_tiny(tmp_path_factory):
     return run
 
 
+# Four whole runs; the closed forms above find the same faults sooner.
 # ZeRO-1 makes the same update of each weight, elsewhere. DDP averages gradients in bf16, and FSDP2
 # on a CPU in fp64: what is rounded is different.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "tolerance"),
     [("hybrid_zero1", 0.0), ("grad_op", BF16), ("hybrid_grad_op", BF16)],
@@ -192,5 +194,5 @@ def test_the_miniature_has_the_losses_of_copies_that_nobody_shares(
     sharding, tolerance, losses_of_tiny
 ):
     plain = losses_of_tiny("none")
-    assert len(set(plain)) == 4
+    assert len(set(plain)) == 3
     assert losses_of_tiny(sharding) == pytest.approx(plain, rel=tolerance, abs=0)

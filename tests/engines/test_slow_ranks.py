@@ -17,6 +17,7 @@ from sdbench.measure.watch import make_watch
 from sdbench.ranks.distributed import Ranks, gather
 from tests.engines.linear import BATCH_SIZE, SCHEDULE, LinearModel, Pairs, make_config, make_parts
 from tests.forked import NUM_RANKS, run_in_group
+from tests.marks import quick_and_slow
 
 # A profiled step of the linear model takes some milliseconds.
 SLEEP_S = 0.3
@@ -32,6 +33,18 @@ PLACES = {
     "observer": "other",  # of the host, when the step has ended
 }
 OF_SHARDS = [("zero1", "optimizer"), ("full", "loader"), ("full", "optimizer")]
+# Each place once, each engine and each rank.
+QUICK_CASES = [
+    ("torch", "none", "loader", 1),
+    ("composer", "none", "forward", 0),
+    ("torch", "none", "backward", 0),
+    ("composer", "none", "optimizer", 1),
+    ("composer", "none", "schedule", 0),
+    ("ray", "none", "observer", 1),
+    ("torch", "zero1", "optimizer", 0),
+    ("ray", "full", "loader", 0),
+    ("composer", "full", "optimizer", 1),
+]
 CASES = [
     (engine, sharding, place, rank)
     for engine in ENGINES
@@ -98,13 +111,17 @@ def train(engine, sharding, place):
 
 
 @pytest.fixture(scope="module")
-def summaries(tmp_path_factory):
-    """The figures of each case, and the phases of both ranks."""
+def summaries_of(tmp_path_factory):
+    """The figures of each of some cases, and the phases of both ranks."""
+    return functools.cache(functools.partial(_summaries_of, tmp_path_factory))
+
+
+def _summaries_of(tmp_path_factory, cases):
     folder = tmp_path_factory.mktemp("slow")
 
     def run(rank):
         found = []
-        for engine, sharding, place, slow_rank in CASES:
+        for engine, sharding, place, slow_rank in cases:
             own = train(engine, sharding, place if rank == slow_rank else None)
             merged = merge_measurements(gather(own, Ranks.from_environment()))
             summary = summarize(
@@ -120,14 +137,18 @@ def summaries(tmp_path_factory):
             (folder / "found.json").write_text(json.dumps(found))
 
     run_in_group(run, folder)
-    return dict(zip(CASES, json.loads((folder / "found.json").read_text()), strict=True))
+    return dict(zip(cases, json.loads((folder / "found.json").read_text()), strict=True))
 
 
-@pytest.mark.parametrize(("engine", "sharding", "place", "rank"), CASES)
+@pytest.mark.parametrize(
+    ("engine", "sharding", "place", "rank"), quick_and_slow(CASES, quick=QUICK_CASES)
+)
 def test_a_slow_rank_is_named_and_not_the_one_that_waits_for_it(
-    engine, sharding, place, rank, summaries
+    engine, sharding, place, rank, summaries_of
 ):
-    summary, phases = summaries[engine, sharding, place, rank]
+    case = (engine, sharding, place, rank)
+    others = [one for one in CASES if one not in QUICK_CASES]
+    summary, phases = summaries_of(tuple(QUICK_CASES if case in QUICK_CASES else others))[case]
     named = [(one["rank"], one["slow_phase"]) for one in summary["stragglers"]]
     assert named == [(rank, PLACES[place])]
     assert "straggler" in summary["flags"]

@@ -246,6 +246,7 @@ RUN = (
 )
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("flags", "weights"), [((), "loaded"), (("--random_weights",), "random")], ids=str
 )

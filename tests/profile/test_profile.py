@@ -32,7 +32,7 @@ SHORT = ("--warmup_batches", "1", "--measure_batches", "1", "--profile_batches",
 
 
 @pytest.fixture(autouse=True)
-def small_arrays(monkeypatch):
+def small_arrays(monkeypatch, plain_replay):
     """The ceilings themselves are measured in tests/measure."""
     monkeypatch.setitem(ceilings.ARRAY_BYTES, "cpu", 1 << 24)
     monkeypatch.setattr(ceilings, "CONVOLUTION_CHANNELS", 16)

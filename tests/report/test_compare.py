@@ -712,6 +712,7 @@ def timed(*arguments, cwd) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.slow
 def test_a_thousand_records_are_soon_compared(tmp_path, repository, a_record):
     for side in "ab":
         for batch in range(1, 101):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -339,9 +340,14 @@ def test_the_page_is_filled_between_its_markers(tmp_path):
     assert "Speed-ups" in (results / "index.html").read_text()
 
 
+@functools.cache
+def read_sweep(device):
+    return yaml.safe_load((REPOSITORY / "sweeps" / f"ladder_{device}.yaml").read_text())
+
+
 def read_cells(device):
     """Settings of each run of a sweep of the ladder."""
-    content = yaml.safe_load((REPOSITORY / "sweeps" / f"ladder_{device}.yaml").read_text())
+    content = read_sweep(device)
     return [{**content["base"], **cell} for cell in content["list"]]
 
 

@@ -16,9 +16,9 @@ PROFILES = sorted(RESULTS.glob("profiles/*/profile.json"))
 PAGE = "# Limits\n<!-- begin generated: limits -->\n<!-- end generated: limits -->\n"
 
 
-def make_page(tmp_path, **changes):
+def make_page(tmp_path, *, quoted=False, **changes):
     """The page of a results folder with one profile, changed, and the exit code."""
-    results = make_results(tmp_path)
+    results = make_results(tmp_path, quoted=quoted)
     (results / "limits.md").write_text(PAGE)
     folder = results / "profiles" / "one"
     folder.mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_the_parts_above_the_floor_add_up_to_it(tmp_path):
 
 def test_each_table_of_the_page_has_a_name_of_its_own(tmp_path):
     """By which the columns that a reader chooses are shown."""
-    make_page(tmp_path)
+    make_page(tmp_path, quoted=True)
     names = re.findall(r'<table id="([^"]*)"', (tmp_path / "index.html").read_text())
     assert {"floors", "above-the-floor"} < {*names}
     assert all(names) and len({*names}) == len(names)
@@ -71,7 +71,7 @@ def test_each_table_of_the_page_has_a_name_of_its_own(tmp_path):
 def test_a_profile_without_that_floor_is_in_no_table(tmp_path):
     older = {"step": json.loads(PROFILES[0].read_text())["step"]}
     assert "needed_floor_ms" not in older["step"]
-    results = make_results(tmp_path)
+    results = make_results(tmp_path, quoted=False)
     (results / "limits.md").write_text(PAGE)
     shutil.copytree(PROFILES[0].parent, results / "profiles" / "older")
     assert main(["report", "--folder", str(results)]) == 0
@@ -84,7 +84,7 @@ NO_FIGURES = '{"kind": "profile", "step": {"needed_floor_ms": 1.0}}'
 
 @pytest.mark.parametrize("content", [*NO_PROFILES, NO_FIGURES])
 def test_what_is_no_profile_is_named_and_left_out(tmp_path, capsys, content):
-    results = make_results(tmp_path)
+    results = make_results(tmp_path, quoted=False)
     (results / "profiles" / "one").mkdir(parents=True)
     path = results / "profiles" / "one" / "profile.json"
     path.write_text(content)

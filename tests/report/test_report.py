@@ -9,6 +9,8 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from sdbench.cli import main
 from sdbench.report.report import rebuild
 from sdbench.report.throughput_plots import (
@@ -264,6 +266,11 @@ def run_report(results):
     return taken_s
 
 
+def test_a_report_needs_no_torch(tmp_path):
+    run_report(make_results(tmp_path, make_record(), quoted=False))
+
+
+@pytest.mark.slow
 def test_a_thousand_records_are_soon_done(tmp_path):
     runs = [micro_batch_run(4 + index % 8, 1.0 + index) for index in range(500)]
     runs += [make_record(summary__breakdown=BREAKDOWN)] * 500

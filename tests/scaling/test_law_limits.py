@@ -111,8 +111,12 @@ def test_a_last_micro_batch_of_one_image_may_be_cheaper_where_none_was_measured(
 
 @pytest.mark.parametrize(
     ("setup_of", "cover", "latency_s"),
-    [(strong, 0.0, 0.0), (weak, 0.0, 0.0), (strong, 1.0, 0.0), (strong, 0.0, 1e-3)],
-    ids=["strong", "weak", "hidden communication", "latency of ranks"],
+    [
+        pytest.param(strong, 0.0, 0.0, id="strong", marks=pytest.mark.slow),
+        pytest.param(weak, 0.0, 0.0, id="weak"),
+        pytest.param(strong, 1.0, 0.0, id="hidden communication"),
+        pytest.param(strong, 0.0, 1e-3, id="latency of ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_intervals_hold_the_truth_of_four_kinds_of_steps(setup_of, cover, latency_s):
     random = np.random.default_rng(20)
