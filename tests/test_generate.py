@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import generate
@@ -28,6 +29,12 @@ from tests.refusals import refused
 OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
 PROMPTS = "a red circle | a blue square|a green star"
 PROMPT_FLAG = "--prompts or --prompt_file"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A run of another test may have left several, with which sums have no order of their own."""
+    torch.set_num_threads(1)
 
 
 def run(*argv: object) -> dict:
