@@ -128,6 +128,7 @@ def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys)
     assert (FOLDER / "model" / "model_index.json").is_file()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_training_too_and_it_goes_on(started) -> None:
     command = [*SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1"]
     # The pictures before are drawn already; the rest is done by processes of their own.

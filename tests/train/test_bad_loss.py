@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib
 import json
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
-from sdbench.engines import ENGINES, load_engine
+from sdbench.engines import ENGINES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.export import export
 from sdbench.models.stable_diffusion import build_stable_diffusion
@@ -26,7 +25,7 @@ from sdbench.report.watch import write_page
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
-from tests.forked import exit_codes, forked_ranks, log_of
+from tests.train.in_turn import train_in_turn
 
 BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
@@ -37,7 +36,10 @@ RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuf
 RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
 
 pytestmark = pytest.mark.usefixtures("launched")
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_engine = pytest.mark.parametrize(
+    "engine",
+    ["torch", *(pytest.param(one, marks=pytest.mark.slow) for one in ENGINES if one != "torch")],
+)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,7 @@ def test_it_stops_and_names_the_samples(model, engine):
     assert all(word in record["reason"] for word in told)
 
 
+@pytest.mark.slow
 def test_it_is_named_however_late_it_is_known(model):
     """Read behind an epoch of 12 steps that a resume has begun in."""
     write_samples(BAD_SAMPLE)
@@ -183,18 +186,21 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
 
 
-@pytest.mark.parametrize("loss", ["nan", "inf"])
-def test_the_page_of_a_run_leaves_bad_losses_out(model, loss):
+def test_the_page_of_a_run_leaves_bad_losses_out(model):
     write_samples(BAD_SAMPLE)
     assert run(model, "skip", "--log_every_batches", 1, num_steps=4) == 0
     steps = Path("runs/run/steps.csv")
-    steps.write_text(steps.read_text().replace("nan", loss))
-    drawn = write_page(Path("runs/run"))
-    assert drawn.steps["loss"].isna().tolist() == [False, False, True, False]
-    assert drawn.steps["smooth_loss"].notna().all()
-    assert "loss not finite" in Path("runs/run/watch.html").read_text()
+    for loss in ("nan", "inf"):
+        steps.write_text(steps.read_text().replace("nan", loss))
+        drawn = write_page(Path("runs/run"))
+        assert drawn.steps["loss"].isna().tolist() == [False, False, True, False]
+        assert drawn.steps["smooth_loss"].notna().all()
+        page = Path("runs/run/watch.html")
+        assert "loss not finite" in page.read_text()
+        page.unlink()
 
 
+@pytest.mark.slow
 def test_fp32_copies_of_bf16_weights_are_skipped_too(model):
     write_samples(BAD_SAMPLE)
     argv = ("--precision", "bf16", "--master_weights", "fp32", "--encoder_dtype", "bf16")
@@ -238,12 +244,14 @@ def test_there_is_nothing_to_go_back_to(model):
 
 def test_a_run_that_does_not_recover_ends(model):
     write_samples(*range(4, 49))
-    assert run(model, "skip", "--save_every_batches", 1, num_steps=MAX_IN_A_ROW + 2) == 1
+    period = MAX_IN_A_ROW + 1
+    assert run(model, "skip", "--save_every_batches", period, num_steps=period + 1) == 1
     actions = [line["action"] for line in lines("run", "bad_batches.jsonl")]
     assert actions == ["skip"] * MAX_IN_A_ROW + ["stop"]
-    assert saved_steps()[-1] == MAX_IN_A_ROW + 1
+    assert saved_steps() == [period]
 
 
+@pytest.mark.slow
 def test_good_steps_between_bad_ones_count(model):
     bad = [4 * step for step in range(12) if step % 6]  # ten of each epoch of 12 steps
     write_samples(*bad)
@@ -256,24 +264,21 @@ def two_ranks():
     yield pytest.param("torch", "none", "back", marks=pytest.mark.slow)
     for engine in ENGINES:
         for sharding in ("none", "zero1", "full"):
-            is_quick = (engine, sharding) in {("torch", "full"), ("composer", "none")}
+            is_quick = (engine, sharding) == ("torch", "none")
             yield pytest.param(engine, sharding, "skip", marks=() if is_quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("engine", "sharding", "action"), list(two_ranks()))
 def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, action):
-    # Here, and not once in each rank.
-    load_engine(engine)
-    importlib.import_module("sdbench.tasks.train.looks")
     write_samples(BAD_SAMPLE)
     argv = ("--engine", engine, "--sharding", sharding, "--save_every_batches", 1, "--keep", 9)
     argv += ("--device_train_microbatch_size", 1, "--log_every_batches", 1)
-    for name, durations in (("whole", [4]), ("parts", [3, 4])):
-        for num_steps in durations:
-            program = functools.partial(run, model, action, *argv, num_steps=num_steps, name=name)
-            with forked_ranks(program, tmp_path) as ranks:
-                codes = exit_codes(ranks, timeout_s=240)
-                assert codes == [0, 0], [log_of(tmp_path, rank).read_text() for rank in range(2)]
+    runs = [
+        functools.partial(run, model, action, *argv, num_steps=num_steps, name=name)
+        # The whole run between the parts, so that no part begins as the one before has ended.
+        for name, num_steps in (("parts", 3), ("whole", 4), ("parts", 4))
+    ]
+    train_in_turn(engine, tmp_path, *runs)
     (line,) = lines("whole", "bad_batches.jsonl")
     assert line["samples_of_ranks"] == [
         ["data/008.png", "data/009.png"],

@@ -273,6 +273,7 @@ def unet_of(model: str) -> list[str]:
     return [f"model.unet.params.{name}={value}" for name, value in wanted.items()]
 
 
+@pytest.mark.slow
 def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, capsys):
     """Its command line, on a miniature: a U-Net by numbers, the other parts from a folder."""
     import torch
@@ -313,6 +314,7 @@ def test_the_template_of_open_diffusion_trains_and_goes_on(tmp_path, pipeline, c
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 def test_the_fine_tuning_example_of_open_diffusion(tmp_path, pipeline, repository):
     """Its command line, with two ranks: the whole model from a folder, pictures of a table."""
     write_tars(tmp_path / "tars")

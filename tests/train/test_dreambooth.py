@@ -25,12 +25,11 @@ import benchmark
 import generate
 import train
 from sdbench.cli import main as sdbench
-from sdbench.engines import load_engine
 from sdbench.record.row import make_row
 from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
-from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
+from tests.train.in_turn import train_in_turn
 
 SEED = 17
 PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
@@ -111,7 +110,7 @@ def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> f
     return float(of_subject + prior_loss_weight * of_class)
 
 
-@pytest.mark.parametrize("microbatch", [3, 4])
+@pytest.mark.parametrize("microbatch", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model, microbatch):
     write_pictures(subject=2, **{"class": 2})
     argv = ("--model_name", model, "--batch_size", 4, "--no_shuffle", "--allow_uneven_batch")
@@ -158,7 +157,7 @@ def spy_on_job(monkeypatch, look):
     monkeypatch.setattr(engine, "fit", spied)
 
 
-@pytest.mark.parametrize("trains_text", [True, False])
+@pytest.mark.parametrize("trains_text", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
     write_pictures(subject=3, **{"class": 2})
     states = []
@@ -176,6 +175,7 @@ def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
     assert {name.partition(".")[0] for name in changed} == parts
 
 
+@pytest.mark.slow
 def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypatch):
     write_pictures(subject=2, **{"class": 2})
     norms, num_tensors = [], []
@@ -226,6 +226,7 @@ def test_latents_are_made_once_and_kept(model, monkeypatch, capsys):
     assert sum(encoded) == 14
 
 
+@pytest.mark.slow
 def test_encoders_leave_the_memory_unless_the_model_is_looked_at(model, monkeypatch):
     write_pictures(subject=2, **{"class": 2})
     there = []
@@ -244,15 +245,11 @@ def test_encoders_leave_the_memory_unless_the_model_is_looked_at(model, monkeypa
 
 def test_two_ranks_share_the_encoding_and_go_on_as_one(model):
     write_pictures(subject=3, **{"class": 4})
-    load_engine("torch")
-    importlib.import_module("sdbench.tasks.dreambooth")
     argv = ("--model_name", model, "--batch_size", 4, "--device_train_microbatch_size", 2)
     argv += ("--resume", "auto")
 
     def train_in_two(num_steps):
-        with forked_ranks(lambda: run("two", num_steps, *argv) and 0, Path()) as ranks:
-            codes = exit_codes(ranks, timeout_s=240)
-        assert codes == [0, 0], [log_of(Path(), rank).read_text() for rank in range(2)]
+        train_in_turn("torch", Path(), lambda: run("two", num_steps, *argv) and 0)
 
     alone = load_file(run("alone", 1, *argv) / "latents.safetensors")
     train_in_two(2)
@@ -384,6 +381,7 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     assert generate.main([*line, "--num_steps", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_a_token_goes_on_and_gets_the_same_losses(model):
     learn_token(model, "--max_duration", "3ba", "--run_name", "whole")
     whole = losses(Path("runs/whole"))

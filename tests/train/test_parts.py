@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint
 from tests.data.datasets import write_folder
 from tests.refusals import printed_refusal
+from tests.runs import finished_run
 
 MINI = ("--model_name", "mini", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 MINI += ("--precision", "fp32", "--encoder_dtype", "fp32", "--log_every_batches", "1")
@@ -44,13 +46,26 @@ def weights(folder: Path, part: str) -> dict:
     return load_file(file)
 
 
+@pytest.fixture
+def plain(tmp_path) -> Path:
+    """A run of one step that trains the U-Net alone."""
+    argv = (*MINI, "--run_name", "plain", "--max_duration", "1ba", "--use_ema")
+    return finished_run(train.main, *argv, results=tmp_path / "plain")
+
+
 def is_same(one: dict, other: dict) -> bool:
     assert one.keys() == other.keys()
     return all((one[name] == other[name]).all() for name in one)
 
 
-@pytest.mark.parametrize("engine", ["torch", "composer"])
-@pytest.mark.parametrize("part", [VAE, TEXT, LORA])
+def parts_and_engines():
+    """What is trained, by which engine; the quick ones have each part's own mechanism."""
+    for part, engine in itertools.product((VAE, TEXT, LORA), ("torch", "composer")):
+        is_quick = engine == "torch" and part != LORA
+        yield pytest.param(part, engine, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("part", "engine"), list(parts_and_engines()))
 def test_resumed_bit_for_bit(tmp_path, part, engine):
     argv = (*part, "--engine", engine, "--use_ema", "--clip_norm", "1")
     whole = run("whole", 4, *argv)
@@ -59,7 +74,15 @@ def test_resumed_bit_for_bit(tmp_path, part, engine):
     assert losses(parts) == losses(whole) and len(set(losses(whole))) == 4
 
 
-@pytest.mark.parametrize("part", [(), VAE, TEXT, LORA])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        VAE,
+        pytest.param(TEXT, marks=pytest.mark.slow),
+        LORA,
+    ],
+)
 def test_the_memory_estimate_is_of_what_is_kept(part):
     folder = run("one", 1, *part, "--use_ema")
     saved = Checkpoint.open(folder / "checkpoints" / "step_00000001").tensors()
@@ -73,8 +96,8 @@ def test_the_memory_estimate_is_of_what_is_kept(part):
         assert estimate_gib[name] * 2**30 == pytest.approx(num_bytes)
 
 
-def test_the_text_encoder_learns_at_its_own_rate(tmp_path):
-    frozen = weights(run("frozen", 1), "text_encoder")
+def test_the_text_encoder_learns_at_its_own_rate(plain):
+    frozen = weights(plain, "text_encoder")
     same = weights(run("same", 1, *TEXT), "text_encoder")
     slow = weights(run("slow", 1, *TEXT, "--text_encoder_lr_factor", "0.1"), "text_encoder")
     name = "text_model.final_layer_norm.weight"
@@ -83,10 +106,11 @@ def test_the_text_encoder_learns_at_its_own_rate(tmp_path):
     assert moved == pytest.approx(1e-4, rel=0.1) and slowly == pytest.approx(1e-5, rel=0.1)
 
 
-def test_a_run_begins_with_the_weights_of_another_and_keeps_them(tmp_path, capsys):
-    first = run("vae", 3, *VAE, "--lr", "0.01", "--use_ema")
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_another_and_keeps_them(plain, capsys):
+    first = run("vae", 1, *VAE, "--lr", "0.01", "--use_ema")
     trained = weights(first, "vae")
-    assert not is_same(trained, weights(run("plain", 1), "vae"))
+    assert not is_same(trained, weights(plain, "vae"))
     argv = ("--init_from", first, "--resume", "auto", *TEXT)
     capsys.readouterr()
     second = run("second", 1, *argv, "--encoder_dtype", "bf16")
@@ -133,12 +157,11 @@ def test_a_vae_is_trained_wherever_each_rank_holds_all_weights(capsys):
 @pytest.mark.parametrize(
     "argv", [("--model_name", "tiny"), ("--train", "vae")], ids=["another size", "another part"]
 )
-def test_weights_of_another_model_are_refused_before_there_is_a_folder(argv, capsys):
-    first = run("first", 1)
-    second = run("second", 1, *argv, "--init_from", first, code=2)
+def test_weights_of_another_model_are_refused_before_there_is_a_folder(plain, argv, capsys):
+    second = run("second", 1, *argv, "--init_from", plain, code=2)
     refusal = printed_refusal(capsys.readouterr().err)
     assert (refusal.flag, refusal.value) == (
         "--init_from",
-        str(first / "checkpoints" / "step_00000001"),
+        str(plain / "checkpoints" / "step_00000001"),
     )
     assert not second.exists()

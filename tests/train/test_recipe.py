@@ -35,6 +35,7 @@ def validations(run: str) -> list[float]:
     return [event["loss"] for event in map(json.loads, lines) if event["event"] == "validation"]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_recipe_runs(tmp_path, repository):
     short = ("--max_duration", "2ba", "--batch_size", 4, "--device_train_microbatch_size", 4)
     short += ("--num_validation_images", 8, "--validate_every_batches", 1)

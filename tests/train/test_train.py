@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
+from tests.train.in_turn import train_in_turn
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 
@@ -50,26 +50,25 @@ def events(run_folder: Path, name: str) -> list[dict]:
     return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def test_killed_then_stopped_then_finished(tmp_path, repository):
+def test_killed_then_stopped_then_finished(tmp_path):
     """kill -9, SIGTERM and a good end: every step is trained once and none is missing."""
     folder = tmp_path / "runs" / "long"
     argv = [*TINY, "--run_name", "long", "--resume", "auto", "--log_every_batches", "1"]
     argv += ["--save_every_batches", "2", "--num_workers", "1", "--max_duration", "1000000ba"]
 
+    load_engine("torch")  # here, and not once in each process
+
     def start_and_signal(number: int, *, num_steps: int) -> int:
-        command = [sys.executable, repository / "train.py", *argv]
-        with subprocess.Popen(command, start_new_session=True) as process:
-            try:
-                deadline_s = time.monotonic() + 120
-                while not any(
-                    int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
-                ):
-                    assert process.poll() is None and time.monotonic() < deadline_s
-                    time.sleep(0.05)
-                os.killpg(process.pid, number)  # as a scheduler does: the loader's worker, too
-                return process.wait(60)
-            finally:
-                process.kill()  # it has no end of its own
+        with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as (process,):
+            deadline_s = time.monotonic() + 120
+            while not any(
+                int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
+            ):
+                assert process.exitcode is None and time.monotonic() < deadline_s
+                time.sleep(0.05)
+            os.killpg(process.pid, number)  # as a scheduler does: the loader's worker, too
+            (code,) = exit_codes([process])
+            return code
 
     assert start_and_signal(signal.SIGKILL, num_steps=2) == -signal.SIGKILL
     assert start_and_signal(signal.SIGTERM, num_steps=6) == 130
@@ -113,23 +112,26 @@ def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
         assert reason.partition(": ")[2] in log_of(tmp_path, rank).read_text()
 
 
-@pytest.mark.parametrize("sharding", ["grad_op", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["grad_op", "full"])
 def test_looks_leave_sharded_weights_as_they_were(tmp_path, sharding):
     """Two ranks with and without looks, stopped and resumed: the same losses, all of them saved."""
-    load_engine("torch")  # here, and not once in each rank
-    importlib.import_module("sdbench.tasks.train.looks")
     write_folder(tmp_path / "held-out")
     looks = ("--validate_every_batches", 1, "--validation_remote", tmp_path / "held-out")
     looks += ("--num_validation_images", 2, "--save_every_batches", 1, "--resume", "auto")
     argv = ("--sharding", sharding, "--use_ema", "--ema_interval_batches", 1)
     argv += ("--log_every_batches", 1)
 
-    for name, num_steps, more in (("blind", 3, ()), ("watched", 2, looks), ("watched", 3, looks)):
-        length = ("--run_name", name, "--max_duration", f"{num_steps}ba")
-        program = functools.partial(run, *argv, *more, *length)
-        with forked_ranks(program, tmp_path) as ranks:
-            codes = exit_codes(ranks, timeout_s=120)
-            assert codes == [0, 0], log_of(tmp_path, 0).read_text()
+    runs = [
+        functools.partial(run, *argv, *more, "--run_name", name, "--max_duration", f"{num_steps}ba")
+        # The blind one between the others, so that none begins as the one before has ended.
+        for name, num_steps, more in (
+            ("watched", 2, looks),
+            ("blind", 3, ()),
+            ("watched", 3, looks),
+        )
+    ]
+    train_in_turn("torch", tmp_path, *runs)
     blind, watched = (
         [row["loss"] for row in rows(tmp_path / "runs" / name)] for name in ("blind", "watched")
     )
@@ -211,6 +213,8 @@ def test_a_kill_in_the_middle_of_a_grid_leaves_no_part_of_it(many_prompts):
         sys.addaudithook(hook)
         os._exit(run(*MANY, "--num_sample_images", 2))
 
+    load_engine("torch")
+    importlib.import_module("sdbench.tasks.train.looks")
     process = multiprocessing.get_context("fork").Process(target=draw_and_die)
     process.start()
     process.join()
@@ -329,7 +333,7 @@ def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
     assert tight[0] == free[0] and tight[2] != free[2]
 
 
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_decay_of_the_average_is_that_of_a_step(tmp_path, interval):
     argv = ("--max_duration", "2ba", "--save_every_batches", 1, "--lr", 0.01, "--run_name", "one")
     argv += ("--use_ema", "--ema_decay", 0.8, "--ema_interval_batches", interval)

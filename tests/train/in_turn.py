@@ -1,0 +1,43 @@
+"""Trainings one after the other in the same forked ranks: what is made once is made once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from sdbench.engines import load_engine
+from tests.forked import exit_codes, forked_ranks, log_of
+
+
+def train_in_turn(engine: str, folder: Path, *runs: Callable[[], int], **ranks_and_nodes) -> None:
+    """Have ranks do trainings in turn, each of which ends well.
+
+    Args:
+        engine: Of all of them.
+        folder: For what the ranks print.
+        runs: Return their exit codes.
+        ranks_and_nodes: See `forked_ranks`.
+    """
+    # Here, and not once in each rank.
+    load_engine(engine)
+    for name in ("sdbench.tasks.train.looks", "torch._dynamo"):
+        importlib.import_module(name)
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in runs]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+
+    def program() -> int:
+        for port, run in zip(ports, runs, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
+            if code := run():
+                return code
+        return 0
+
+    with forked_ranks(program, folder, **ranks_and_nodes) as ranks:
+        codes = exit_codes(ranks, timeout_s=240)
+        logs = [log_of(folder, rank).read_text() for rank in range(len(codes))]
+        assert not any(codes) and None not in codes, logs
