@@ -76,7 +76,10 @@ def test_each_prompt_is_drawn_with_its_seed(tmp_path, capsys):
     )
     (picture,) = expected
     with Image.open("out/pictures/00002.png") as drawn:
-        assert np.array_equal(np.asarray(drawn), np.asarray(picture))
+        difference = np.abs(np.asarray(drawn, dtype=int) - np.asarray(picture, dtype=int))
+    # In a process that has trained before, the last bits of the two may differ: a step of 255 in a
+    # few pixels. Another caption or seed changes four pixels of five, by 30 steps and more.
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.001
     with Image.open("out/grid.png") as grid:
         assert grid.size == (4 + 2 * 116, 4 + 2 * 84)
     assert "random weights" in capsys.readouterr().out

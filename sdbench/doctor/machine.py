@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdbench.base.cache import private_folder
 from sdbench.base.shared_memory import FOLDER as SHARED_MEMORY
@@ -30,6 +31,9 @@ from sdbench.measure.cpu import num_cpu_cores
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.provenance import NO_COMMIT, PACKAGES, git_state, package_versions
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 # What NVIDIA recommends for NCCL in a container (NCCL user guide, Troubleshooting: --shm-size=1g).
 NCCL_BYTES = 1 * BYTES_PER_GIB
@@ -38,25 +42,33 @@ LOW_FREE_BYTES = 1 * BYTES_PER_GIB
 
 
 def check_software(job: Job) -> Seen:
-    """Whether the packages are there, in the versions that requirements.txt pins."""
-    from packaging.requirements import Requirement
-
+    """Whether the packages are there, in the versions pinned for one of the sets of packages."""
     versions, state = package_versions(), git_state()
     yield OK, ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if state["commit"]:
         yield OK, f"commit {state['commit'][:10]}{' with changes' if state['dirty'] else ''}"
     else:
         yield WARNING, NO_COMMIT
-    text = REQUIREMENTS.read_text(encoding="utf-8") if REQUIREMENTS.is_file() else ""
-    for line in text.splitlines():
-        pin = Requirement(line) if line and line[0] not in "#-" else None
-        if pin is None or pin.name not in PACKAGES:
+    pins = _read_pins(REQUIREMENTS)
+    minor = ".".join((versions["torch"] or "").split(".")[:2])
+    pins |= _read_pins(REQUIREMENTS.with_name(f"overrides-torch-{minor}.txt"))
+    for name, pin in pins.items():
+        if name not in PACKAGES:
             continue
-        version = versions[pin.name]
+        version = versions[name]
         if version is None:
-            yield ERROR, f"{pin.name} is not installed"
-        elif version not in pin.specifier:  # 2.7.0+cu126 is in ==2.7.0
-            yield WARNING, f"{pin.name} {version} where {pin.specifier} is pinned"
+            yield ERROR, f"{name} is not installed"
+        elif version not in pin:  # 2.7.0+cu126 is in ==2.7.0
+            yield WARNING, f"{name} {version} where {pin} is pinned"
+
+
+def _read_pins(file: Path) -> dict[str, SpecifierSet]:
+    """The versions that a file of requirements allows, by package; without the file none."""
+    from packaging.requirements import Requirement
+
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = [Requirement(line) for line in text.splitlines() if line and line[0] not in "#-"]
+    return {pin.name: pin.specifier for pin in found}
 
 
 def count_ranks_per_node(job: Job) -> int:

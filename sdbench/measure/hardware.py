@@ -170,7 +170,7 @@ def check_gpu_code(machine: Machine) -> None:
         "this torch has no code for the GPU",
         value=f"{machine.device_name} (sm_{gpu[0]}{gpu[1]})",
         allowed=f"{', '.join(built_for)} with torch {torch.__version__}; "
-        "torch 2.7 has sm_50 to sm_90, torch 2.14 sm_75 to sm_120",
+        "TORCH=2.7 installs sm_50 to sm_90, TORCH=2.14 sm_75 to sm_120",
         flag=f"`make benchmark TORCH={'2.14' if gpu >= (7, 5) else '2.7'}`",
     )
 

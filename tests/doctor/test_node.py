@@ -26,11 +26,25 @@ def install(folder, package: str, version: str | None) -> None:
     (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
+OLD = {"torch": "2.7.0", "torchvision": "0.22.0", "transformers": "4.57.6", "diffusers": "0.39.0"}
+NEW = {"torch": "2.14.1", "torchvision": "0.29.1", "transformers": "5.1.0", "diffusers": "0.42.1"}
+
+
 @pytest.mark.parametrize(
-    ("version", "level"), [("0.39.0", "ok"), ("0.1.0", "warning"), (None, "error")]
+    ("versions", "level"),
+    [
+        (OLD, "ok"),
+        (OLD | {"torch": "2.7.0+cu126"}, "ok"),
+        (OLD | {"diffusers": "0.1.0"}, "warning"),
+        (OLD | {"diffusers": None}, "error"),
+        (NEW, "ok"),
+        (NEW | {"transformers": "4.57.6"}, "warning"),
+        (OLD | {"transformers": "5.1.0"}, "warning"),
+    ],
 )
-def test_versions_are_those_of_the_requirements(look, monkeypatch, tmp_path, version, level):
-    install(tmp_path / "site", "diffusers", version)
+def test_versions_are_those_of_one_set_of_packages(look, monkeypatch, tmp_path, versions, level):
+    for package, version in versions.items():
+        install(tmp_path / "site", package, version)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert look()["software"]["level"] == level
 
