@@ -1,18 +1,20 @@
 """What `mutations.py run` does: plant a fault in a copy and run the tests that cover its lines.
 
-Coverage is collected once, of the suite without faults, with the test as the context of each line:
+Coverage is collected once, of the suite without faults, with the test as the context of each line.
+In a file, RC below, of which `coverage` and pytest-cov are the readers:
 
     [run]
-    source = sdbench
-    patch = subprocess
+    source = /CHECKOUT/sdbench
     parallel = true
     context = ${SDBENCH_TEST-}
+    data_file = /FOLDER/.coverage
+    disable_warnings = no-data-collected, module-not-measured, module-not-imported
 
-    python -m pytest -n auto --dist loadfile -p PLUGIN --cov --cov-config=THAT --cov-context=test \
-        --cov-report= --junitxml=JUNIT.xml
+In the checkout, with the whole path of RC:
 
-where PLUGIN sets SDBENCH_TEST to the test's id and "|sub" in `pytest_runtest_logstart`, for the
-processes that a test starts. `coverage combine` makes one file of it.
+    COVERAGE_OF_PROCESSES=RC PYTHONPATH=tools python -m pytest -n auto --dist loadfile \
+        -p coverage_by_test --cov --cov-config=RC --cov-context=test --cov-report= \
+        --junitxml=JUNIT.xml
 
 Each job has a clone of the checkout and a process that has imported what is not ours; tests run in
 forks of it (`mutation_worker.py`), with /dev/shm and temporary files of their own. Tests are taken

@@ -30,6 +30,7 @@ KNOWN_THREADS = {"jemalloc_bg_thd"}
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_CHILD_SUBREAPER = 36
+PARENT = os.getppid()  # another one if it has died
 
 
 def import_what_is_imported(folder: Path) -> None:
@@ -123,11 +124,13 @@ def run_tests(copy: Path, tests: list[str], limit_s: float, end_s: float) -> tup
             _run_pytest(copy, tests, scratch, limit_s)
         finally:
             os._exit(1)
-    while is_running := os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end_s:
-            break
-        time.sleep(0.05)
-    _end_children()
+    try:
+        while is_running := os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end_s or os.getppid() != PARENT:
+                break
+            time.sleep(0.05)
+    finally:
+        _end_children()
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     shutil.rmtree(scratch, ignore_errors=True)
     num_run = sum(what == "started" for what, *_ in lines)
