@@ -113,7 +113,7 @@ def _run_pytest(copy: Path, tests: list[str], scratch: Path, limit_s: float) -> 
 def run_tests(copy: Path, tests: list[str], limit_s: float, end_s: float) -> tuple[int, str, str]:
     """How many tests began, and what became of the first that failed, or was the last of all.
 
-    A test that hangs is ended after `limit_s`, all of them at `end_s`.
+    A test that hangs is ended after `limit_s`, all of them at `end_s`: "late" or "cut".
     """
     scratch = Path(tempfile.mkdtemp(dir=copy.parent))
     notes = scratch / "notes"
@@ -140,7 +140,7 @@ def run_tests(copy: Path, tests: list[str], limit_s: float, end_s: float) -> tup
     what, test, start_s = lines[-1] if lines else ("failed", tests[0], 0.0)
     if is_running and what == "started":
         is_hanging = time.monotonic() - start_s > limit_s
-        return num_run, "late" if is_hanging else "passed", test
+        return num_run, "late" if is_hanging else "cut", test
     return num_run, "failed" if what == "started" else "passed", test  # the process died in it
 
 
@@ -167,31 +167,33 @@ def judge(
         # Compiled within a second of another of the same size, it would pass for that one.
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
-    def passes(source: str, some: list[str]) -> bool:
+    def run(source: str, some: list[str], end_s: float) -> tuple[int, str, str]:
         write(source)
-        return run_tests(copy, some, limit_s, time.monotonic() + whole_s)[1] == "passed"
+        return run_tests(copy, some, limit_s, end_s)
 
-    rest = tests
+    rest, result, test = tests, "survived", ""
     try:
-        while rest and time.monotonic() < end_s:
-            write(text)
-            num, what, test = run_tests(copy, rest, limit_s, end_s)
+        while rest and result == "survived":
+            num, what, test = run(text, rest, end_s)
             num_run += num
-            if what == "passed":
+            if what in ("passed", "cut"):
+                result = "survived" if what == "passed" else "unfinished"
                 break
             # Where a file cannot be imported, its first test stands for it.
             places = [place for place, one in enumerate(rest) if one.startswith(test)]
             place = rest.index(test) if test in rest else min(places, default=0)
-            alone = rest[place : place + 1]
-            if not passes(clean, alone):
+            alone, rest = rest[place : place + 1], rest[place + 1 :]
+            without = run(clean, alone, time.monotonic() + whole_s)[1]
+            if without in ("failed", "late"):
                 excluded += alone
-            elif not passes(text, alone):
+            elif without == "cut":
+                result = "unfinished"
+            elif run(text, alone, time.monotonic() + whole_s)[1] != "passed":
                 result = "timeout" if what == "late" else "found"
-                return {"result": result, "test": test, "num_run": num_run, "excluded": excluded}
-            rest = rest[place + 1 :]
     finally:
         write(clean)
-    return {"result": "survived", "test": "", "num_run": num_run, "excluded": excluded}
+    test = test if result in ("found", "timeout") else ""
+    return {"result": result, "test": test, "num_run": num_run, "excluded": excluded}
 
 
 def main() -> None:

@@ -149,8 +149,10 @@ class Source:
                 yield Edit(*self.span(node.func), EXTREMES[name], "min/max")
             case ast.Constant(value=bool() as value):
                 yield Edit(*self.span(node), str(not value), "constant")
-            case ast.Constant(value=int() | float() as value):
+            case ast.Constant(value=int() as value):
                 yield Edit(*self.span(node), repr(value + 1), "constant")
+            case ast.Constant(value=float() as value):
+                yield Edit(*self.span(node), repr(2 * value or 1.0), "constant")
             case ast.Return(value=value) if value is not None and self.code(value) != "None":
                 yield Edit(*self.span(node), "return None", "statement")
             case ast.Expr(value=ast.Call(func=function)) if LOGGING.match(self.code(function)):
