@@ -67,6 +67,8 @@ class Tests:
         self._checkout = checkout
         self._data = CoverageData(str(coverage))
         self._data.read()
+        if not self._data.measured_contexts():
+            sys.exit(f"{coverage} holds no coverage by test.")
         self._contexts: dict[str, dict[int, list[str]]] = {}
         self.seconds = _read_durations(durations, checkout)
         self._of_file: dict[str, list[str]] = defaultdict(list)

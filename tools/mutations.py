@@ -8,7 +8,8 @@ A room gets as many as the root of its lines says, at least three. In a room the
 within a kind every place is as likely. `equivalent.csv` names drawn faults that change nothing, by
 the number that `draw` gives them: the next of the same draw takes the place of each.
 
-How to collect what `run` reads, and what it does, is in `mutation_runs.py`. It needs root.
+How to collect what `run` reads, and what it does, is in `mutation_runs.py`. It needs root, coverage
+and pytest-cov.
 """
 
 from __future__ import annotations
