@@ -1,0 +1,355 @@
+"""Planted faults: draws them, counts which of them the tests find, and compares two counts.
+
+    python tools/mutations.py draw --seed 31 --num 130 > tools/mutations.csv
+    python tools/mutations.py run --checkout DIR --coverage FILE --durations JUNIT.xml --out R.csv
+    python tools/mutations.py table before.csv after.csv
+
+A room gets as many as the root of its lines says, at least three. In a room the kinds take turns;
+within a kind every place is as likely. `equivalent.csv` names drawn faults that change nothing, by
+the number that `draw` gives them: the next of the same draw takes the place of each.
+
+How to collect what `run` reads, and what it does, is in `mutation_runs.py`. It needs root, coverage
+and pytest-cov.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import hashlib
+import itertools
+import math
+import random
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+# Not drawn from: no test that `make test` runs on a machine without a GPU can reach them.
+LEFT_OUT_FILES = {
+    "engines/cuda_graph.py": "needs a GPU",
+    "measure/gpu_monitor.py": "needs a GPU",
+    "measure/nvml.py": "needs a GPU",
+    "doctor/gpus.py": "needs a GPU",
+    "engines/ray*.py": "tests marked ray",
+    "launch/ray_*.py": "tests marked ray",
+    "ranks/ray_cluster.py": "tests marked ray",
+    "state/ray_storage.py": "tests marked ray",
+    "tasks/ray_feed.py": "tests marked ray",
+    "tasks/encode/ray_*.py": "tests marked ray",
+    "tasks/encode/online.py": "tests marked ray",
+}
+LEAST_OF_ROOM = 3
+# Annotations and decorators; arguments that only say how something looks or is checked.
+LEFT_OUT_FIELDS = {"annotation", "returns", "decorator_list"}
+LEFT_OUT_ARGUMENTS = {"help", "metavar", "description", "epilog", "stacklevel", "strict", "flush"}
+LOGGING = re.compile(r"(logging|logger|log|warnings)\.")
+
+COMPARISONS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: (r"not\s+in", "in"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: (r"is\s+not", "is"),
+}
+ARITHMETIC = {
+    ast.Add: (r"\+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: (r"\*", "/"),
+    ast.Div: ("/", "*"),
+}
+EXTREMES = {"min": "max", "max": "min"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NAMED = (*FUNCTIONS, ast.ClassDef)
+
+
+class Mutation(NamedTuple):
+    """A row of the list. It is found again by `original`, whole lines, inside of `function`."""
+
+    id: str
+    room: str
+    file: str
+    function: str
+    line: int
+    original: str
+    mutated: str
+    kind: str
+
+
+class Edit(NamedTuple):
+    """Text between two offsets and what takes its place."""
+
+    start: int
+    end: int
+    text: str
+    kind: str
+
+
+class Source:
+    """A file, its tree, and where nodes of the tree are in its text, in bytes."""
+
+    def __init__(self, text: bytes):
+        self.text, self.tree = text, ast.parse(text)
+        self._starts = [0]
+        for line in text.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where the node begins and ends."""
+        return (
+            self._starts[node.lineno - 1] + node.col_offset,
+            self._starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def code(self, node: ast.AST) -> str:
+        """Its text."""
+        start, end = self.span(node)
+        return self.text[start:end].decode()
+
+    def edits(self) -> Iterator[tuple[str, Edit]]:
+        """The mutations of the file, each with the name of the function or class around it."""
+        for node, names in _walk(self.tree, ()):
+            yield from ((".".join(names), edit) for edit in self._edits_of(node))
+
+    def row(self, room: str, file: str, function: str, edit: Edit) -> Mutation:
+        """The edit as whole lines."""
+        first = self.text.count(b"\n", 0, edit.start)
+        last = self.text.count(b"\n", 0, edit.end)
+        start, end = self._starts[first], self._starts[last + 1]
+        original = self.text[start:end].decode().rstrip("\n")
+        new = self.text[start : edit.start] + edit.text.encode() + self.text[edit.end : end]
+        mutated = new.decode().rstrip("\n")
+        number = hashlib.sha1("|".join((file, function, original, mutated)).encode())
+        name = number.hexdigest()[:8]
+        return Mutation(name, room, file, function, first + 1, original, mutated, edit.kind)
+
+    def _edits_of(self, node: ast.AST) -> Iterator[Edit]:
+        match node:
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                for op, one, other in zip(ops, [left, *others], others, strict=False):
+                    yield from self._between(one, other, COMPARISONS[type(op)], "comparison")
+            case ast.BoolOp(op=op, values=values):
+                names = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
+                for one, other in itertools.pairwise(values):
+                    yield from self._between(one, other, names, "and/or")
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in ARITHMETIC:
+                if not (_is_text_or_list(left) or _is_text_or_list(right)):
+                    yield from self._between(left, right, ARITHMETIC[type(op)], "arithmetic")
+            case ast.UnaryOp(op=ast.Not()):
+                rest = re.sub(r"^not\b\s*", "", self.code(node))
+                yield Edit(*self.span(node), rest, "not")
+            case ast.Call(func=ast.Name(id="min" | "max" as name)):
+                yield Edit(*self.span(node.func), EXTREMES[name], "min/max")
+            case ast.Constant(value=bool() as value):
+                yield Edit(*self.span(node), str(not value), "constant")
+            case ast.Constant(value=int() as value):
+                yield Edit(*self.span(node), repr(value + 1), "constant")
+            case ast.Constant(value=float() as value):
+                yield Edit(*self.span(node), repr(2 * value or 1.0), "constant")
+            case ast.Return(value=value) if value is not None and self.code(value) != "None":
+                yield Edit(*self.span(node), "return None", "statement")
+            case ast.Expr(value=ast.Call(func=function)) if LOGGING.match(self.code(function)):
+                pass
+            case (
+                ast.Expr(value=ast.Call())
+                | ast.Raise()
+                | ast.AugAssign()
+                | ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_])
+            ):
+                yield Edit(*self.span(node), "pass", "statement")
+
+    def _between(
+        self, one: ast.AST, other: ast.AST, change: tuple[str, str], kind: str
+    ) -> Iterator[Edit]:
+        """Replace the operator between two nodes."""
+        start, end = self.span(one)[1], self.span(other)[0]
+        pattern, new = change
+        if found := re.search(pattern, self.text[start:end].decode()):
+            yield Edit(start + found.start(), start + found.end(), new, kind)
+
+
+def _walk(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[ast.AST, tuple[str, ...]]]:
+    for field, value in ast.iter_fields(node):
+        if field in LEFT_OUT_FIELDS:
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or _is_left_out(child):
+                continue
+            inner = (*names, child.name) if isinstance(child, NAMED) else names
+            yield child, inner
+            yield from _walk(child, inner)
+
+
+def _is_left_out(node: ast.AST) -> bool:
+    match node:
+        case ast.If(test=test):
+            return bool({"TYPE_CHECKING", "__name__"} & set(re.findall(r"\w+", ast.unparse(test))))
+        case ast.keyword(arg=name):
+            return name in LEFT_OUT_ARGUMENTS
+    return isinstance(node, ast.JoinedStr)  # before Python 3.12 its parts have no place
+
+
+def _is_text_or_list(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text or isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)
+
+
+def apply(mutation: Mutation, text: bytes) -> tuple[bytes, range] | None:
+    """The file with the mutation and the lines that it changes; None where it has no one place."""
+    lines = text.decode().splitlines()
+    whole = range(len(lines))
+    found = [
+        range(node.lineno - 1, node.end_lineno)
+        for node, names in _walk(ast.parse(text), ())
+        if isinstance(node, NAMED) and ".".join(names) == mutation.function
+    ]
+    wanted = mutation.original.split("\n")
+    for places in (found, [whole]):
+        starts = {at for place in places for at in place if lines[at : at + len(wanted)] == wanted}
+        if len(starts) == 1:
+            at = starts.pop()
+            lines[at : at + len(wanted)] = mutation.mutated.split("\n")
+            return ("\n".join(lines) + "\n").encode(), range(at + 1, at + len(wanted) + 1)
+    return None
+
+
+def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[Mutation]:
+    """About `num` mutations of the files of a package."""
+    rooms: dict[str, dict[str, Source]] = defaultdict(dict)
+    for path in sorted(package.rglob("*.py")):
+        inner = path.relative_to(package)
+        if not any(PurePath(inner).match(pattern) for pattern in LEFT_OUT_FILES):
+            room = inner.parts[0] if len(inner.parts) > 1 else "(root)"
+            rooms[room][f"{package.name}/{inner.as_posix()}"] = Source(path.read_bytes())
+    roots = {
+        room: math.sqrt(sum(source.text.count(b"\n") for source in sources.values()))
+        for room, sources in rooms.items()
+    }
+    drawn: list[Mutation] = []
+    for room, sources in sorted(rooms.items()):
+        rng = random.Random(f"{seed} {room}")
+        count = max(LEAST_OF_ROOM, round(num * roots[room] / sum(roots.values())))
+        drawn += _draw_room(room, sources, rng, count, passed_over)
+    return drawn
+
+
+def _draw_room(
+    room: str, sources: dict[str, Source], rng: random.Random, count: int, passed_over: set[str]
+) -> list[Mutation]:
+    kinds: dict[str, list[Mutation]] = defaultdict(list)
+    for file, source in sources.items():
+        for function, edit in source.edits():
+            row = source.row(room, file, function, edit)
+            kinds[row.kind].append(row)
+    for rows in kinds.values():
+        rng.shuffle(rows)
+    turns = rng.sample(sorted(kinds), len(kinds))
+    drawn: list[Mutation] = []
+    lines: set[tuple[str, int]] = set()
+    while len(drawn) < count and any(kinds.values()):
+        kind = turns.pop(0)
+        turns.append(kind)
+        while kinds[kind]:
+            row = kinds[kind].pop()
+            is_new = row.id not in passed_over and (row.file, row.line) not in lines
+            if is_new and _is_valid(row, sources[row.file]):
+                drawn.append(row)
+                lines.add((row.file, row.line))
+                break
+    return drawn
+
+
+def _is_valid(row: Mutation, source: Source) -> bool:
+    if (applied := apply(row, source.text)) is None:
+        return False
+    try:
+        return ast.dump(ast.parse(applied[0])) != ast.dump(source.tree)
+    except SyntaxError:
+        return False
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> str:
+    """Drawn and found by room, then the faults that went unfound."""
+    found = {"found", "timeout"}
+    first, second = ({row["id"]: row for row in rows} for rows in (before, after))
+    rooms = {name: row["room"] for name, row in (first | second).items()}
+    counts = [
+        Counter(rooms.values()),
+        *(
+            Counter(row["room"] for row in rows.values() if row["result"] in found)
+            for rows in (first, second)
+        ),
+    ]
+    lines = [f"{'room':<12}{'drawn':>8}{'before':>8}{'after':>8}"]
+    for room in [*sorted(counts[0]), "all"]:
+        numbers = [count.total() if room == "all" else count[room] for count in counts]
+        lines.append(f"{room:<12}" + "".join(f"{number:>8}" for number in numbers))
+    parts: dict[str, list[str]] = {"Found by neither:": [], "Found before, not after:": []}
+    for name in rooms:
+        results = [rows[name]["result"] if name in rows else "not run" for rows in (first, second)]
+        row = second.get(name) or first[name]
+        text = f"  {name} {row['file']}:{row['line']} ({', '.join(results)}): {row['change']}"
+        if results[1] not in found:
+            parts["Found before, not after:" if results[0] in found else "Found by neither:"] += [
+                text
+            ]
+    for title, texts in parts.items():
+        lines += ["", title, *(texts or ["  none"])]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    here = Path(__file__).parent
+    one = commands.add_parser("draw")
+    one.add_argument("--package", type=Path, default=here.parent / "sdbench")
+    one.add_argument("--seed", type=int, required=True)
+    one.add_argument("--num", type=int, default=130)
+    one.add_argument("--equivalent", type=Path, default=here / "equivalent.csv")
+    one = commands.add_parser("run")
+    one.add_argument("--list", type=Path, default=here / "mutations.csv")
+    one.add_argument("--checkout", type=Path, required=True, help="it is cloned, not touched")
+    one.add_argument("--coverage", type=Path, required=True)
+    one.add_argument("--durations", type=Path, required=True)
+    one.add_argument("--out", type=Path, required=True, help="an interrupted run goes on here")
+    one.add_argument("--only", nargs="+", help="numbers of mutations")
+    one.add_argument("--jobs", type=int, default=2)
+    one.add_argument("--budget_s", type=float, default=90, help="of tests, by their durations")
+    one = commands.add_parser("table")
+    one.add_argument("before", type=Path)
+    one.add_argument("after", type=Path)
+    args = parser.parse_args(argv)
+    if args.command == "draw":
+        passed_over = {row["id"] for row in read(args.equivalent)}
+        rows = draw(args.package, seed=args.seed, num=args.num, passed_over=passed_over)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows([Mutation._fields, *rows])
+    elif args.command == "table":
+        print(table(read(args.before), read(args.after)))
+    else:
+        from mutation_runs import run  # beside this file
+
+        rows = [Mutation(**{**row, "line": int(row["line"])}) for row in read(args.list)]
+        run([row for row in rows if not args.only or row.id in args.only], args)
+
+
+if __name__ == "__main__":
+    main()
