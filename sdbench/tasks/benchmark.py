@@ -70,7 +70,7 @@ class Benchmark(TrainingTask):
         self._wandb_log = wandb_log
         settings = dataclasses.asdict(config)
         wandb_log.start(config=redact_values(settings), folder=run.folder)
-        tuning.set_up_process(config, memory_gib=plan.memory.total_gib)
+        tuning.set_up_process(config)
         clock.ends(startup.PLAN)
         with garbage_collection_paused():
             fit = load_engine(config.engine)

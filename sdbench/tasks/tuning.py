@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sdbench.base.cache import private_folder
-from sdbench.base.host_memory import keep_freed_memory, take_huge_pages
+from sdbench.base.host_memory import keep_freed_memory
 from sdbench.models import blocks
 from sdbench.models.convolution import use_matrix_products
 from sdbench.models.stable_diffusion import StableDiffusion
@@ -16,12 +16,11 @@ from sdbench.models.stable_diffusion import StableDiffusion
 KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def set_up_process(config: Any, *, memory_gib: float) -> None:
+def set_up_process(config: Any) -> None:
     """Set what holds for the whole process, to be called before any work on the device.
 
     Args:
         config: The resolved config.
-        memory_gib: That this rank is estimated to need.
 
     Raises:
         ConfigError: Kernels are compiled, and there is no folder to keep them in.
@@ -33,7 +32,6 @@ def set_up_process(config: Any, *, memory_gib: float) -> None:
     torch.set_flush_denormal(config.flush_denormals)
     if config.cpu_allocator == "keep":
         keep_freed_memory()
-        take_huge_pages(memory_gib)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     # fp32 means fp32: torch allows TF32 in convolutions unless told otherwise.
     if config.precision in ("fp32", "tf32"):

@@ -143,7 +143,7 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps, make_watch
 
     config, device_type = plan.config, plan.machine.device_type
-    tuning.set_up_process(config, memory_gib=plan.memory.total_gib)
+    tuning.set_up_process(config)
     if config.compile != "none":
         import torch._inductor.config
 

@@ -141,7 +141,7 @@ class Train(TrainingTask):
         tensorboard_log = TensorboardLog(is_on=config.tensorboard and ranks.rank == 0)
         tensorboard_log.start(folder=run.folder, num_steps=first_step)
         self.resources.callback(tensorboard_log.close)
-        tuning.set_up_process(config, memory_gib=plan.memory.total_gib)
+        tuning.set_up_process(config)
         clock.ends(startup.PLAN)
         with garbage_collection_paused():
             fit = load_engine(config.engine)
