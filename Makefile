@@ -34,8 +34,8 @@ WITH_WHEELS := $(if $(WHEELS),PYTHONPATH=$(SITE):$$PYTHONPATH)
 # neither notices: they take a package with its metadata for a whole one.
 INSTALLING := $(VENV)/.installing
 
-# uv compiles no bytecode: of the 35,900 files, all of which took the processors 69 s more, a run
-# imports 5,200, and writes them compiled at its first start, 9 s (two cores). It must be let to:
+# uv compiles no bytecode. To compile all 35,900 files took 69 s of processor time more; to import
+# torch, diffusers, transformers and composer compiles 4,700 of them, 9 s, once, if Python may write:
 unexport PYTHONDONTWRITEBYTECODE
 
 define make_environment
