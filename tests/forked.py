@@ -64,7 +64,7 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def wait_for_step(log: Path, *, timeout_s: float = 120) -> None:
+def wait_for_step(log: Path, *, timeout_s: float = 240) -> None:
     """Wait until a run has ended its first step, by what it prints."""
     deadline_s = time.monotonic() + timeout_s
     while "step 1/" not in log.read_text():

@@ -83,6 +83,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutRay
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["benchmark.py", "train.py"])
 def test_without_the_extra_the_engine_ray_says_how_to_install_it(program, tmp_path, repository):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)

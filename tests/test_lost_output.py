@@ -91,7 +91,7 @@ def only_record(results: Path) -> dict:
     [
         "2>&1 | head -1",
         pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.slow),
-        "<&- >&- 2>&-",
+        pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow),
     ],
 )
 def test_output_that_nobody_takes_is_dropped_and_not_the_run(tmp_path, output):

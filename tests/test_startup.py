@@ -30,6 +30,7 @@ NEEDLESS = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_of_the_lean_engine_loads_what_it_needs_and_accounts_for_its_start_up(
     repository: Path, tmp_path: Path
 ) -> None:

@@ -218,6 +218,7 @@ def measure_alone(precision: str) -> tuple[dict, dict]:
     return plain, averaged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shardings",
     [("zero1", "full"), pytest.param(("ddp", "grad_op", COPIES), marks=pytest.mark.slow)],

@@ -134,6 +134,7 @@ def test_ctrl_c_and_on(tmp_path, mds_folder, monkeypatch, capsys):
     assert read_files(tmp_path / "out") == read_files(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_killed_with_its_workers_and_resumed(tmp_path, encoded):
     folder = tmp_path / "photos"
     folder.mkdir()

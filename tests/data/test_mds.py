@@ -194,6 +194,7 @@ def test_diffusion_benchmarks_data_set(folder):
     assert sizes[0]["image"] == (60, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is not a folder here")
 def test_what_a_killed_run_leaves_does_not_stop_the_next(folder, repository, tmp_path):
     cache = str(tmp_path / "cache")

@@ -296,6 +296,7 @@ def test_each_place_has_its_own_cache(tmp_path):
     assert cache_folder("s3://a/b", None) != cache_folder("s3://a/c", None)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run(upload, running_s3):  # noqa: F811
     """The last test of this module: the server does not come back."""
     config = make_config("mds", upload("mds"), num_workers=2)

@@ -100,6 +100,7 @@ def test_each_step_is_done_once_and_a_longer_training_goes_on(started, capsys, t
     assert again and not kept & again
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_it_and_the_same_command_goes_on(started, capsys) -> None:
     command = ["dreambooth", *SUBJECT, "--no_prior", *SMALL[:6], "--num_samples", "1", "--"]
     command += ["--max_duration", "1ba"]

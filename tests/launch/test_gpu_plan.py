@@ -79,6 +79,7 @@ def test_the_parts_are_measured_alike_and_end_within_ten_minutes():
     assert not {"check_memory", "repeats"} & {*sweeps[0], *sweeps[0]["base"]}
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize("machine", [H200, OLD_H100], ids=["H200", "H100 with torch 2.7"])
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
 def test_every_cell_can_run_on_a_gpu_and_keeps_what_the_file_gives_it(path, machine, monkeypatch):

@@ -245,6 +245,7 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 
 
 # `kill` reaches the launcher alone. torchrun turns every bad end into 1.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "send", "number", "exit_code", "reason"),
     [

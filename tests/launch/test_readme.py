@@ -305,6 +305,7 @@ def test_commands_in_order_do_not_draw_into_one_folder():
     assert len(folders) == len(set(folders)) == 4
 
 
+@pytest.mark.slow
 def test_long_commands_are_valid_plans_on_the_data_that_the_tools_make(
     workplace, capsys, monkeypatch
 ):

@@ -100,6 +100,7 @@ def settings_in(words, config_type=BenchmarkConfig):
     return parse(config_type, words[start + 1 :], description="", epilog="").config
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd):
     run, _ = run_of_folder
     folder = tmp_path / "again"
@@ -363,6 +364,7 @@ def test_a_run_on_gpus_wants_as_many_and_one_on_a_cpu_hides_them(
     assert (error.value, error.flag) == ("2 GPUs", "RECORD")
 
 
+@pytest.mark.slow
 def test_a_feed_is_repeated(run_of_folder, tmp_path, capsys):
     _, pictures = run_of_folder
     argv = ["--remote", str(pictures), "--image_size", "64", "--batch_size", "2"]

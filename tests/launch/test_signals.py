@@ -86,6 +86,7 @@ def signal_at_import(module, number, *argv, repository):
     return process.returncode, [line for line in rest if not line.startswith("import time:")]
 
 
+@pytest.mark.slow
 def test_composer_takes_no_signal_for_itself_while_it_is_imported(tmp_path, repository):
     argv = ("--engine", "composer", "--no_measure_peak", "--results_dir", str(tmp_path))
     exit_code, printed = signal_at_import(
@@ -169,6 +170,7 @@ def wait_for_workers(process):
     return children
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path, repository):
     datasets.WRITERS["mds"](tmp_path / "mds")
     flags = ("--remote", str(tmp_path / "mds"), "--image_size", "32", "--batch_size", "4")

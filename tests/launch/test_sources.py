@@ -21,6 +21,7 @@ def sized_for_tiny(monkeypatch):
     monkeypatch.setattr(datasets, "EMBEDDING_SHAPE", (77, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -374,6 +374,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "base"),
     [(FAKE, {"seed": 5}), pytest.param("benchmark.py", REAL, marks=pytest.mark.slow)],

@@ -111,6 +111,7 @@ def test_the_counted_step_does_the_arithmetic_of_the_model_and_all_of_its_time_i
     assert (tmp_path / "out" / "stdout.log").read_text() == output
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_one_pass_is_an_operator_of_the_backward_pass(tmp_path):
     recipe = ("--precision", "bf16", "--master_weights", "fp32", "--optimizer", "adamw_one_pass")
     content, operators = profile_tiny(tmp_path / "out", *recipe)

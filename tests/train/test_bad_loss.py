@@ -168,6 +168,7 @@ def test_it_stops_when_the_loss_is_shown(model):
     assert saved_steps() == []
 
 
+@pytest.mark.slow
 @each_engine
 def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     write_samples(0, BAD_SAMPLE)  # the first step, too: there is no optimizer state yet
@@ -186,6 +187,7 @@ def test_a_skipped_step_changes_nothing_and_a_resume_is_exact(model, engine):
     assert load_record(Path("runs/whole"))["summary"]["loss_last"] == float(whole[NUM_STEPS])
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_leaves_bad_losses_out(model):
     write_samples(BAD_SAMPLE)
     assert run(model, "skip", "--log_every_batches", 1, num_steps=4) == 0
@@ -227,6 +229,7 @@ def test_it_goes_back_and_on_with_other_data(model, engine):
     assert losses("parts") == whole
 
 
+@pytest.mark.slow
 def test_what_it_has_gone_back_to_is_saved_at_once(model):
     write_samples(BAD_SAMPLE)
     assert run(model, "back", "--save_every_batches", 2, "--log_every_batches", 1, "--keep", 9) == 0
@@ -242,6 +245,7 @@ def test_there_is_nothing_to_go_back_to(model):
     assert "--save_every_batches" in load_record(Path("runs/run"))["reason"]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_recover_ends(model):
     write_samples(*range(4, 49))
     period = MAX_IN_A_ROW + 1
@@ -268,6 +272,7 @@ def two_ranks():
             yield pytest.param(engine, sharding, "skip", marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "sharding", "action"), list(two_ranks()))
 def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, action):
     write_samples(BAD_SAMPLE)

@@ -136,6 +136,7 @@ def changed_parts(before: Path, after: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_unet_and_text_encoder_change_and_the_vae_stays(model):
     write_pictures(subject=3, **{"class": 2})
     folder = run("one", 2, "--model_name", model, "--batch_size", 4, "--train_text_encoder")
@@ -157,6 +158,7 @@ def spy_on_job(monkeypatch, look):
     monkeypatch.setattr(engine, "fit", spied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains_text", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_lora_nothing_else_changes(model, monkeypatch, trains_text):
     write_pictures(subject=3, **{"class": 2})
@@ -199,6 +201,7 @@ def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypat
     assert set(num_tensors) == {len(weights(model, "unet")) + len(weights(model, "text_encoder"))}
 
 
+@pytest.mark.slow
 def test_latents_are_made_once_and_kept(model, monkeypatch, capsys):
     write_pictures(subject=3, **{"class": 4})
     encoded = []
@@ -243,6 +246,7 @@ def test_encoders_leave_the_memory_unless_the_model_is_looked_at(model, monkeypa
     assert len(list((folder / "samples").glob("*.png"))) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_encoding_and_go_on_as_one(model):
     write_pictures(subject=3, **{"class": 4})
     argv = ("--model_name", model, "--batch_size", 4, "--device_train_microbatch_size", 2)
@@ -343,6 +347,7 @@ def learn_token(model: Path, *argv: object) -> Path:
     return Path("runs", "token")
 
 
+@pytest.mark.slow
 def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
     states = []
 

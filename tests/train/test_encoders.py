@@ -60,6 +60,7 @@ def online(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_says_which_parts_stay_random(online, tmp_path):
     assert random_parts_in_notes(online) == {"vae", "text_encoder"}
     vae = run(tmp_path, "vae", "--model_name", "tiny", "--train", "vae")
@@ -70,6 +71,7 @@ def test_a_run_says_which_parts_stay_random(online, tmp_path):
     assert random_parts_in_notes(loaded) == set()
 
 
+@pytest.mark.slow
 def test_latents_of_encoders_that_are_not_known_are_exported_with_those_that_made_them(
     online, tmp_path
 ):
@@ -124,6 +126,7 @@ def test_a_run_with_encoders_takes_no_others(online):
     assert (refusal.flag, refusal.value) == ("--encoders", str(online / "model"))
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_on_the_hub_is_another_one(online, tmp_path, monkeypatch, capsys):
     commits = {"main": "a" * 40, "a" * 40: "a" * 40}
     snapshot = shutil.copytree(online / "model", tmp_path / commits["main"])

@@ -138,7 +138,7 @@ def sharded():
     for each in itertools.product(ENGINES, ("none", "zero1", "full")):
         is_quick = each == ("torch", "full")
         yield pytest.param(*each, (), marks=() if is_quick else pytest.mark.slow)
-    yield pytest.param("torch", "full", LORA, id="lora")
+    yield pytest.param("torch", "full", LORA, id="lora", marks=pytest.mark.slow)
     for sharding in ("grad_op", "zero1"):
         yield pytest.param(
             "torch", sharding, MASTERS, id=f"{sharding} of copies", marks=pytest.mark.slow

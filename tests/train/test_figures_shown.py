@@ -54,6 +54,7 @@ def test_each_period_is_a_line(capsys):
         assert wait == f"{last['data_wait_percent']:.1f}"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
     wandb = pytest.importorskip("wandb")
     Path("prompts.txt").write_text("a red circle")
@@ -83,6 +84,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
     assert summary["first_step"] == 2
 
 
+@pytest.mark.slow
 def test_what_a_kill_has_cost_is_told():
     run(1)
     folder = Path("runs", "one")

@@ -109,6 +109,7 @@ def pixels_of(png):
     return np.asarray(Image.open(io.BytesIO(png))).astype(int)
 
 
+@pytest.mark.slow
 def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path, capsys):
     expected = picture(tmp_path / "merged", "--model_name", folder / "model")
     plain = picture(tmp_path / "plain", "--model_name", "tiny")
@@ -136,6 +137,7 @@ def test_pictures_with_its_file_are_those_of_the_export(folder, merged, tmp_path
     assert (out / "pictures" / "00000.png").read_bytes() == with_adapters
 
 
+@pytest.mark.slow
 def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
     first = run(tmp_path, "first", 2)
     refusal = refusal_of("export", first, "--lora_format", "kohya")
