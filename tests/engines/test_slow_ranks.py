@@ -20,7 +20,7 @@ from tests.forked import NUM_RANKS, run_in_group
 from tests.marks import quick_and_slow
 
 # A profiled step of the linear model takes some milliseconds.
-SLEEP_S = 0.3
+SLEEP_S = 0.5
 # What the advice looks at where no rank is slow.
 FAST = {"preset": "fast", "optimizer": "adamw_fused", "profile_trace": False}
 # The phase in which a rank is slow, by where it sleeps.

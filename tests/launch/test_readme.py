@@ -384,12 +384,12 @@ def test_every_variable_of_the_cluster_guide_is_read_by_a_file_that_it_is_for():
     set_by_user = set(re.findall(r"\b([A-Z][A-Z_]{2,})=", text))
     assert {"IMAGE", "MOUNTS", "NODE_RANK", "LAUNCHER", "TAG"} <= set_by_user
     folders = (ROOT / "multi-node", ROOT / "single-node")
-    readers = "".join(
-        path.read_text() for folder in folders for path in folder.iterdir() if path.is_file()
-    )
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    readers = "".join(path.read_text() for path in (*files, ROOT / "Makefile"))
     # Named where it is set does not count as read: it has to stand behind a $ or an ARG.
     for name in set_by_user:
-        assert re.search(rf"\$\{{?{name}\b|ARG {name}\b|first_set [\w ]*\b{name}\b", readers), name
+        read = rf"\$[{{(]?{name}\b|ARG {name}\b|first_set [\w ]*\b{name}\b"
+        assert re.search(read, readers), name
 
 
 @pytest.mark.parametrize(
