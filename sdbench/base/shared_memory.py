@@ -62,12 +62,12 @@ def find_stale() -> list[Path]:
     if not FOLDER.is_dir():
         return []
     pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")
-    in_use = mapped_prefixes()
+    in_use, ours = mapped_prefixes(), numbers()
     matches = ((path, pattern.fullmatch(path.name)) for path in FOLDER.iterdir())
     return [
         path
         for path, match in matches
-        if match and int(match[1]) in numbers() and match[1] not in in_use and _is_own(path)
+        if match and int(match[1]) in ours and match[1] not in in_use and _is_own(path)
     ]
 
 

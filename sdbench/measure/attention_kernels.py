@@ -49,8 +49,8 @@ class AttentionLog:
         that were encoded in the step before are not among them.
         """
         self._profiler.__exit__(None, None, None)
-        # Not `function_events`, which makes a tree of Python objects of all events: 3 s of the
-        # miniature's 32,000.
+        # Not `function_events`, which makes a tree of Python objects of all events: 32,000 in a
+        # step of the miniature.
         num_calls = collections.Counter(
             (match[1] or match[2], *_sizes(event.shapes()))
             for event in self._profiler.kineto_results.events()
