@@ -82,7 +82,7 @@ def expected(tmp_path_factory) -> list[float]:
     ("spelling", "layout"),
     quick_and_slow(
         itertools.product(SPELLINGS, ("bytes", "Ray's tensors")),
-        quick=[("seed 000", "bytes"), ("seed 002's program", "Ray's tensors")],
+        quick=[("seed 002's program", "Ray's tensors")],
     ),
 )
 def test_every_spelling_trains_to_the_same_losses(spelling, layout, expected, tmp_path):

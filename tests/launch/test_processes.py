@@ -67,6 +67,7 @@ def estimate_gib(record):
     return record["memory_estimate_gib"]["total_gib"]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_train_as_one_run(tmp_path):
     completed = run(TORCHRUN_2, "benchmark.py", *LEAN, *TINY, *SHORT, results=tmp_path)
     assert completed.returncode == 0, completed.stderr

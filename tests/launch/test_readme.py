@@ -139,8 +139,13 @@ def test_the_readme_has_its_commands():
 @pytest.mark.parametrize(
     "command",
     [
-        # The launcher makes it the slowest; tests/launch/test_processes.py has one by default.
-        pytest.param(command, marks=pytest.mark.slow if command.startswith("composer") else ())
+        # Two ranks by a launcher, and a step counted operation by operation, take longest.
+        pytest.param(
+            command,
+            marks=pytest.mark.slow
+            if command.startswith("composer") or "sdbench profile" in command
+            else (),
+        )
         for command in launched()
         if is_quick(command)
         and not (is_tool(command) or is_of_training(command) or is_of_subject(command))

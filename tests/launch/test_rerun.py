@@ -188,6 +188,7 @@ def test_the_command_of_a_published_row(run, command, capsys):
     assert "the versions of packages other than the" in told
 
 
+@pytest.mark.usefixtures("plain_replay")
 @pytest.mark.parametrize(
     ("every", "at_least"), [(54, 3), pytest.param(9, 8, marks=pytest.mark.slow)]
 )

@@ -62,7 +62,7 @@ def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
 pytestmark = pytest.mark.usefixtures("launched")
 FORMATS = ("synthetic", "mds", "webdataset", "streamed tars", "parquet", "folder")
 # The others are marked slow: all engines read data in the same way.
-QUICK = {("torch", 0, "synthetic"), ("torch", 2, "mds"), ("composer", 0, "synthetic")}
+QUICK = {("torch", 2, "mds"), ("composer", 0, "synthetic")}
 
 
 def combinations():
@@ -136,15 +136,13 @@ def test_engines_take_turns_in_one_run(tmp_path):
 def sharded():
     """Engine and sharding of a run of two ranks."""
     for each in itertools.product(ENGINES, ("none", "zero1", "full")):
-        is_quick = each == ("torch", "full")
-        yield pytest.param(*each, (), marks=() if is_quick else pytest.mark.slow)
-    yield pytest.param("torch", "full", LORA, id="lora", marks=pytest.mark.slow)
+        yield pytest.param(*each, ())
+    yield pytest.param("torch", "full", LORA, id="lora")
     for sharding in ("grad_op", "zero1"):
-        yield pytest.param(
-            "torch", sharding, MASTERS, id=f"{sharding} of copies", marks=pytest.mark.slow
-        )
+        yield pytest.param("torch", sharding, MASTERS, id=f"{sharding} of copies")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "sharding", "what"), sharded())
 def test_two_ranks_stop_and_one_goes_on(tmp_path, engine, sharding, what):
     stop_and_go_on(tmp_path, engine, sharding, what)
