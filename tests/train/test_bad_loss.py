@@ -34,7 +34,6 @@ BAD_SAMPLE, BAD_STEP = 10, 3
 NUM_STEPS = 6
 RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuffle", "--use_ema")
 RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
-RECIPE += ("--num_workers", "0")
 
 pytestmark = pytest.mark.usefixtures("launched")
 each_engine = pytest.mark.parametrize(
