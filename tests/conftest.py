@@ -30,6 +30,11 @@ os.environ["WANDB_MODE"] = "offline"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sdbench-tests-")
 
+# A data set of Streaming that is thrown away leaves its files of shared memory open, as numpy still
+# looks into them: about 20 of each, and a user may have 1024 open.
+_, most_open = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most_open, most_open))
+
 # Of a process of tests, some of which run at once. A run of the miniature takes up to 1.5 GB.
 MAX_KEPT_BYTES = 2 * 10**9
 # Of a process of tests and what it starts.
