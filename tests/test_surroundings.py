@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 
@@ -25,7 +26,9 @@ def test_the_commit_of_another_user_s_checkout_is_told(repository, monkeypatch):
     if not (repository / ".git").exists():
         pytest.skip("not a git checkout")
     before = git_state()
-    # git's own tests have this variable.
+    # Whatever the user allows git; its own tests have the last of these variables.
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     refused = subprocess.run(["git", "-C", repository, "status"], capture_output=True, text=True)
     assert "dubious ownership" in refused.stderr
