@@ -17,7 +17,8 @@ import pytest
 
 from sdbench.base.shared_memory import NUM_ALL, NUM_OWN, VARIABLE
 
-# What is imported stays. To look through it for garbage took a fifteenth of the tests' time.
+# What is imported stays. To look through it for garbage took a fifteenth of the tests' time, so the
+# collector begins when all tests are collected.
 gc.disable()
 # Set before torch is imported, here and in the processes that tests start. With one thread sums
 # have one order, and two ranks do not compete for two cores.
@@ -30,8 +31,8 @@ os.environ["WANDB_MODE"] = "offline"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="sdbench-tests-")
 
-# A data set of Streaming that is thrown away leaves its files of shared memory open, as numpy still
-# looks into them: about 20 of each, and a user may have 1024 open.
+# A data set of Streaming that is thrown away leaves its files of shared memory open, about 20,
+# and a user may have 1024 open.
 _, most_open = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (most_open, most_open))
 
