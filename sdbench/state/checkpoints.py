@@ -110,6 +110,7 @@ class Checkpoints:
         self._buffers: dict[Any, torch.Tensor] = {}
         self._save: _Save | None = None
         self._reports: list[SaveReport] = []
+        self._held: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole to its last byte. All ranks call it.
@@ -165,6 +166,14 @@ class Checkpoints:
     def path_of(self, step: int) -> Path:
         """The folder of a checkpoint."""
         return _path_of(self.folder, step)
+
+    def hold(self, step: int) -> None:
+        """Do not remove this checkpoint, however old it becomes, until `release` is called."""
+        self._held.add(step)
+
+    def release(self, step: int) -> None:
+        """Let a held checkpoint go: once it is old, the next save removes it."""
+        self._held.discard(step)
 
     @property
     def is_reading(self) -> bool:
@@ -271,7 +280,8 @@ class Checkpoints:
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         for old in steps[: -self._keep]:
-            if not self._keep_every or old % self._keep_every != 0:
+            is_kept = bool(self._keep_every) and old % self._keep_every == 0
+            if not is_kept and old not in self._held:
                 with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
                     hide(_path_of(self.folder, old))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from sdbench.ranks.distributed import Ranks, gather
+from sdbench.state.checkpoints import Checkpoints
 
 
 class RayStorage:
@@ -18,14 +18,15 @@ class RayStorage:
     The first rank copies: the folder of the run is seen by all ranks.
     """
 
-    def __init__(self, folder: Path, *, ranks: Ranks) -> None:
+    def __init__(self, checkpoints: Checkpoints, *, ranks: Ranks) -> None:
         """Copy nothing yet.
 
         Args:
-            folder: Of the checkpoints, see `Checkpoints`.
+            checkpoints: Those of the run.
             ranks: The place of this process, a worker of Ray Train.
         """
-        self._folder = folder
+        self._checkpoints = checkpoints
+        self._folder = checkpoints.folder
         self._ranks = ranks
 
     def fetch(self) -> None:
@@ -44,20 +45,34 @@ class RayStorage:
                 hidden.rename(self._folder / name)
         gather(None, self._ranks)  # nobody looks for checkpoints before it is there
 
-    def keep(self, checkpoint: Path) -> None:
+    def keep(self, step: int) -> None:
         """Begin to copy a whole checkpoint. All ranks call it behind the same step.
 
+        The checkpoint is held until it is copied: a store that is slower than the saves would
+        otherwise find it removed as an old one, and Ray ends the run for that.
+
         Args:
-            checkpoint: Its folder.
+            step: Of the checkpoint.
 
         Raises:
             RuntimeError: The copy before has failed.
         """
         is_first = self._ranks.rank == 0
+        storage = ray.train.get_context().get_storage()
+        checkpoint = self._checkpoints.path_of(step)
+        if is_first:
+            self._checkpoints.hold(step)
+
+        def upload(local: Checkpoint, name: str) -> Checkpoint:
+            copied = storage.persist_current_checkpoint(local, name)
+            self._checkpoints.release(step)
+            return copied
+
         ray.train.report(
             {},
             checkpoint=Checkpoint.from_directory(checkpoint) if is_first else None,
             checkpoint_dir_name=checkpoint.name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=upload,
             delete_local_checkpoint_after_upload=False,
         )

@@ -223,7 +223,7 @@ class TrainHooks:
             if save.error is None:
                 self.num_saved += 1
                 if self._storage is not None:
-                    self._storage.keep(self._checkpoints.path_of(save.step))
+                    self._storage.keep(save.step)
             elif self._log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
             self._add_seconds("save", save.stall_s)

@@ -215,7 +215,7 @@ class Train(TrainingTask):
             return None
         from sdbench.state.ray_storage import RayStorage
 
-        storage = RayStorage(checkpoints.folder, ranks=self.plan.ranks)
+        storage = RayStorage(checkpoints, ranks=self.plan.ranks)
         if config.resume == "auto":
             storage.fetch()
         return storage
