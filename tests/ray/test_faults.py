@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -19,11 +20,13 @@ from pathlib import Path
 
 import pytest
 
+import train
 from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.s3_server import BUCKET
 from tests.nodes import address_of
 from tests.ray.cluster import GCS, ROOT, WORKER, RayCluster, make_cluster, wait_for
+from tests.train.in_turn import train_in_turn
 
 # Each node holds one rank.
 HEAD, SECOND = {"rank": 1, "trainer": 1}, {"rank": 1, "encoder": 1}
@@ -109,9 +112,14 @@ class Training:
         return [event for event in read_history(self.folder) if event["event"] == name]
 
     def losses(self) -> list[tuple[str, str]]:
-        """Step and loss of each step, as they were written."""
-        with (self.folder / "steps.csv").open(newline="") as file:
-            return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
+        """See `losses_of`."""
+        return losses_of(self.folder)
+
+
+def losses_of(folder: Path) -> list[tuple[str, str]]:
+    """Step and loss of each step of a run, as they were written."""
+    with (folder / "steps.csv").open(newline="") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +172,15 @@ def start_two_ranks(cluster: RayCluster, name: str, *argv: str, **changes) -> Tr
 
 
 @pytest.fixture(scope="module")
-def expected(two_nodes: RayCluster) -> list[tuple[str, str]]:
-    """The losses of a run of two ranks without a fault."""
-    training = start_two_ranks(two_nodes, "without")
-    assert training.wait() == 0, training.log.read_text()
-    assert len(training.losses()) == NUM_STEPS
-    return training.losses()
+def expected(tmp_path_factory) -> list[tuple[str, str]]:
+    """The losses of a run of two ranks without a fault, and without Ray."""
+    folder = tmp_path_factory.mktemp("expected")
+    place = ("--results_dir", str(folder), "--run_name", "run", "--max_duration", f"{NUM_STEPS}ba")
+    run = functools.partial(train.main, [*TINY, *PLAIN, *place, "--engine", "torch"])
+    train_in_turn("torch", folder, run)
+    losses = losses_of(folder / "run")
+    assert len(losses) == NUM_STEPS
+    return losses
 
 
 def check_recovery(training: Training, expected: list[tuple[str, str]]) -> None:
@@ -236,25 +247,14 @@ def test_a_node_that_stays_away_leaves_a_run_of_fewer_ranks(cluster, expected):
     assert record["config"]["device_train_microbatch_size"] == 4
 
 
-def test_ctrl_c_ends_all_ranks_behind_a_step(cluster):
-    training = start_two_ranks(cluster, "ctrl-c", num_steps=ENDLESS)
-    training.wait_for_save()
-    interrupt(training, signal.SIGINT)
-
-
-def interrupt(training: Training, number: signal.Signals) -> None:
-    """End a run by a signal: all that was trained is saved."""
-    training.driver.send_signal(number)
-    assert training.wait() == 130, training.log.read_text()
-    assert load_record(training.folder)["status"] == "interrupted"
-    assert training.events("save")[-1]["step"] == len(training.losses())
-
-
-def test_a_run_in_an_empty_folder_goes_on_from_copies_in_a_store(cluster, store, expected):
+def test_ctrl_c_saves_all_and_the_run_goes_on_elsewhere_from_a_store(cluster, store, expected):
     storage = ("--ray_storage_path", f"s3://{BUCKET}/runs")
     first = start_two_ranks(cluster, "stored", *storage)
     first.wait_for_save()
-    interrupt(first, signal.SIGTERM)
+    first.driver.send_signal(signal.SIGINT)
+    assert first.wait() == 130, first.log.read_text()
+    assert load_record(first.folder)["status"] == "interrupted"
+    assert first.events("save")[-1]["step"] == len(first.losses())
     num_steps = len(first.losses())
     assert 0 < num_steps < NUM_STEPS
     second = start_two_ranks(cluster, "stored", *storage, results="elsewhere")

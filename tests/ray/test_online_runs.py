@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from tests.data import datasets
 from tests.schemas import validate
+from tests.train.in_turn import train_in_turn
 
 pytestmark = pytest.mark.ray
 
@@ -72,8 +74,8 @@ def test_one_rank_that_is_stopped_and_goes_on(tmp_path, pictures, latents):
 
 
 def test_two_ranks_share_a_stream(tmp_path, pictures, latents):
-    ranks = ("--engine", "ray", "--num_ray_workers", "2")
-    on_latents = ("--latents", "precomputed", "--remote", str(latents))
-    assert run(tmp_path, "reference", *ranks, *on_latents) == 0
-    assert run(tmp_path, "online", *ranks, *ONLINE, "--remote", str(pictures)) == 0
+    on_latents = ("--engine", "torch", "--latents", "precomputed", "--remote", str(latents))
+    train_in_turn("torch", tmp_path, functools.partial(run, tmp_path, "reference", *on_latents))
+    ranks = ("--num_ray_workers", "2", "--remote", str(pictures))
+    assert run(tmp_path, "online", *ONLINE, *ranks) == 0
     assert losses(tmp_path, "online") == losses(tmp_path, "reference")
