@@ -51,6 +51,9 @@ def test_what_was_left_out_is_no_part_of_the_pace_but_of_the_time_left(clock, ca
     shown.show(lambda: "fine")
     # 20 steps of 1 s, and 2 s of something else for each.
     assert capsys.readouterr().out == "step 20/40: fine, 1 s/step, about 60 s left\n"
+    clock[0] += 1.0
+    shown.count(1)
+    assert shown.rate == pytest.approx(1.0)
 
 
 def test_each_result_is_a_line(clock, capsys):

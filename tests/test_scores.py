@@ -117,6 +117,16 @@ def test_equal_sets_have_no_distance_and_few_pictures_are_told(
     assert ("comparable only" in capsys.readouterr().out) == has_note
 
 
+def test_few_pictures_against_many_are_told(tmp_path, fid) -> None:
+    few, many = (
+        write_pictures(tmp_path / str(num), make_pictures(3, num), captions_of(num))
+        for num in (5, 9)
+    )
+    for pictures, reference in ((few, many), (many, few)):
+        facts = score(pictures, "--reference", reference, "--fid_network", fid)
+        assert facts["fid_note"].startswith("5 pictures")
+
+
 @pytest.mark.parametrize(("num_one", "num_other"), [(40, 50), (8, 50), (8, 9), (2, 2)])
 def test_the_distance_is_that_of_torchmetrics(num_one, num_other) -> None:
     generator = np.random.default_rng(5)
