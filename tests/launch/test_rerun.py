@@ -17,6 +17,7 @@ import pytest
 import benchmark
 import data as feed
 from sdbench.cli import main
+from sdbench.launch import rerun
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
@@ -120,6 +121,16 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
         for one in (run, path.parent)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_run_that_failed_is_not_compared(run_of_folder, tmp_path, capsys, monkeypatch):
+    run, _ = run_of_folder
+    for exit_code in (0, 1):
+        end = SimpleNamespace(exit_code=exit_code)
+        monkeypatch.setattr(rerun, "run_guarded", lambda *_, end=end, **__: end)
+        line = ["rerun", str(run), "--folder", str(tmp_path / str(exit_code))]
+        assert main(line) == exit_code
+        assert ("sdbench compare" in capsys.readouterr().out) == (exit_code == 0)
 
 
 @pytest.mark.slow

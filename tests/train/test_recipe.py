@@ -50,13 +50,13 @@ def test_every_command_of_the_recipe_runs(tmp_path, repository):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_shortened_recipe_learns(tmp_path, repository):
-    """Some minutes: the losses go where those of an untrained model never are."""
+    """The losses go where those of an untrained model never are."""
     go_through(
         repository / "configs",
         num_images=512,
-        vae=("--max_duration", "300ba", "--validate_every_batches", 150),
-        diffusion=("--max_duration", "200ba", "--validate_every_batches", 100),
+        vae=("--max_duration", "150ba", "--validate_every_batches", 150),
+        diffusion=("--max_duration", "100ba", "--validate_every_batches", 100),
     )
     # A white picture has an error of 0.25, and a model that knows only the mean latent one of 1.
     assert validations("shapes_vae")[-1] < 0.1
-    assert validations("shapes")[-1] < 0.75 * validations("shapes")[0]
+    assert validations("shapes")[-1] < 0.5
