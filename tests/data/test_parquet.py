@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 from pathlib import Path
@@ -103,6 +104,49 @@ def test_latents_are_read_however_they_are_stored(way, tmp_path):
             expected = datasets.make_arrays(index)
             assert np.array_equal(batch["latent"][position], expected["latent"])
             assert np.array_equal(batch["text_embedding"][position], expected["text_embedding"])
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [(LATENT, "(8, 8), not (4, 4, 4)"), (TEXT, "(8, 77), not (77, 8)"), (TEXT, "not all of one")],
+)
+def test_lists_nested_in_another_order_are_no_latents(part, told, tmp_path):
+    """As many numbers: in other lists, transposed, or in lists of different lengths."""
+    columns = {LATENT: arrays("latent"), TEXT: arrays("text_embedding")}
+    columns = {name: as_nested_lists(values) for name, values in columns.items()}
+    for number, value in enumerate(columns[part]):
+        if "one" in told:
+            columns[part][number] = [[*value[0], value[1][0]], value[1][1:], *value[2:]]
+        else:
+            array = np.asarray(value)
+            other = array.reshape(8, 8) if part == LATENT else array.T
+            columns[part][number] = other.tolist()
+    with refused(OTHER_MODEL) as caught:
+        data.check(latents_config(write(tmp_path / "a.parquet", columns)))
+    assert told in str(caught.value)
+
+
+def test_tensors_of_another_shape_are_no_latents(tmp_path):
+    """Ray stores them flat, and their shape beside them."""
+
+    def write_tensors(**shapes: tuple[int, ...]) -> Path:
+        values = {LATENT: arrays("latent"), TEXT: arrays("text_embedding")}
+        stored = {name: as_flat_lists(value) for name, value in values.items()}
+        told = {
+            name: {
+                "ARROW:extension:name": "ray.data.arrow_tensor_v2",
+                "ARROW:extension:metadata": json.dumps(shapes.get(name, value[0].shape)),
+            }
+            for name, value in values.items()
+        }
+        fields = [pyarrow.field(name, stored[name].type, metadata=told[name]) for name in stored]
+        table = pyarrow.Table.from_arrays([*stored.values()], schema=pyarrow.schema(fields))
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        return tmp_path / "a.parquet"
+
+    assert data.check(latents_config(write_tensors())) == NUM_ROWS
+    with refused(value="tensors of the shape (8, 77)"):
+        data.check(latents_config(write_tensors(**{TEXT: (8, 77)})))
 
 
 def test_a_width_that_only_looks_right_is_refused(tmp_path):

@@ -331,6 +331,73 @@ def test_a_sparse_tar_is_read_as_the_webdataset_library_reads_it(tar_format, tmp
     assert [image for _, image, _ in found] == [files[f"{number}.png"] for number in range(4)]
 
 
+def link(tar: tarfile.TarFile, name: str, target: str, *, is_hard: bool = False) -> None:
+    member = tarfile.TarInfo(name)
+    member.type = tarfile.LNKTYPE if is_hard else tarfile.SYMTYPE
+    member.linkname = target
+    tar.addfile(member)
+
+
+def write_linked(path: Path, links: list[tuple[str, str, bool]]) -> Path:
+    """Two samples in folders, and links before and behind them."""
+    write_tar(path, [])
+    with tarfile.open(path, "w") as tar:
+        for place, members in (("before", []), ("a", pair(0)), ("b", pair(1)), ("behind", [])):
+            for name, content in members:
+                member = tarfile.TarInfo(f"{place}/{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            for name, target, is_hard in links:
+                if name.startswith(f"{place}/"):
+                    link(tar, name, target, is_hard=is_hard)
+    return path
+
+
+def test_links_in_a_tar_stand_for_the_files_that_they_lead_to(tmp_path):
+    links = [
+        ("before/0.png", "../b/001.png", False),  # comes later
+        ("before/0.txt", "./../b/../b/001.txt", False),
+        ("behind/1.png", "a/000.png", True),
+        ("behind/1.txt", "1.again.txt", False),  # to a link
+        ("behind/1.again.txt", "./a/000.txt", True),
+        ("behind/notes.md", "/etc/nowhere", False),  # no part of a sample
+    ]
+    tar = write_linked(tmp_path / "a.tar", links)
+    first, second = ((make_png(number), f"picture {number}") for number in (0, 1))
+    assert read_all(tar) == [
+        ("before/0", *second),
+        ("a/000", *first),
+        ("b/001", *second),
+        ("behind/1", *first),
+    ]
+    assert data.check(make_config(tmp_path)) == 4
+
+
+def test_gnu_tar_s_hard_links_are_samples(tmp_path):
+    for name, content in pairs(0):
+        (tmp_path / name).write_bytes(content)
+        os.link(tmp_path / name, tmp_path / name.replace("000", "001"))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    subprocess.run(["tar", "-C", str(tmp_path), "-cf", tmp_path / "a.tar", *names], check=True)
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert sum(member.islnk() for member in tar) == 2
+    found = [(make_png(0), "picture 0")] * 2
+    assert [tuple(one) for _, *one in read_all(tmp_path / "a.tar")] == found
+
+
+@pytest.mark.parametrize("target", ["../outside.png", "/etc/passwd", "a/nowhere.png", "2.png"])
+def test_a_link_that_leads_to_no_file_of_the_tar_is_named(target, tmp_path):
+    tar = write_linked(tmp_path / "a.tar", [("behind/2.png", target, False)])
+    with pytest.raises(RunError, match="behind/2.png.*no file in the tar"):
+        data.check(make_config(tar))
+
+
+def test_a_link_in_a_stream_is_told_when_its_samples_are_counted(tmp_path):
+    tar = write_linked(tmp_path / "a.tar", [("behind/2.png", "../a/000.png", False)])
+    assert main(["count-samples", str(tar), "--out", str(tmp_path / "sizes.json")]) == 1
+    assert json.loads((tmp_path / "sizes.json").read_text()) == {}
+
+
 @pytest.mark.parametrize("damage", ["broken header", "two tars in one file", "a hole at the end"])
 def test_a_tar_that_goes_on_behind_its_end(damage, tmp_path):
     tar = write_tar(tmp_path / "a.tar", pairs(0, 1))

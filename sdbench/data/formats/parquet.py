@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,15 +70,15 @@ class ParquetSamples:
             schema = footer.schema.to_arrow_schema()
             if number == 0:
                 self.columns = _find_columns(schema.names, path=path, config=config)
-            _check_columns(schema, self.columns, path=path)
+                self.sample_type = SampleType(tuple(self.columns))
+                self._shapes = self.sample_type.array_shapes(config)
+            _check_columns(schema, self.columns, shapes=self._shapes, path=path)
             for group in range(footer.num_row_groups):
                 self._groups.append((number, group))
                 self.blocks.append(footer.row_group(group).num_rows)
         # A row group is one request wherever it lies: a file of its own to the order.
         self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
         self._starts = list(itertools.accumulate(self.blocks, initial=0))
-        self.sample_type = SampleType(tuple(self.columns))
-        self._shapes = self.sample_type.array_shapes(config)
         # Blocks to their columns and to how many rows have not been asked for, as samples are read
         # a block at a time; the one used last comes last.
         self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
@@ -172,8 +173,9 @@ def _to_array(
         beside: Type of the sample's latents; None for these themselves.
 
     Raises:
-        BadSampleError: There is no value, or it has another length.
+        BadSampleError: There is no value, or it has another length or shape.
     """
+    import pyarrow.compute
     from pyarrow import types
 
     if not value.is_valid:
@@ -188,12 +190,21 @@ def _to_array(
             wanted = " or ".join(f"{length} as {dtype}" for length, dtype in by_length.items())
             raise BadSampleError(f"{place}: {buffer.size} bytes; {shape} is {wanted}.")
         return np.frombuffer(buffer, by_length[buffer.size]).reshape(shape)
-    values = value.values
+    values, found = value.values, [len(value.values)]
     while not types.is_primitive(values.type):
+        lengths = pyarrow.compute.unique(pyarrow.compute.list_value_length(values)).to_pylist()
+        if len(lengths) != 1 or lengths[0] is None:
+            raise BadSampleError(f"{place}: its lists are not all of one length.")
+        found += lengths
         values = values.flatten()
-    if len(values) != num_values:
-        raise BadSampleError(f"{place}: {len(values)} values; {shape} is {num_values}.")
+    if found != [num_values] and _wide(found) != _wide(shape):
+        raise BadSampleError(f"{place}: numbers of the shape {tuple(found)}, not {shape}.")
     return values.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _wide(shape: Sequence[int]) -> list[int]:
+    """A shape without its sides of 1: a batch of one picture is a picture."""
+    return [side for side in shape if side != 1]
 
 
 def _unwrap(column: Any) -> Any:
@@ -236,11 +247,17 @@ def _find_columns(names: list[str], *, path: ParquetFile, config: SourceConfig) 
     return columns
 
 
-def _check_columns(schema: Any, columns: Mapping[str, str], *, path: ParquetFile) -> None:
+def _check_columns(
+    schema: Any,
+    columns: Mapping[str, str],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    path: ParquetFile,
+) -> None:
     """Check that a file has the columns, of types that samples can be read from.
 
     Raises:
-        ConfigError: One is missing, there twice, or of another type.
+        ConfigError: One is missing, there twice, of another type, or of tensors of another shape.
     """
     import pyarrow
     from pyarrow import types
@@ -274,6 +291,30 @@ def _check_columns(schema: Any, columns: Mapping[str, str], *, path: ParquetFile
         if not is_right:
             kind = str(schema.field(column).type)
             raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
+        found = _declared_shape(schema.field(column)) if part in shapes else None
+        if found is not None and _wide(found) != _wide(shapes[part]):
+            raise wrong_type(
+                column,
+                place=str(path),
+                part=part,
+                kind=f"tensors of the shape {found}",
+                allowed=f"tensors of the shape {shapes[part]}",
+            )
+
+
+def _declared_shape(field: Any) -> tuple[int, ...] | None:
+    """The shape that a column of Ray's or of Arrow's own tensors declares; None if none does."""
+    shape = getattr(field.type, "shape", None)
+    if shape is None and field.metadata:  # of a type that nobody has registered here
+        try:
+            shape = json.loads(field.metadata.get(b"ARROW:extension:metadata", b"null"))
+        except ValueError:
+            return None
+        if isinstance(shape, dict):
+            shape = shape.get("shape")
+    if not isinstance(shape, list | tuple) or not all(isinstance(side, int) for side in shape):
+        return None
+    return tuple(shape)
 
 
 def _open(file: ParquetFile) -> Any:

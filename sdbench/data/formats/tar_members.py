@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import posixpath
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ MAX_END_BYTES = 2**20
 # where a sample has no such member.
 Span = tuple[int, int, Sequence[tuple[int, int]] | None]
 Value = TypeVar("Value")
+# More links than this, each to the next one, go round in a circle.
+MAX_LINKS = 40
 
 
 def list_samples(
@@ -41,25 +44,27 @@ def list_samples(
     *,
     kinds: Sequence[str],
     take: Callable[[str, Span], Value],
+    is_stream: bool,
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Samples as WebDataset makes them: the key, and the members that follow with it by extension.
 
-    Members are passed from the first to the last, and none is gone back to.
+    A hard or symbolic link, which WebDataset leaves out, stands for the member that it leads to.
 
     Args:
         file: The tar, opened.
         tar: What messages call it.
-        kinds: A sample has a member of one of these extensions; what has none is no sample.
+        kinds: A sample has a member of one of these extensions; what has none is no sample. Other
+            links are left out.
         take: Makes of a member's extension and place what is given for it; called when the file
-            stands there.
+            stands there, unless the member is a link.
+        is_stream: Members are passed from the first to the last, and none is gone back to.
 
     Raises:
         RunError: The tar is damaged, compressed, or none, or has two members of one name in a
-            sample.
+            sample; a link leads to no file in it, or the tar is a stream.
     """
-    members = (
-        (key, extension, take(extension, span)) for key, extension, span in _list_members(file, tar)
-    )
+    listed = _list_members(file, tar, kinds=kinds, is_stream=is_stream)
+    members = ((key, extension, take(extension, span)) for key, extension, span in listed)
     for key, group in itertools.groupby(members, key=lambda member: member[0]):
         values: dict[str, Value] = {}
         for _, extension, value in group:
@@ -71,13 +76,17 @@ def list_samples(
             yield key, values
 
 
-def _list_members(file: BinaryIO, tar: object) -> Iterator[tuple[str, str, Span]]:
-    """Key, extension and place of each file in a tar that WebDataset reads.
+def _list_members(
+    file: BinaryIO, tar: object, *, kinds: Sequence[str], is_stream: bool
+) -> Iterator[tuple[str, str, Span]]:
+    """Key, extension and place of each file in a tar that WebDataset reads, and of each link.
 
     Raises:
-        RunError: The tar ends too early, is compressed other than by gzip, or is no tar.
+        RunError: The tar ends too early, is compressed other than by gzip, or is no tar; or as
+            `_follow`.
     """
     end = 0
+    places: dict[str, Span | str] = {}
     try:
         # Not compressed: what is compressed cannot be read by number.
         with tarfile.open(fileobj=file, mode="r:") as members:
@@ -92,6 +101,18 @@ def _list_members(file: BinaryIO, tar: object) -> Iterator[tuple[str, str, Span]
                 if member.isfile() and parts and not is_left:
                     pieces = _check_pieces(member, end=end) if member.issparse() else None
                     yield parts[1], parts[2].lower(), (member.offset_data, member.size, pieces)
+                elif (member.islnk() or member.issym()) and parts and not is_left:
+                    extension = parts[2].lower()
+                    if extension.rpartition(".")[2] not in kinds:
+                        continue
+                    if is_stream:
+                        raise RunError(
+                            f"{tar} holds {member.name}, a link to {member.linkname}, and cannot "
+                            "be streamed: --remote_files copy reads it, or store files instead "
+                            "of links (tar --dereference --hard-dereference)."
+                        )
+                    places = places or _find_places(file)
+                    yield parts[1], extension, _follow(member.name, places, tar)
         file.seek(end)
         rest = file.read(MAX_END_BYTES + 1)
     except (FileNotFoundError, RunError):
@@ -103,6 +124,44 @@ def _list_members(file: BinaryIO, tar: object) -> Iterator[tuple[str, str, Span]
     # last member come zeros, and nothing else.
     if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
+
+
+def _find_places(file: BinaryIO) -> dict[str, Span | str]:
+    """The place of each file in a tar by its name, and the name that each link leads to."""
+    places: dict[str, Span | str] = {}
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:") as members:
+        for member in members:
+            members.members.clear()
+            name = posixpath.normpath(member.name)
+            if member.isfile():
+                pieces = _check_pieces(member, end=members.offset) if member.issparse() else None
+                places[name] = (member.offset_data, member.size, pieces)
+            elif member.islnk():
+                places[name] = posixpath.normpath(member.linkname)
+            elif member.issym():
+                folder = posixpath.dirname(member.name)
+                places[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
+    return places
+
+
+def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
+    """The place of the file that a link leads to, by way of other links or none.
+
+    Raises:
+        RunError: It leads to no file in the tar.
+    """
+    place: Span | str | None = posixpath.normpath(name)
+    for _ in range(MAX_LINKS):
+        if not isinstance(place, str):
+            break
+        place = places.get(place)
+    if place is None or isinstance(place, str):
+        raise RunError(
+            f"{tar} holds {name}, a link that leads to no file in the tar: store files instead of "
+            "links (tar --dereference --hard-dereference)."
+        )
+    return place
 
 
 def _is_visible(path: str) -> bool:

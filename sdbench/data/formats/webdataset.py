@@ -42,7 +42,7 @@ from sdbench.data.source import SourceConfig
 
 SUFFIX = ".tar"
 # Changes whenever the content of an index does.
-INDEX_VERSION = 4
+INDEX_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,8 @@ def _make_index(
     entries, num_dropped = [], 0
     kinds = (*images, *captions)
     with open(tar, "rb") as file:
-        for key, spans in list_samples(file, tar, kinds=kinds, take=lambda _, span: span):
+        samples = list_samples(file, tar, kinds=kinds, take=lambda _, span: span, is_stream=False)
+        for key, spans in samples:
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue

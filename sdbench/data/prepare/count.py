@@ -119,7 +119,8 @@ def count_samples(tar: str, *, kinds: Sequence[str]) -> int:
         RunError: It cannot be read, or is damaged.
     """
     with open_stream(tar) as file:
-        return sum(1 for _ in list_samples(file, tar, kinds=kinds, take=lambda *_: None))
+        samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None, is_stream=True)
+        return sum(1 for _ in samples)
 
 
 def _name(tars: Sequence[str]) -> list[str]:
