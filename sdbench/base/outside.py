@@ -82,7 +82,7 @@ def parse_json(text: str) -> Any:
         ValueError: It is none, or a value of it is out of bounds.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+        value = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except RecursionError:
         raise ValueError(too_deep()) from None
     check_values(value)
@@ -142,7 +142,12 @@ def _check_leaf(place: str, value: Any) -> None:
             raise ValueError(f"{place}: half of a character (a lone surrogate)") from None
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, as `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        ValueError: A key is there twice: one of its values would be lost.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -162,6 +164,36 @@ def test_one_bad_sample_stops_or_is_replaced(damage, message, folder, capsys):
     assert f"Skipped a bad sample: {folder}/{message}" in capsys.readouterr().err
     with pytest.raises(RunError, match=r"1 samples .* more than 24.00% of 4 \(--max_bad_fraction"):
         list(data.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.24)))
+
+
+def test_a_picture_that_the_disk_does_not_give_is_a_bad_sample(folder, monkeypatch):
+    give_captions(folder)
+    read = Path.read_bytes
+
+    def read_or_fail(path: Path) -> bytes:
+        if path.name == "b.jpeg":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_or_fail)
+    with pytest.raises(RunError, match="b.jpeg: it cannot be read .Input/output error"):
+        list(data.build(make_config(folder)))
+    loader = data.build(make_config(folder, on_bad_sample="skip", max_bad_fraction=0.25))
+    assert indices(list(loader)) == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("captions.csv", "file,caption,caption\na.PNG,one,two\n"),
+        ("metadata.jsonl", '{"file_name": "a.PNG", "text": "one", "text": "two"}\n'),
+    ],
+)
+def test_a_table_that_names_a_column_twice_would_lose_text(name, content, folder):
+    (folder / name).write_text(content)
+    with refused() as caught:
+        data.check(make_config(folder))
+    assert "twice" in caught.value.what
 
 
 def test_a_batch_without_any_good_sample_is_an_error(folder):

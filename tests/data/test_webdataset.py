@@ -373,6 +373,21 @@ def test_links_in_a_tar_stand_for_the_files_that_they_lead_to(tmp_path):
     assert data.check(make_config(tmp_path)) == 4
 
 
+def test_a_tar_that_is_named_twice_is_not_read_twice(tmp_path):
+    tar = write_tar(tmp_path / "a.tar", pairs(0))
+    with refused(value=str(tar)):
+        data.check(make_config(f"{tmp_path}/{{a,a}}.tar"))
+    (tmp_path / "b.tar").symlink_to("a.tar")
+    with refused(value=f"{tar}, {tmp_path}/b.tar"):
+        data.check(make_config(tmp_path))
+
+
+def test_a_key_that_a_sample_s_json_has_twice_loses_no_caption(tmp_path):
+    members = [("0.png", PIXEL), ("0.json", b'{"caption": "one", "caption": "two"}')]
+    with pytest.raises(RunError, match="the key 'caption' is there twice"):
+        list(data.build(make_config(write_tar(tmp_path / "a.tar", members))))
+
+
 def test_gnu_tar_s_hard_links_are_samples(tmp_path):
     for name, content in pairs(0):
         (tmp_path / name).write_bytes(content)

@@ -38,8 +38,8 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         is_told: Whether to say what is left out.
 
     Raises:
-        ConfigError: One of them does not exist, there is none, a folder has one packed and
-            unpacked, or a URL's folder cannot be listed.
+        ConfigError: One of them does not exist, there is none, one is there twice, a folder has one
+            packed and unpacked, or a URL's folder cannot be listed.
         RunError: A store does not answer.
     """
     from braceexpand import UnbalancedBracesError, braceexpand
@@ -80,7 +80,27 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
             allowed=allowed,
             flag=PLACE_FLAGS,
         )
+    _check_different(files)
     return files
+
+
+def _check_different(files: list[str]) -> None:
+    """Check that no file is named twice, also by way of a link.
+
+    Raises:
+        ConfigError: One is, and its samples would come twice in an epoch.
+    """
+    seen: dict[object, str] = {}
+    for file in files:
+        state = None if is_url(file) else os.stat(file)
+        other = seen.setdefault(file if state is None else (state.st_dev, state.st_ino), file)
+        if other is not file:
+            raise ConfigError(
+                "A file is there twice, under one name or by a link",
+                value=other if other == file else f"{other}, {file}",
+                allowed="each file once",
+                flag=PLACE_FLAGS,
+            )
 
 
 def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.outside import refuse_repeated_keys
 from sdbench.data.formats.checks import PLACE_FLAGS, tell_once
 from sdbench.data.formats.listing import (
     TABLE_NAMES,
@@ -140,7 +141,8 @@ class FolderSamples:
         """Read one image and its caption; either may be missing.
 
         Raises:
-            BadSampleError: The caption is not UTF-8, or the image is a link that leads nowhere.
+            BadSampleError: A file cannot be read, the caption is not UTF-8, or the image is a link
+                that leads nowhere.
         """
         path = self._images[index]
         if self._captions is None:
@@ -158,8 +160,16 @@ class FolderSamples:
 
 
 def _read_if_there(path: Path) -> bytes | None:
+    """The content of a file; None where there is none.
+
+    Raises:
+        BadSampleError: It is there and cannot be read.
+    """
     # What cannot be a name is no file; Path.is_file raises for some of them.
-    return path.read_bytes() if os.path.isfile(path) else None
+    try:
+        return path.read_bytes() if os.path.isfile(path) else None
+    except OSError as error:
+        raise BadSampleError(f"{path}: it cannot be read ({error.strerror}).") from error
 
 
 def _caption_file(image: Path) -> Path:
@@ -241,7 +251,9 @@ def _read_csv(table: Path) -> tuple[list[str], list[Row]]:
         ConfigError: It is not CSV in UTF-8, or a row would lose text.
     """
     lines = list(_read_cells(table))
-    _, columns = lines.pop(0) if lines else (0, [])
+    line, columns = lines.pop(0) if lines else (0, [])
+    if repeated := [name for name in columns if columns.count(name) > 1]:
+        _raise_row(f"it names {repeated[0]} twice", table, line=line, value=",".join(columns))
     rows: list[Row] = []
     for line, cells in lines:
         if len(cells) > len(columns):
@@ -264,7 +276,8 @@ def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
         if not stored.strip():
             continue
         try:
-            row = json.loads(stored.decode("utf-8-sig"))
+            text = stored.decode("utf-8-sig")
+            row = json.loads(text, object_pairs_hook=refuse_repeated_keys)
         except (ValueError, RecursionError) as error:
             _raise_row(f"it cannot be read ({error})", table, line=line, value=str(table))
         if not isinstance(row, dict):

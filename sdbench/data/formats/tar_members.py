@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.outside import refuse_repeated_keys
 from sdbench.data.formats.listing import is_visible
 from sdbench.data.samples import BadSampleError, clean_caption
 
@@ -242,7 +243,7 @@ class Captions:
             if extension == "cls":
                 text = self._class_prompts[int(text)]
             if extension == "json":
-                fields = json.loads(text)
+                fields = json.loads(text, object_pairs_hook=refuse_repeated_keys)
                 if not isinstance(fields, dict):
                     raise ValueError("it is no object")
                 text = fields.get("caption")
@@ -262,7 +263,8 @@ def _read_class_prompts(path: str | None) -> dict[int, str]:
     if path is None:
         return {}
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
         if not isinstance(content, list | dict):
             raise ValueError("neither list nor object")
         pairs = content.items() if isinstance(content, dict) else enumerate(content)
