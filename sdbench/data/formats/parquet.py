@@ -197,12 +197,12 @@ def _to_array(
             raise BadSampleError(f"{place}: its lists are not all of one length.")
         found += lengths
         values = values.flatten()
-    if found != [num_values] and _wide(found) != _wide(shape):
+    if found != [num_values] and _long_sides(found) != _long_sides(shape):
         raise BadSampleError(f"{place}: numbers of the shape {tuple(found)}, not {shape}.")
     return values.to_numpy(zero_copy_only=False).reshape(shape)
 
 
-def _wide(shape: Sequence[int]) -> list[int]:
+def _long_sides(shape: Sequence[int]) -> list[int]:
     """A shape without its sides of 1: a batch of one picture is a picture."""
     return [side for side in shape if side != 1]
 
@@ -292,7 +292,7 @@ def _check_columns(
             kind = str(schema.field(column).type)
             raise wrong_type(column, place=str(path), part=part, kind=kind, allowed=allowed)
         found = _declared_shape(schema.field(column)) if part in shapes else None
-        if found is not None and _wide(found) != _wide(shapes[part]):
+        if found is not None and _long_sides(found) != _long_sides(shapes[part]):
             raise wrong_type(
                 column,
                 place=str(path),
