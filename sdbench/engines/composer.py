@@ -19,7 +19,7 @@ from sdbench.engines.device_batches import Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import EmaSpec, TrainJob
 from sdbench.engines.optimizers import (
-    clip_gradients,
+    gradients_ready,
     make_schedule,
     optimizer_of,
 )
@@ -171,10 +171,7 @@ class WatchCallback(Callback):
         """All gradients of the batch are there, and the optimizer is next."""
         self._watch.phases.switch(phases.OPTIMIZER)
         self._state.is_skipped = False
-        if self._hooks is not None:
-            self._hooks.gradients_ready(state.total_loss_dict["loss/train/total"])
-        if self._job.max_gradient_norm is not None:
-            clip_gradients(self._job)
+        gradients_ready(self._job, self._hooks, state.total_loss_dict["loss/train/total"])
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """The step is done; the loss is the mean over all ranks."""

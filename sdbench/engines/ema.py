@@ -35,8 +35,9 @@ class ForeachEma:
         self._weights = dict(weights)
         self._interval_batches = spec.interval_batches
         self._spec = spec
+        # Zeros: a checkpoint may be saved before the first update, and has only finite values.
         self._averages = [
-            torch.empty_like(_local(weight), dtype=torch.float32)
+            torch.zeros_like(_local(weight), dtype=torch.float32)
             for weight in self._weights.values()
         ]
         self.num_steps = 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sdbench.engines.torch_compat import AdamW
 from sdbench.ranks.distributed import Ranks
@@ -128,10 +129,14 @@ def update_early(
         optimizer.update_in_backward()
 
 
-def clip_gradients(job: TrainJob) -> None:
-    """Scale the gradients of a step down to the job's norm, over all shards of them."""
-    assert job.max_gradient_norm is not None
-    torch.nn.utils.clip_grad_norm_(job.trained_weights().values(), job.max_gradient_norm)
+def gradients_ready(job: TrainJob, hooks: TrainingHooks | None, loss: Tensor) -> None:
+    """Scale the gradients of a step down to the job's norm, if it has one, and tell the hooks."""
+    norm = None
+    if job.max_gradient_norm is not None:
+        weights = job.trained_weights().values()
+        norm = torch.nn.utils.clip_grad_norm_(weights, job.max_gradient_norm)
+    if hooks is not None:
+        hooks.gradients_ready(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class AdamWOfMasterWeights(torch.optim.Optimizer):

@@ -24,7 +24,7 @@ from sdbench.engines.device_batches import Batch, Batches, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
-    clip_gradients,
+    gradients_ready,
     make_schedule,
     optimizer_of,
 )
@@ -272,10 +272,7 @@ class Diffusion(lightning.LightningModule):
         # Lightning leaves the scale of fp16 to fused optimizers, which take it away in their step.
         if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             self._scaler.unscale_(optimizer)
-        if self._hooks is not None:
-            self._hooks.gradients_ready(self._step_loss())
-        if self._job.max_gradient_norm is not None:
-            clip_gradients(self._job)
+        gradients_ready(self._job, self._hooks, self._step_loss())
 
     def optimizer_zero_grad(
         self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
@@ -31,7 +32,7 @@ class TrainingHooks(Protocol):
     def begins(self, state: TrainState) -> None:
         """All is built and placed, and nothing is trained yet: the moment to restore a state."""
 
-    def gradients_ready(self, loss: Tensor) -> None:
+    def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:
         """All gradients of a step are there, and its update is next.
 
         Called in every step, before optimizer, scaler and average change the state. It may leave
@@ -39,6 +40,8 @@ class TrainingHooks(Protocol):
 
         Args:
             loss: Of this rank's batch, on the device.
+            norm: Of all gradients before they were clipped, on the device; None where it is not
+                known, as the gradients are not clipped.
         """
 
     def step_ended(self, state: TrainState) -> None:
@@ -89,6 +92,12 @@ class TrainState:
         # The optimizers leave a weight without a gradient alone, its decay included.
         self._optimizer.zero_grad(set_to_none=True)
         self.is_skipped = True
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of this rank's gradients, on the device."""
+        weights = self._job.trained_weights().values()
+        norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Save the scale of fp16 losses as well, and restore what was loaded of it."""

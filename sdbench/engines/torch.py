@@ -19,7 +19,7 @@ from sdbench.engines.device_batches import Batch, make_batches
 from sdbench.engines.ema import ForeachEma
 from sdbench.engines.job import TrainJob
 from sdbench.engines.optimizers import (
-    clip_gradients,
+    gradients_ready,
     make_schedule,
     optimizer_of,
 )
@@ -161,10 +161,7 @@ class TrainingStep:
             if self._hooks is not None or self._job.max_gradient_norm is not None:
                 # Before gradients are taken away: the scaler wants to have seen some.
                 self.scaler.unscale_(self._optimizer)
-            if self._hooks is not None:
-                self._hooks.gradients_ready(loss)
-            if self._job.max_gradient_norm is not None:
-                clip_gradients(self._job)
+            gradients_ready(self._job, self._hooks, loss)
             self.scaler.step(self._optimizer)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)

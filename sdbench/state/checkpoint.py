@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
+from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import Ranks, gather
 
@@ -72,6 +74,8 @@ class Checkpoint:
         step: After which it was made.
         facts: What was saved about the run beside the tensors.
         files: Size in bytes (``bytes``) and checksum (``crc32``) of each file, by name.
+        is_finite: Whether all values were found finite as they were written. Versions of this
+            suite that did not look wrote nothing about it.
         ranks: Who reads it.
         is_checked: Whether the checksums of all files have been found right.
         passed_over: Why newer checkpoints of the run were not taken, a sentence for each.
@@ -81,6 +85,7 @@ class Checkpoint:
     step: int
     facts: dict[str, Any]
     files: dict[str, dict[str, Any]]
+    is_finite: bool = False
     ranks: Ranks = ALONE
     is_checked: bool = False
     passed_over: tuple[str, ...] = ()
@@ -98,9 +103,9 @@ class Checkpoint:
         """
         path = folder / DESCRIPTION_NAME
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(read_text(path, max_bytes=MAX_TABLE_BYTES))
             crc32 = content.pop("crc32")
-        except (OSError, ValueError, AttributeError, KeyError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise _damaged(path, f"it cannot be read ({error})") from None
         if crc32 != _crc32_of(content):
             raise _damaged(path, "its checksum is another one")
@@ -139,6 +144,26 @@ class Checkpoint:
         for name in sorted(self.files)[self.ranks.local_rank :: self.ranks.local_world_size]:
             self._check_file(name)
 
+    def check_share_of_values(self) -> None:
+        """Check that this rank's share of the values is finite; nothing where a save has done that.
+
+        Raises:
+            ConfigError: A tensor has a value that is not finite, or `.metadata` is damaged.
+        """
+        if self.is_finite:
+            return
+        saved = sorted(self.tensors().items())
+        for name, like in saved[self.ranks.local_rank :: self.ranks.local_world_size]:
+            tensor = torch.empty_like(like, device="cpu")
+            self._read({name: tensor})
+            if find_not_finite([(name, tensor)]) is not None:
+                raise ConfigError(
+                    "The state in the checkpoint is not finite",
+                    value=f"{name} in {self.folder}",
+                    allowed="a checkpoint with finite values, such as an earlier one",
+                    flag="--resume",
+                )
+
     def load_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read values into tensors in place, each rank its own part. All ranks call it.
 
@@ -162,6 +187,9 @@ class Checkpoint:
         for found in gather(fault, self.ranks):
             if found is not None:
                 raise found
+        self._read(tensors)
+
+    def _read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         dcp.load(
             {name: tensor.detach() for name, tensor in tensors.items()},
             storage_reader=_Reader(self.folder, self._read_metadata()),
@@ -223,7 +251,7 @@ class _Unpickler(pickle.Unpickler):
 def write_description(
     folder: Path, *, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Write `checkpoint.json`, and bring the folder to the disk.
+    """Write `checkpoint.json` for finite values, and bring the folder to the disk.
 
     Args:
         folder: Of the checkpoint.
@@ -234,10 +262,33 @@ def write_description(
     Raises:
         OSError: It cannot be written.
     """
-    content = {"schema_version": SCHEMA_VERSION, "step": step, "facts": facts, "files": files}
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "facts": facts,
+        "files": files,
+        "is_finite": True,
+    }
     content = redact_values(content)
     write_json(folder / DESCRIPTION_NAME, {**content, "crc32": _crc32_of(content)})
     synchronize(folder)
+
+
+def find_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a value that is not finite; None where all are finite.
+
+    Each is read once, on its device, and nothing is allocated but two numbers for each. Of a
+    tensor with a NaN both are NaN. On a CPU this takes a third of the time of a norm.
+    """
+    ends = [
+        (name, torch.aminmax(tensor))
+        for name, tensor in named
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    for name, (smallest, largest) in ends:
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
+            return name
+    return None
 
 
 def describe_file(path: Path) -> dict[str, Any]:

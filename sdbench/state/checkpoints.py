@@ -20,10 +20,12 @@ from torch.distributed import checkpoint as dcp
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.ranks.distributed import Ranks, broadcast, gather, maximum_on_hosts
+from sdbench.record.store import FAILED, INVALID
 from sdbench.state.checkpoint import ALONE, Checkpoint
 from sdbench.state.writer import (
     CheckpointWriter,
     CopyingPlanner,
+    NotFinite,
     find_remains,
     hide,
     remove_remains,
@@ -47,6 +49,7 @@ class SaveReport:
         is_copied: Whether this rank's part was copied in memory before it was written.
         num_bytes: Of the tensors, of all ranks; 0 where it failed.
         error: Why there is no checkpoint; None if all went well.
+        is_finite: False where that is because the state was not finite.
     """
 
     step: int
@@ -55,6 +58,7 @@ class SaveReport:
     is_copied: bool
     num_bytes: int
     error: str | None
+    is_finite: bool
 
 
 @dataclasses.dataclass
@@ -65,13 +69,13 @@ class _Save:
         step: As in `SaveReport`.
         stall_s: So far.
         writer: Of this rank.
-        ended: Gives duration, bytes and error, as in `SaveReport`.
+        ended: Gives duration, bytes, error and whether all is finite, as in `SaveReport`.
     """
 
     step: int
     stall_s: float
     writer: CheckpointWriter
-    ended: concurrent.futures.Future[tuple[float, int, str | None]]
+    ended: concurrent.futures.Future[tuple[float, int, str | None, bool]]
 
 
 class Checkpoints:
@@ -115,8 +119,8 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole to its last byte. All ranks call it.
 
-        All checksums are checked; a file that one rank cannot read counts for all. What is passed
-        over is printed.
+        All checksums are checked, and the values where the save has not; a file that one rank
+        cannot read counts for all. What is passed over is printed.
 
         Returns:
             The checkpoint, the same on all ranks; None where none has been saved.
@@ -194,7 +198,10 @@ class Checkpoints:
         """
         report = self._collect()
         if report is not None and report.error is not None:
-            raise RunError(f"the checkpoint of step {report.step} was not saved: {report.error}")
+            raise RunError(
+                f"the checkpoint of step {report.step} was not saved: {report.error}",
+                status=FAILED if report.is_finite else INVALID,
+            )
 
     def poll(self) -> list[SaveReport]:
         """The saves that have ended since the last call. All ranks call it behind the same steps.
@@ -214,7 +221,7 @@ class Checkpoints:
         if self._save is None:
             return None
         with self._standing_still():
-            duration_s, num_bytes, error = self._save.ended.result()
+            duration_s, num_bytes, error, is_finite = self._save.ended.result()
         report = SaveReport(
             self._save.step,
             duration_s,
@@ -222,6 +229,7 @@ class Checkpoints:
             self._save.writer.is_copied,
             num_bytes,
             error,
+            is_finite,
         )
         self._reports.append(report)
         self._save = None
@@ -240,9 +248,9 @@ class Checkpoints:
         writer: CheckpointWriter,
         planner: dcp.SavePlanner,
         tensors: dict[str, torch.Tensor],
-    ) -> tuple[float, int, str | None]:
-        """Save, in the thread: seconds, bytes, and the error."""
-        num_bytes, error = 0, None
+    ) -> tuple[float, int, str | None, bool]:
+        """Save, in the thread: seconds, bytes, the error, and whether the state was finite."""
+        num_bytes, error, is_finite = 0, None, True
         try:
             metadata = dcp.save(
                 tensors,
@@ -256,14 +264,14 @@ class Checkpoints:
                 for saved in metadata.state_dict_metadata.values()
             )
         except (dcp.CheckpointException, Exception) as caught:
-            error = self._name(caught)
+            error, is_finite = self._name(caught), not _is_about_values(caught)
         finally:
             writer.is_read.set()
         if self._ranks.rank == 0:
             if error is None:
                 self._remove_old(writer.step)
             remove_remains(self.folder)
-        return time.perf_counter() - started_s, num_bytes, error
+        return time.perf_counter() - started_s, num_bytes, error, is_finite
 
     def _name(self, error: BaseException) -> str:
         """An error in a line, with the rank that it is of where there are several."""
@@ -284,6 +292,13 @@ class Checkpoints:
             if not is_kept and old not in self._held:
                 with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
                     hide(_path_of(self.folder, old))
+
+
+def _is_about_values(error: BaseException) -> bool:
+    """Whether a save failed on some rank because a value was not finite."""
+    if isinstance(error, dcp.CheckpointException):
+        return any(isinstance(one, NotFinite) for one, _ in error.failures.values())
+    return isinstance(error, NotFinite)
 
 
 def find_newest(run: Path) -> Checkpoint | None:
@@ -329,6 +344,7 @@ def _newest_of(
             found = Checkpoint.open(_path_of(folder, step), ranks=ranks)
             if reads_all:
                 found.check_share()
+                found.check_share_of_values()
         except ConfigError as error:
             fault = f"{error.what} ({error.value})"
         faults = [found_by_rank for found_by_rank in gather(fault, ranks) if found_by_rank]

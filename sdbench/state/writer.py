@@ -21,6 +21,7 @@ from sdbench.state.checkpoint import (
     METADATA_NAME,
     Checkpoint,
     describe_file,
+    find_not_finite,
     synchronize,
     write_description,
 )
@@ -30,6 +31,10 @@ OVERHEAD_BYTES = 2048
 # Of the host's free memory that the copies of a save may take. The rest is for what a step
 # allocates, and for pages on their way to the disk.
 MAX_SHARE_OF_COPIES = 0.8
+
+
+class NotFinite(RunError):
+    """A tensor that was to be saved has a value that is not finite."""
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -79,11 +84,16 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
-        """Write this rank's part, and bring it to the disk."""
+        """Write this rank's part, and bring it to the disk, unless a value is not finite."""
         assert isinstance(planner, CopyingPlanner)
         self.is_copied = planner.copy(plan)
         if self.is_copied:
             self.is_read.set()
+        # What is written is looked at, in this thread: where there are copies, training goes on.
+        parts = ((item.index.fqn, planner.resolve_data(item)) for item in plan.items)
+        bad = find_not_finite(parts)
+        if bad is not None:
+            raise NotFinite(f"{bad} is not finite")
         try:
             written = super().write_data(plan, planner).value()
         except RuntimeError as error:

@@ -1,12 +1,14 @@
-"""What is done about a loss that is not finite: `--on_bad_loss`."""
+"""What is done about a loss, gradients or weights that are not finite: `--on_bad_loss`."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdbench.base.errors import RunError
+from sdbench.measure.losses import Losses
 from sdbench.ranks.distributed import Ranks, gather
 from sdbench.record.history import BAD_BATCHES_NAME
 from sdbench.record.store import INVALID
@@ -17,16 +19,45 @@ if TYPE_CHECKING:
 
     from sdbench.data.pipeline.loader import CheckedLoader
     from sdbench.engines.state import TrainState
-    from sdbench.measure.losses import Losses
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
 
 STOP, SKIP, BACK = "stop", "skip", "back"
-# So many bad losses without a good one between them end a run: it does not recover.
+# So many bad steps without a good one between them end a run: it does not recover.
 MAX_IN_A_ROW = 10
 
 
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """The first thing of a run that is not finite.
+
+    Attributes:
+        step: Of the run; its update made the state what it is.
+        loss: Of the step.
+        gradient_norm: Of the step; None where it is not known.
+        tensor: The part of the state that was found so when it was saved; None where loss or
+            gradients are the fault, which the step's samples made so.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float | None
+    tensor: str | None
+
+    def __str__(self) -> str:
+        if self.tensor is not None:
+            return f"{self.tensor} is not finite behind step {self.step}"
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss} at step {self.step}"
+        return f"the norm of the gradients is {self.gradient_norm} at step {self.step}"
+
+
 class BadLosses:
-    """Deals with the bad losses of a run; what it does, it does on all ranks."""
+    """Deals with the bad steps of a run; what it does, it does on all ranks.
+
+    A step is bad if its loss is not finite, or the norm of its gradients where it is known: they
+    are clipped, or updates are to be skipped. The scaler of fp16 leaves out such updates itself.
+    Where neither tells, a save finds that the state is not finite, and saves nothing.
+    """
 
     def __init__(
         self,
@@ -38,6 +69,7 @@ class BadLosses:
         folder: Path,
         log: TrainLog | None,
         ranks: Ranks,
+        has_scaler: bool,
     ) -> None:
         """Join the pieces.
 
@@ -49,6 +81,7 @@ class BadLosses:
             folder: Of the run.
             log: Of the run, on the first rank; None on the others.
             ranks: The place of this process.
+            has_scaler: Whether the gradients are those of scaled losses.
         """
         self._action = action
         self._losses = losses
@@ -57,20 +90,33 @@ class BadLosses:
         self._path = folder / BAD_BATCHES_NAME
         self._log = log
         self._ranks = ranks
+        self._has_scaler = has_scaler
+        self._norms = Losses()
+        self._bad_save: tuple[int, str] | None = None
         self._num_in_a_row = 0
+        self._came_back_to: int | None = None
 
-    def judge(self, state: TrainState, loss: Tensor) -> None:
-        """Leave a step's update out if the loss of any rank is not finite, and that is asked for.
+    def judge(self, state: TrainState, loss: Tensor, norm: Tensor | None) -> None:
+        """Leave a step's update out if a rank's loss or gradients are not finite, where asked for.
 
         Only then it waits for the device.
 
         Args:
             state: Of this rank, whose gradients are there.
             loss: Of this rank's batch, on the device.
+            norm: Of the gradients, on the device, if it is known.
         """
+        if self._has_scaler:
+            norm = None
+        elif norm is None and self._action == SKIP:
+            norm = state.gradient_norm()
+        if norm is not None:
+            self._norms.add(norm)
         if self._action != SKIP:
             return
-        total = loss.detach().clone()
+        total = loss.detach().double()
+        if norm is not None:
+            total += norm
         if self._ranks.world_size > 1:
             import torch
 
@@ -82,18 +128,30 @@ class BadLosses:
 
     @property
     def is_known(self) -> bool:
-        """Whether a bad loss has been read that nothing has been done about; same on all ranks."""
-        return self._losses.first_not_finite is not None
+        """Whether a fault has been read that nothing has been done about; same on all ranks."""
+        found = (self._losses.first_not_finite, self._norms.first_not_finite, self._bad_save)
+        return any(one is not None for one in found)
+
+    def read(self) -> None:
+        """Read losses and norms up to this step; waits for the device."""
+        self._losses.read()
+        self._norms.read()
 
     def all_good(self) -> None:
-        """The losses up to this step have been read, and are finite."""
+        """The steps up to this one have been read, and are good."""
         self._num_in_a_row = 0
 
-    def act(self, state: TrainState) -> bool:
-        """Note the first bad loss and its samples, and do what is asked for.
+    def save_was_bad(self, step: int, what: str) -> None:
+        """A save has found that the state behind a step is not finite, and what of it."""
+        if self._bad_save is None:
+            self._bad_save = step, what.removesuffix(" is not finite")
+
+    def act(self, state: TrainState, *, is_last: bool) -> bool:
+        """Note the first bad step and its samples, and do what is asked for.
 
         Args:
-            state: Of this rank behind a step, at which the bad loss is known.
+            state: Of this rank behind a step, at which the fault is known.
+            is_last: Whether no step follows.
 
         Returns:
             Whether an earlier state has been loaded.
@@ -101,48 +159,84 @@ class BadLosses:
         Raises:
             RunError: The run ends.
         """
-        losses = self._losses.read()
-        index = self._losses.first_not_finite
-        assert index is not None
-        num_back = len(losses) - 1 - index
-        step, loss = state.num_steps - num_back, losses[index]
+        fault = self._find_fault(state.num_steps)
         self._losses.forgive()
+        self._norms.forgive()
+        self._bad_save = None
         self._num_in_a_row += 1
-        checkpoint = self._find_checkpoint() if self._action == BACK else None
-        reason = self._reason_to_stop(checkpoint)
+        checkpoint = self._checkpoints.newest() if self._action == BACK else None
+        reason = self._reason_to_stop(fault, checkpoint, is_last=is_last)
         action = self._action if reason is None else STOP
-        names = gather(self._loader.names_before(state.position, num_back=num_back), self._ranks)
+        # JSON has no number for what is not finite.
+        facts = {"step": fault.step, "loss": str(fault.loss), "action": action}
+        if fault.gradient_norm is not None:
+            facts["gradient_norm"] = str(fault.gradient_norm)
+        if fault.tensor is not None:
+            facts["tensor"] = fault.tensor
+        else:
+            num_back = state.num_steps - fault.step
+            names = self._loader.names_before(state.position, num_back=num_back)
+            names_of_ranks = gather(names, self._ranks)
+            if self._log is not None:
+                self._log.add_bad_batch(**facts, samples_of_ranks=names_of_ranks)
         if self._log is not None:
-            # JSON has no number for such a loss.
-            facts = {"step": step, "loss": str(loss), "action": action}
-            self._log.add_bad_batch(**facts, samples_of_ranks=names)
             if action == BACK:
                 assert checkpoint is not None
                 facts |= {"lost_steps": [checkpoint.step + 1, state.num_steps]}
             self._log.add_event("bad_loss", **facts)
         if reason is not None:
+            cause = f"its samples are named in {self._path}"
+            if fault.tensor is not None:
+                cause = "an update since the save before made it so, or a fault of the machine"
             raise RunError(
-                f"the loss is {loss} at step {step}{reason}: nothing is saved of it; its samples "
-                f"are named in {self._path}",
+                f"{fault}{reason}: nothing is saved of it; {cause}",
                 status=INVALID,
             )
         if checkpoint is not None:
             _go_back(state, checkpoint)
+            self._came_back_to = checkpoint.step
         return checkpoint is not None
 
-    def _find_checkpoint(self) -> Checkpoint | None:
-        with contextlib.suppress(RunError):  # one that could not be saved is reported elsewhere
-            self._checkpoints.finish()
-        return self._checkpoints.newest()
+    def _find_fault(self, num_steps: int) -> Fault:
+        """The first fault: of a step's loss and gradients, before the state that they led to.
 
-    def _reason_to_stop(self, checkpoint: Checkpoint | None) -> str | None:
+        Args:
+            num_steps: Of the run, up to now.
+        """
+        losses, norms = self._losses.read(), self._norms.read()
+        first = num_steps + 1 - len(losses)  # the step of the first loss of this process
+        found = (self._losses.first_not_finite, self._norms.first_not_finite)
+        steps = [first + index for index in found if index is not None]
+        tensor = None
+        if self._bad_save is not None and all(self._bad_save[0] < step for step in steps):
+            step, tensor = self._bad_save
+        else:
+            step = min(steps)
+        norm = norms[step - first] if norms else None
+        return Fault(step, losses[step - first], norm, tensor)
+
+    def _reason_to_stop(
+        self, fault: Fault, checkpoint: Checkpoint | None, *, is_last: bool
+    ) -> str | None:
         """The end of a sentence, or None where the run goes on."""
+        told = f"(--on_bad_loss {self._action})"
         if self._action == STOP:
             return ""
+        if self._action == SKIP and fault.tensor is not None:
+            return f", which no skipped update can mend {told}"
         if self._num_in_a_row > MAX_IN_A_ROW:
-            return f", after {MAX_IN_A_ROW} others in a row (--on_bad_loss {self._action})"
-        if self._action == BACK and checkpoint is None:
+            return f", after {MAX_IN_A_ROW} others in a row {told}"
+        if self._action == SKIP:
+            return None
+        if checkpoint is None:
             return ", and there is no checkpoint to go back to (--save_every_batches)"
+        if checkpoint.step == self._came_back_to:
+            return (
+                f", and the run has come back to step {checkpoint.step} before: more checkpoints "
+                "(--save_every_batches) or --on_bad_loss skip may help"
+            )
+        if is_last:
+            return f", and no step is left to go on with from step {checkpoint.step} {told}"
         return None
 
 

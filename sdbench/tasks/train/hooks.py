@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
@@ -105,10 +106,10 @@ class TrainHooks:
                 passed_over=() if self._resumed is None else self._resumed.passed_over,
             )
 
-    def gradients_ready(self, loss: Tensor) -> None:
-        """Wait for a save that reads the state, and leave out an update by a bad loss."""
+    def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Wait for a save that reads the state, and leave out the update of a bad step."""
         assert self._state is not None
-        self._bad_losses.judge(self._state, loss)
+        self._bad_losses.judge(self._state, loss, norm)
         if self._checkpoints.is_reading:
             self._timer.pause()
             self._checkpoints.wait_until_read()
@@ -129,17 +130,23 @@ class TrainHooks:
         ]
         interval = self._config.save_every_batches
         saves = is_last or (interval is not None and step % interval == 0)
-        is_bad = self._read_losses(state, is_due=logs or saves or bool(due))
+        self._read_losses(state, is_due=logs or saves or bool(due))
+        self._report_saves()
+        is_bad = self._bad_losses.is_known
         if logs or is_bad:
             self._write_figures(step)
-        self._report_saves()
         if not (due or saves or is_bad):
             return
         self._timer.pause()
         started_s = time.perf_counter()
         if is_bad:
-            # What it has changed is saved at once: a restart does not meet the batch again.
-            saves = self._bad_losses.act(state) or saves
+            with contextlib.suppress(RunError):  # a save that failed is reported in the next line
+                self._checkpoints.finish()
+            self._report_saves()
+            is_end = is_last and not self._watch.is_stopped
+            has_gone_back = self._bad_losses.act(state, is_last=is_end)
+            # A step of which nothing is left is not saved.
+            saves = saves and not has_gone_back
             self._add_seconds("bad_loss", time.perf_counter() - started_s)
         if saves and step != self._saved_step:
             self._begin_save(state)
@@ -161,13 +168,11 @@ class TrainHooks:
             finally:
                 self._report_saves()
 
-    def _read_losses(self, state: TrainState, *, is_due: bool) -> bool:
-        """Whether a loss is not finite, the same on all ranks."""
+    def _read_losses(self, state: TrainState, *, is_due: bool) -> None:
         if is_due or state.is_skipped:
-            self._timer.losses.read()
+            self._bad_losses.read()
             if not self._bad_losses.is_known:
                 self._bad_losses.all_good()
-        return self._bad_losses.is_known
 
     def _write_figures(self, step: int) -> None:
         period = self._timer.end_period()
@@ -226,6 +231,9 @@ class TrainHooks:
                     self._storage.keep(save.step)
             elif self._log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
+            if not save.is_finite:
+                assert save.error is not None
+                self._bad_losses.save_was_bad(save.step, save.error)
             self._add_seconds("save", save.stall_s)
             if self._log is not None:
                 self._log.add_event(
@@ -237,5 +245,7 @@ class TrainHooks:
                     num_bytes=save.num_bytes,
                     error=save.error,
                 )
-            if save.error is not None and self._config.on_failed_save == "stop":
+            if save.error is None or not save.is_finite:
+                continue
+            if self._config.on_failed_save == "stop":
                 raise RunError(f"step {save.step} was not saved (--on_failed_save): {save.error}")

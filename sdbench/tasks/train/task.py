@@ -180,6 +180,7 @@ class Train(TrainingTask):
             folder=run.folder,
             log=log,
             ranks=ranks,
+            has_scaler=config.precision == "amp_fp16",
         )
         hooks = TrainHooks(
             config,
