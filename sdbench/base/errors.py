@@ -70,6 +70,16 @@ def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
         raise ConfigError(error.what, value=error.value, allowed=error.allowed, flag=flag) from None
 
 
+def add_remark(error: BaseException, remark: str) -> None:
+    """Have the reason of a run's end say more about its error: the end of a sentence."""
+    error.remark = remark  # type: ignore[attr-defined]
+
+
+def remark_of(error: BaseException) -> str:
+    """What `add_remark` has added; empty if nothing."""
+    return getattr(error, "remark", "")
+
+
 class RunError(RuntimeError):
     """A run that began well and cannot end well.
 

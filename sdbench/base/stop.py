@@ -25,7 +25,7 @@ STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 # A terminal or a scheduler signals both launcher and ranks, and the launcher passes the signal on:
 # signals within this time are the same request.
 SAME_REQUEST_S = 1.0
-# A step that has not ended by then is aborted: 20 s after SIGTERM a scheduler may send SIGKILL.
+# What has not ended by then is broken off, unless who began it knows how long it takes.
 PATIENCE_S = 10.0
 # By then the code that drops exceptions has most likely ended; if not, it drops the next as well.
 SEND_AGAIN_S = 0.01
@@ -53,7 +53,13 @@ class StopRequest:
         number: The signal that asked for it; None until one arrives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: Callable[[], float] = lambda: PATIENCE_S) -> None:
+        """Wait for a signal.
+
+        Args:
+            patience_s: Asked when it arrives: seconds until the loop is broken off.
+        """
+        self._patience_s = patience_s
         self.number: signal.Signals | None = None
         self._since_s = 0.0
         self._reminder: threading.Timer | None = None
@@ -67,7 +73,9 @@ class StopRequest:
         """Take a signal as the request; False if it has to raise at once."""
         if self.number is None:
             self.note(number)
-            self._reminder = threading.Timer(PATIENCE_S, os.kill, (os.getpid(), number))
+            # One that came earlier would be taken for the same request.
+            patience_s = max(self._patience_s(), 1.1 * SAME_REQUEST_S)
+            self._reminder = threading.Timer(patience_s, os.kill, (os.getpid(), number))
             self._reminder.daemon = True
             self._reminder.start()
             return True
@@ -147,15 +155,18 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_signals_ask() -> Iterator[StopRequest]:
+def stop_signals_ask(patience_s: Callable[[], float] | None = None) -> Iterator[StopRequest]:
     """During the block a first stop signal becomes a request, and only a second one raises.
 
-    The block has to look at the request and end. If it has not ended after `PATIENCE_S`, the signal
+    The block has to look at the request and end. If it has not ended after its patience, the signal
     is sent again. When it has, the exception of the signal is raised, also in place of an error:
     the signal may have ended processes that the block depends on.
+
+    Args:
+        patience_s: As `StopRequest` takes it; None: `PATIENCE_S`.
     """
     global _request
-    _request = request = StopRequest()
+    _request = request = StopRequest() if patience_s is None else StopRequest(patience_s)
     if _asked is not None:
         request.note(_asked)
     try:

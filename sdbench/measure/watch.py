@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
 # At the end of a step ranks agree on the largest of 0 (go on), the number of a signal, and this.
 LOSS_IS_NOT_FINITE = 1000
+# A stop waits so many times as long as the longest step, or the one under way, has taken, and some
+# seconds more: a step may take longer than those before it, and what has hung does not end.
+STEPS_OF_PATIENCE, LEAST_PATIENCE_S = 3, 10.0
+# Of the time that a scheduler gives, the rest is for the record.
+SHARE_OF_GRACE = 0.8
+
+
+class StopAskedError(Exception):
+    """A stop signal has arrived, on this rank or another, in what was done between two steps."""
 
 
 class Observer(Protocol):
@@ -71,6 +81,7 @@ class StepWatch:
         trace_file: Path | None = None,
         judges_losses: bool = True,
         looks_at_attention: bool = True,
+        stop_grace_s: float | None = None,
     ) -> None:
         """Prepare; nothing is timed yet.
 
@@ -86,6 +97,8 @@ class StepWatch:
                 know of one on all ranks behind the step at which one of them has read it.
             looks_at_attention: Whether to train one more step behind profiled ones, in which the
                 first rank notes the kernels of attention.
+            stop_grace_s: Seconds from a stop signal to the end that a scheduler makes of the run;
+                None: unknown, and a step may take as long as those before it suggest.
         """
         self.timer = timer
         self.phases = phases
@@ -99,6 +112,9 @@ class StepWatch:
         self._trace_file = trace_file
         self._judges_losses = judges_losses
         self._looks_at_attention = looks_at_attention
+        self._stop_grace_s = stop_grace_s
+        self._step_began_s = time.monotonic()
+        self._longest_step_s = 0.0
         self._profiler: Any = None
         self._ranks = Ranks.from_environment()
         self._request = StopRequest()
@@ -113,8 +129,15 @@ class StepWatch:
             KeyboardInterrupt: The loop has ended because of SIGINT.
             Terminated: The loop has ended because of SIGTERM or SIGHUP.
         """
-        with stop_signals_ask() as self._request:
+        with stop_signals_ask(self._patience_s) as self._request:
             yield
+
+    def _patience_s(self) -> float:
+        """How long a stop that is asked for now waits for the step under way."""
+        if self._stop_grace_s is not None:
+            return SHARE_OF_GRACE * self._stop_grace_s
+        so_far_s = time.monotonic() - self._step_began_s
+        return LEAST_PATIENCE_S + STEPS_OF_PATIENCE * max(self._longest_step_s, so_far_s)
 
     @property
     def peak_memory_gib(self) -> float:
@@ -145,6 +168,7 @@ class StepWatch:
         for observer in self._observers:
             observer.loop_begins()
         self.timer.start()
+        self._step_began_s = time.monotonic()
         self._next_step_begins()
 
     def data_wait_begins(self) -> None:
@@ -172,6 +196,9 @@ class StepWatch:
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
+        now_s = time.monotonic()
+        self._longest_step_s = max(self._longest_step_s, now_s - self._step_began_s)
+        self._step_began_s = now_s
         self.timer.step_ends(loss=loss)
         if self.attention.is_running:
             self.attention.stop()
@@ -209,9 +236,23 @@ class StepWatch:
                 return  # a stop signal is agreed on behind the next step
             raise RunError(f"the loss is {values[index]} at step {index + 1}", status=INVALID)
         if agreed:
-            self._request.note(agreed)
-            self._request.forget()  # what is saved behind the last step takes its time
-            self.is_stopped = True
+            self._stop(agreed)
+
+    def check_stop(self) -> None:
+        """End the loop for a stop signal between two steps. All ranks call it equally often.
+
+        Raises:
+            StopAskedError: One of them has got one. What is being done is to be left.
+        """
+        number = self._maximum_of_ranks(self._request.number or 0)
+        if number:
+            self._stop(number)
+            raise StopAskedError
+
+    def _stop(self, number: int) -> None:
+        self._request.note(number)
+        self._request.forget()  # what is saved behind the last step takes its time
+        self.is_stopped = True
 
     def _maximum_of_ranks(self, number: int) -> int:
         """The largest number of all ranks, for which the last of them is waited for."""

@@ -84,6 +84,7 @@ def draw(
     *,
     tokenize: Tokenize,
     settings: DrawingSettings,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Image.Image]:
     """Draw a batch of pictures.
 
@@ -97,6 +98,7 @@ def draw(
         seeds: One per picture.
         tokenize: Turns prompts into token ids.
         settings: How to draw; `batch_size` is not looked at.
+        check: Called behind each step of the sampler; may raise.
 
     Returns:
         A picture per prompt, RGB.
@@ -119,6 +121,11 @@ def draw(
     pipeline.set_progress_bar_config(disable=True)
     device = next(model.unet.parameters()).device
     was_training = model.training
+
+    def step_ended(*step: Any) -> dict[str, Any]:
+        check()
+        return {}
+
     model.eval()
     try:
         with torch.no_grad(), model.unobserved(), model.autocast(device):
@@ -136,6 +143,7 @@ def draw(
                 width=settings.image_size,
                 num_inference_steps=settings.num_steps,
                 guidance_scale=settings.guidance_scale,
+                callback_on_step_end=step_ended,
                 output_type="latent",
             ).images
             images = model.decode(latents.float())
@@ -175,6 +183,7 @@ def draw_samples(
     tokenize: Tokenize,
     settings: DrawingSettings,
     ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Image.Image]:
     """Draw a picture for each prompt, on all ranks together; picture i has the seed `seed` + i.
 
@@ -185,13 +194,14 @@ def draw_samples(
         tokenize: Turns prompts into token ids.
         settings: How to draw.
         ranks: The place of this process; every rank has to call.
+        check: Called behind each step of the sampler, equally often on all ranks; may raise.
 
     Returns:
         All pictures in order, on every rank.
     """
     drawn: dict[int, np.ndarray] = {}
     for indices, pictures in draw_share(
-        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
+        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
     ):
         drawn |= zip(indices, map(np.asarray, pictures), strict=True)
     return [Image.fromarray(picture) for picture in distributed.gather_numbered(drawn, ranks)]
@@ -205,6 +215,7 @@ def draw_share(
     tokenize: Tokenize,
     settings: DrawingSettings,
     ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Sequence[int], list[Image.Image]]]:
     """Draw this rank's share of the pictures of `draw_samples`, which has the same arguments.
 
@@ -224,6 +235,7 @@ def draw_share(
             [seed + index for index in indices],
             tokenize=tokenize,
             settings=settings,
+            check=check,
         )
         if number is not None:
             yield indices, pictures

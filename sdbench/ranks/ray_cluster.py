@@ -23,6 +23,23 @@ ANSWER_WITHIN_S = 20.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
+def describe_job_stop(environment: Mapping[str, str]) -> str | None:
+    """A sentence about what `ray job stop` leaves a job; None where this is none, or it is set.
+
+    Args:
+        environment: Of the program that the job runs: Ray gives it that of the process that will
+            stop it, which reads the time there (ray 2.60, job_supervisor.py).
+    """
+    is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment
+    if not is_job or "RAY_JOB_STOP_WAIT_TIME_S" in environment:
+        return None
+    return (
+        "`ray job stop` kills this job 3 s after it has asked it to end, with what has not been "
+        "saved. To give it longer: ray job submit --runtime-env-json "
+        '\'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}\' ...'
+    )
+
+
 def check_installed() -> None:
     """Refuse to go on without the packages of requirements-ray.txt.
 

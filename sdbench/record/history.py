@@ -65,8 +65,8 @@ def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         events: Of the run.
 
     Returns:
-        ``num_restarts``; ``num_lost_steps``, those of steps.csv behind a checkpoint, which were
-        trained again, and ``lost_s``, the training time that they had taken; ``down_s``, the time
+        ``num_restarts``; ``num_lost_steps``, those behind a checkpoint, which were trained again,
+        and ``lost_s``, the training time of those that were in steps.csv; ``down_s``, the time
         from the last line that a process wrote to the first step of the next.
     """
     restarts = [event for event in events if event["event"] == "begin"][1:]

@@ -25,6 +25,7 @@ from sdbench.base.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
     RunError,
+    remark_of,
 )
 from sdbench.base.secrets import redact
 from sdbench.base.stop import Terminated, ignore_terminations
@@ -228,6 +229,7 @@ def _classify(error: BaseException, *, rank: int | None) -> Failure:
     else:
         reason = f"{type(error).__name__}: {error}"
         status = store.OOM if _is_out_of_memory(error) else store.FAILED
+    reason += remark_of(error)
     reason = redact(reason if rank is None else f"rank {rank}: {reason}")
     return Failure(status, reason, exit_code, cause=type(error).__name__)
 

@@ -62,9 +62,9 @@ class LengthSettings:
     on_bad_loss: str = setting(
         one_of("stop", "skip", "back"),
         "stop",
-        "what a loss or a norm of clipped gradients that is not finite does: stop the run; skip the "
-        "update of its step, for which every step waits for the GPU; or go back to the weights of "
-        "the last checkpoint, and on with the data behind",
+        "what a loss or a norm of clipped gradients that is not finite does: stop the run; skip "
+        "the update of its step, for which every step waits for the GPU; or go back to the weights "
+        "of the last checkpoint, and on with the data behind",
     )
     save_every_batches: int | None = setting(
         POSITIVE, None, "steps from one checkpoint to the next (default: one at the end)"
@@ -80,6 +80,12 @@ class LengthSettings:
         one_of("continue", "stop"),
         "continue",
         "what a checkpoint that cannot be written does: the run goes on with a warning, or stops",
+    )
+    stop_grace_s: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "seconds from SIGTERM to SIGKILL, as the scheduler has it: a step that still runs after 80 "
+        "% of them is broken off (default: after 10 s and three times the longest step so far)",
     )
 
 

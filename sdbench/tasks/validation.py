@@ -52,7 +52,12 @@ def open_held_out(source: SourceConfig) -> BatchReader:
 
 
 def held_out_batches(
-    reader: BatchReader, *, num_samples: int | None, batch_size: int, ranks: Ranks
+    reader: BatchReader,
+    *,
+    num_samples: int | None,
+    batch_size: int,
+    ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[NumberedBatch]:
     """Read this rank's share of the held-out samples, in stored order.
 
@@ -61,6 +66,7 @@ def held_out_batches(
         num_samples: Take the first ones; None takes all.
         batch_size: Samples per batch.
         ranks: The place of this process. All ranks get equally many batches.
+        check: Called before each batch; may raise.
 
     Yields:
         Numbers, and tensors on the CPU as training takes them.
@@ -72,6 +78,7 @@ def held_out_batches(
     num_each = -(-num_samples // ranks.world_size)
     mine = range(ranks.rank, num_each * ranks.world_size, ranks.world_size)
     for first in range(0, num_each, batch_size):
+        check()
         wanted = mine[first : first + batch_size]
         good = reader.read_good([Key(0, number % num_samples) for number in wanted])
         if not good.keys:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import benchmark
-from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S
+from sdbench.ranks.ray_cluster import ANSWER_WITHIN_S, describe_job_stop
 from tests.ports import free_port
 
 
@@ -58,3 +58,10 @@ def test_a_cluster_that_runs_here_is_not_joined_unasked():
     assert done.returncode == 0, done.stdout + done.stderr
     (address,) = (line for line in done.stdout.splitlines() if line.startswith("head "))
     assert not address.endswith(":9")
+
+
+def test_a_job_that_ray_would_kill_after_3_s_is_told_so():
+    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in describe_job_stop(job)
+    assert describe_job_stop(job | {"RAY_JOB_STOP_WAIT_TIME_S": "120"}) is None
+    assert describe_job_stop({}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def score_model(
     tokenize: Tokenize,
     settings: DrawingSettings,
     ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Draw a picture for the caption of each held-out picture, and score the drawn ones.
 
@@ -67,6 +69,7 @@ def score_model(
         tokenize: Turns captions into the token ids of the model.
         settings: How to draw.
         ranks: The place of this process; every rank has to call.
+        check: Called before each batch that all ranks have, and each step of a drawing; may raise.
 
     Returns:
         The facts of `Scores.compute`, the same for any number of ranks, and how was drawn.
@@ -77,19 +80,24 @@ def score_model(
     num_images = min(num_images, len(samples))
     scores = Scores(networks)
     captions: dict[int, str] = {}
-    for batch in read_pictures(
-        samples.read,
-        range(ranks.rank, num_images, ranks.world_size),
-        image_size=settings.image_size,
-        batch_size=settings.batch_size,
-        read_avif=read_avif,
-        skips_bad=skips_bad,
+    num_common = num_images // ranks.world_size // settings.batch_size
+    for number, batch in enumerate(
+        read_pictures(
+            samples.read,
+            range(ranks.rank, num_images, ranks.world_size),
+            image_size=settings.image_size,
+            batch_size=settings.batch_size,
+            read_avif=read_avif,
+            skips_bad=skips_bad,
+        )
     ):
+        if number < num_common:
+            check()
         scores.add_reference(batch)
         captions |= zip(batch.numbers, batch.captions, strict=True)
     prompts = distributed.gather_numbered(captions, ranks)
     for numbers, pictures in draw_share(
-        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks
+        model, prompts, seed=seed, tokenize=tokenize, settings=settings, ranks=ranks, check=check
     ):
         pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
         drawn = PictureBatch(

@@ -7,10 +7,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
+from sdbench.measure.period_timer import Period
+from sdbench.measure.watch import StopAskedError
 from sdbench.tasks.train.bad_loss import BadLosses
 from sdbench.tasks.train.log import TrainLog
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sdbench.settings.recipe import TrainConfig
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
+    from sdbench.tasks.train.looks import Look
 
 
 class TrainHooks:
@@ -46,7 +48,7 @@ class TrainHooks:
         resumed: Checkpoint | None,
         log: TrainLog | None,
         progress: StepProgress,
-        looks: dict[str, tuple[int, Callable[[TrainState], dict[str, Any]]]],
+        looks: dict[str, tuple[int, Look]],
         bad_losses: BadLosses,
         facts: dict[str, Any],
         num_steps: int,
@@ -87,6 +89,8 @@ class TrainHooks:
         self._num_steps = num_steps
         self._state: TrainState | None = None
         self._saved_step: int | None = None
+        self._whole_step = 0  # of the newest checkpoint
+        self._not_shown: list[Period] = []
 
     def begins(self, state: TrainState) -> None:
         """Load the checkpoint, if there is one."""
@@ -98,7 +102,7 @@ class TrainHooks:
             tensors = state.prepare_to_load(facts, saved=self._resumed.tensors().keys())
             self._resumed.load_into(tensors)
             state.loaded(tensors, facts)
-            self._saved_step = state.num_steps
+            self._saved_step = self._whole_step = state.num_steps
         if self._log is not None:
             self._log.begin(
                 num_steps=state.num_steps,
@@ -121,6 +125,8 @@ class TrainHooks:
         The save comes first: a look takes minutes, in which a run may be stopped.
         """
         step = state.num_steps
+        if self._log is not None:
+            self._log.mark_step(step)
         is_last = self._watch.is_over
         logs = is_last or step % self._config.log_every_batches == 0
         due = [
@@ -133,8 +139,10 @@ class TrainHooks:
         self._read_losses(state, is_due=logs or saves or bool(due))
         self._report_saves()
         is_bad = self._bad_losses.is_known
+        if logs or due or saves or is_bad:
+            self.write_steps(step)
         if logs or is_bad:
-            self._write_figures(step)
+            self._show_figures(step)
         if not (due or saves or is_bad):
             return
         self._timer.pause()
@@ -153,6 +161,10 @@ class TrainHooks:
         for event, look in due:
             self._checkpoints.wait_until_read()  # looks put averages in the place of weights
             self._timed(event, step, look, state)
+            if self._watch.is_stopped:
+                break
+        if self._watch.is_stopped and step != self._saved_step:
+            self._begin_save(state)  # a signal has ended the look
         self._progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
 
@@ -168,18 +180,39 @@ class TrainHooks:
             finally:
                 self._report_saves()
 
-    def _read_losses(self, state: TrainState, *, is_due: bool) -> None:
-        if is_due or state.is_skipped:
-            self._bad_losses.read()
-            if not self._bad_losses.is_known:
-                self._bad_losses.all_good()
+    def describe_lost_steps(self) -> str:
+        """The end of a sentence about the steps of this process that no checkpoint has."""
+        newest = self._whole_step
+        num_steps = 0 if self._state is None else self._state.num_steps
+        if num_steps <= newest:
+            return ""
+        steps = (
+            f"step {num_steps} is"
+            if num_steps == newest + 1
+            else (f"steps {newest + 1} to {num_steps} are")
+        )
+        where = (
+            f"the newest checkpoint is that of step {newest}"
+            if newest
+            else "there is no checkpoint"
+        )
+        return f"; {steps} lost: {where}"
 
-    def _write_figures(self, step: int) -> None:
+    def write_steps(self, step: int | None = None) -> None:
+        """Write a row for each step since the last call.
+
+        Args:
+            step: Of the run; None: the last one that has ended.
+        """
+        if self._state is None:
+            return
+        step = self._state.num_steps if step is None else step
         period = self._timer.end_period()
         if not period.num_steps:
             return
         finite = filter(math.isfinite, reversed(period.losses))
         self.last_loss = next(finite, self.last_loss)
+        self._not_shown.append(period)
         if self._log is None:
             return
         rate = period.num_steps * self._job.images_per_step / period.time_s
@@ -190,8 +223,25 @@ class TrainHooks:
             for n, loss in enumerate(period.losses)
         ]
         self._log.add_steps(rows)
+
+    def _read_losses(self, state: TrainState, *, is_due: bool) -> None:
+        if is_due or state.is_skipped:
+            self._bad_losses.read()
+            if not self._bad_losses.is_known:
+                self._bad_losses.all_good()
+
+    def _show_figures(self, step: int) -> None:
+        """Show a line about the steps since the last one."""
+        periods, self._not_shown = self._not_shown, []
+        if self._log is None or not periods:
+            return
+        losses = [loss for period in periods for loss in period.losses]
+        time_s = sum(period.time_s for period in periods)
+        rate = len(losses) * self._job.images_per_step / time_s
+        wait = 100 * sum(period.data_wait_s for period in periods) / time_s
+        learning_rate = self._config.lr * self._job.schedule(step - 1)
         figures = (
-            f"mean loss {statistics.fmean(period.losses):.4f}, learning rate {rows[-1][2]:.3g}, "
+            f"mean loss {statistics.fmean(losses):.4f}, learning rate {learning_rate:.3g}, "
             f"{rate:.3g} images/s, data wait {wait:.1f} %"
         )
         if not self._watch.is_over:
@@ -202,14 +252,14 @@ class TrainHooks:
         interval = self._config.save_every_batches or self._num_steps
         return min((step // interval + 1) * interval, self._num_steps)
 
-    def _timed(
-        self, event: str, step: int, look: Callable[[TrainState], dict[str, Any]], state: TrainState
-    ) -> None:
+    def _timed(self, event: str, step: int, look: Look, state: TrainState) -> None:
         started_s = time.perf_counter()
-        facts = look(state)
+        facts = None
+        with contextlib.suppress(StopAskedError):
+            facts = look(state, self._watch.check_stop)
         seconds = time.perf_counter() - started_s
         self._add_seconds(event, seconds)
-        if self._log is not None:
+        if self._log is not None and facts is not None:
             self._log.add_event(event, step=step, seconds=seconds, **facts)
 
     def _add_seconds(self, event: str, seconds: float) -> None:
@@ -227,6 +277,7 @@ class TrainHooks:
         for save in self._checkpoints.poll():
             if save.error is None:
                 self.num_saved += 1
+                self._whole_step = max(self._whole_step, save.step)
                 if self._storage is not None:
                     self._storage.keep(save.step)
             elif self._log is not None:

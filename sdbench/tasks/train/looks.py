@@ -42,8 +42,10 @@ from sdbench.tasks.validation import (
 
 SAMPLES_NAME = "samples"
 
+# Raises where the look is to be left; every rank calls it equally often, now and then.
+Check = Callable[[], None]
 # Gives the facts of an event; called on every rank.
-Look = Callable[[TrainState], dict[str, Any]]
+Look = Callable[[TrainState, Check], dict[str, Any]]
 
 
 def held_out_source(plan: Plan) -> SourceConfig:
@@ -132,7 +134,9 @@ def make_looks(
     return looks
 
 
-def _validate(plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState) -> dict[str, Any]:
+def _validate(
+    plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState, check: Check
+) -> dict[str, Any]:
     """The loss of the weights and, where there is one, of their average."""
     config: Any = plan.config
 
@@ -142,6 +146,7 @@ def _validate(plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState)
             num_samples=config.num_validation_images,
             batch_size=config.device_train_microbatch_size,
             ranks=plan.ranks,
+            check=check,
         )
         loss = reconstruction_loss if config.train == "vae" else validation_loss
         return loss(job.model, batches, ranks=plan.ranks)
@@ -154,12 +159,17 @@ def _validate(plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState)
 
 
 def _sample(
-    plan: Plan, job: TrainJob, rows: list[tuple[str, str]], folder: Path, state: TrainState
+    plan: Plan,
+    job: TrainJob,
+    rows: list[tuple[str, str]],
+    folder: Path,
+    state: TrainState,
+    check: Check,
 ) -> dict[str, Any]:
     """A picture for each prompt, by the averaged weights where there are some."""
     prompts = [prompt for _, prompt in rows]
     with _best_weights(plan, job, state):
-        pictures = draw_samples(job.model, prompts, **_drawing_options(plan))
+        pictures = draw_samples(job.model, prompts, check=check, **_drawing_options(plan))
     path: Path | None = folder / f"step_{state.num_steps:08d}.png"
     if plan.ranks.rank == 0:
         try:
@@ -193,7 +203,9 @@ def _write_png(picture: Image.Image, path: Path) -> None:
     replace_file(path, buffer.getvalue())
 
 
-def _score(plan: Plan, job: TrainJob, samples: Samples, state: TrainState) -> dict[str, Any]:
+def _score(
+    plan: Plan, job: TrainJob, samples: Samples, state: TrainState, check: Check
+) -> dict[str, Any]:
     """FID and CLIP score of the averaged weights where there are some."""
     from sdbench.tasks.score.held_out import score_model
     from sdbench.tasks.score.networks import open_networks
@@ -209,6 +221,7 @@ def _score(plan: Plan, job: TrainJob, samples: Samples, state: TrainState) -> di
             num_images=num_images,
             read_avif=plan.source.read_avif,
             skips_bad=plan.source.on_bad_sample == "skip",
+            check=check,
             **_drawing_options(plan),
         )
 

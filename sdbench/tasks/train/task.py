@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
 from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sdbench.measure.watch import Observer, StepWatch
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
+    from sdbench.tasks.train.hooks import TrainHooks
 
 
 # Looks at the model, by what each of them needs.
@@ -60,6 +61,7 @@ class Train(TrainingTask):
     kind = TRAIN
     program = "train.py"
     _wandb_log: WandbLog | None = None
+    _hooks: TrainHooks | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -196,12 +198,14 @@ class Train(TrainingTask):
             facts={"config": self._settings(), "drawing": DRAWING},
             num_steps=plan.num_steps,
         )
+        self._hooks = hooks
         try:
             with contextlib.closing(progress):
                 measurements = fit(job, config, watch, hooks)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(RunError):  # what ended the run is the reason that is told
                 hooks.close()
+            add_remark(error, hooks.describe_lost_steps())
             raise
         hooks.close()
         self._end_loading(job.loader, run.folder)
@@ -350,6 +354,11 @@ class Train(TrainingTask):
             return {}
         return TrainLog(folder).totals(images_per_step=self.plan.config.batch_size)
 
+    def write_partial(self, folder: Path) -> None:
+        """Write the rows of the steps that have ended."""
+        if self._hooks is not None:
+            self._hooks.write_steps()
+
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """End the log, and give the result in words."""
         summary = content["summary"]
@@ -462,4 +471,5 @@ def _make_watch(plan: Plan, *, num_steps: int, observers: list[Observer]) -> Ste
         gpu_monitor=None,
         num_steps=num_steps,
         judges_losses=False,  # --on_bad_loss does
+        stop_grace_s=plan.config.stop_grace_s,
     )

@@ -1,0 +1,150 @@
+"""train.py and SIGTERM: how long it waits for a step, what it leaves, and what a kill leaves."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from sdbench.engines import ENGINES, load_engine
+from sdbench.measure import watch
+from sdbench.measure.watch import StepWatch
+from sdbench.record.store import load_record
+from sdbench.tasks.train import job as train_job
+from sdbench.tasks.train.hooks import TrainHooks
+from tests.data.datasets import write_folder
+from tests.forked import exit_codes, forked_ranks
+from tests.score_networks import write_fid_network
+
+pytestmark = pytest.mark.usefixtures("launched")
+
+RUN = Path("runs/run")
+LINE = ("--model_name", "tiny", "--use_synth_data", "--batch_size", "2", "--run_name", "run")
+LINE += ("--resume", "auto", "--max_duration", "9ba")
+SAMPLES = ("--sample_every_batches", "3", "--sample_steps", "2", "--sample_prompts", "prompts.txt")
+VALIDATION = ("--validate_every_batches", "3", "--validation_remote", "held-out")
+SCORES = ("--score_every_batches", "3", "--num_score_images", "4", "--fid_network", "fid.pt")
+SCORES += ("--validation_remote", "held-out", "--sample_steps", "2")
+
+
+def run(*argv):
+    return train.main([*LINE, *map(str, argv)])
+
+
+def be_slow(monkeypatch, *, step_s, signal_in, others_s=0.0):
+    """Send SIGTERM at the beginning of a step, and let it take so long."""
+    build, number = train_job.build, 0
+
+    def build_slow(*args, **options):
+        job = build(*args, **options)
+
+        def loss(output):
+            nonlocal number
+            number += 1
+            if number == signal_in:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(step_s if number == signal_in else others_s)
+            return job.loss(output)
+
+        return dataclasses.replace(job, loss=loss)
+
+    monkeypatch.setattr(train_job, "build", build_slow)
+
+
+def saved_steps():
+    return sorted(int(path.name[5:]) for path in RUN.glob("checkpoints/step_*"))
+
+
+def rows():
+    with (RUN / "steps.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def events(kind):
+    lines = (RUN / "history.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
+    monkeypatch.setattr(watch, "LEAST_PATIENCE_S", 0.0)
+    be_slow(monkeypatch, step_s=1.5, signal_in=3, others_s=0.7)
+    assert run("--engine", "torch") == 130
+    assert (saved_steps(), rows()) == ([3], [1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_of_15_s_are_waited_for_and_saved(monkeypatch, engine):
+    be_slow(monkeypatch, step_s=15.0, signal_in=2, others_s=15.0)
+    assert run("--engine", engine) == 130
+    assert (saved_steps(), rows()) == ([2], [1, 2])
+
+
+def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
+    be_slow(monkeypatch, step_s=60.0, signal_in=4)
+    argv = ("--engine", "torch", "--save_every_batches", 2, "--stop_grace_s", 0.5)
+    assert run(*argv) == 130
+    assert saved_steps() == [2]
+    assert rows() == [1, 2, 3]
+    reason = load_record(RUN)["reason"]
+    assert "SIGTERM" in reason and "step 3 is lost" in reason and "step 2" in reason
+
+
+@pytest.mark.parametrize(
+    "look", [VALIDATION, SAMPLES, SCORES], ids=["validation", "samples", "scores"]
+)
+def test_a_look_is_left_at_once_and_the_step_before_it_saved(monkeypatch, look):
+    write_folder(Path("held-out"))
+    Path("prompts.txt").write_text("a red circle")
+    write_fid_network(Path("fid.pt"))
+    check_stop, num_checks = StepWatch.check_stop, 0
+
+    def signal_and_check(self):
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        check_stop(self)
+
+    monkeypatch.setattr(StepWatch, "check_stop", signal_and_check)
+    argv = ("--engine", "torch", "--device_train_microbatch_size", 2, *look)
+    assert run(*argv) == 130
+    assert num_checks == 2
+    assert (saved_steps(), rows()) == ([3], [1, 2, 3])
+    assert [event["event"] for event in map(json.loads, (RUN / "history.jsonl").open())] == [
+        "begin",
+        "save",
+    ]
+
+
+def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, monkeypatch):
+    """And what it has lost is counted, though no row told of it."""
+    load_engine("torch")
+    argv = ("--engine", "torch", "--save_every_batches", 4, "--log_every_batches", 10)
+
+    def program():
+        step_ended = TrainHooks.step_ended
+
+        def die(hooks, state):
+            step_ended(hooks, state)
+            if state.num_steps == 7:
+                hooks._checkpoints.finish()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        TrainHooks.step_ended = die
+        return run(*argv)
+
+    with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
+        assert exit_codes(ranks) == [-signal.SIGKILL]
+    assert (saved_steps(), rows()) == ([4], [1, 2, 3, 4])
+    assert run(*argv) == 0
+    assert rows() == list(range(1, 10))
+    assert [event["num_lost_steps"] for event in events("begin")] == [0, 3]
+    assert load_record(RUN)["summary"]["num_lost_steps"] == 3
