@@ -8,11 +8,14 @@ import json
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.secrets import redact_environment, redact_values
+
+READ_BYTES = 2**24
 
 
 def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = None) -> None:
@@ -52,6 +55,19 @@ def _replace(path: Path, data: bytes, temporary: Path, *, mode: str) -> None:
         temporary.replace(path)
     except OSError as error:  # an error of `write` has no file name
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def crc32_of(path: Path) -> tuple[int, int]:
+    """CRC-32 and number of bytes of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    crc32 = 0
+    with path.open("rb") as file:
+        while read := file.read(READ_BYTES):
+            crc32 = zlib.crc32(read, crc32)
+        return crc32, file.tell()
 
 
 def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:

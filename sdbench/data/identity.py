@@ -1,4 +1,4 @@
-"""`describe_data`: a hash that tells a stored data set from others, without reading samples."""
+"""Hashes that tell a stored data set from others, and from what it was, without reading samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     """
     if settings.data_format == "synthetic":
         return None
-    sources = _sources(settings)
+    sources = sources_of(settings)
     facts = [fact for source in sources for fact in _describe_files(source)]
     sizes = [fact["num_bytes"] for fact in facts]
     return {
-        "sha256": hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+        "sha256": _hash(facts),
         "num_files": sum(fact.pop("num_files", 1) for fact in facts),
         "num_bytes": None if None in sizes else sum(sizes),
         "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
@@ -63,7 +64,73 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
         return None
 
 
-def _sources(settings: Any) -> list[SourceConfig]:
+def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
+    """What says whether work goes on with the data that it began with.
+
+    Beside the names and sizes of `describe_data` it has the times at which files on this machine
+    were written, of MDS those of shards without a hash in their index. `cp -p`, `rsync -a` and tar
+    keep them.
+
+    Returns:
+        ``names_and_sizes`` and ``times``, hashes; ``num_files``, ``num_bytes`` (None where a size
+        is not known). None where nothing is stored.
+
+    Raises:
+        ConfigError: There is no such data set.
+        RunError: A place that is elsewhere cannot be reached.
+    """
+    if all(source.data_format == "synthetic" for source in sources):
+        return None
+    files = [_describe_files(source) for source in sources]
+    facts = [fact for of_source in files for fact in of_source]
+    times = [time for source in sources for time in _times_of(source)]
+    sizes = [fact["num_bytes"] for fact in facts]
+    return {
+        "names_and_sizes": _hash(facts),
+        "times": _hash(times),
+        "num_files": sum(fact.get("num_files", 1) for fact in facts),
+        "num_bytes": None if None in sizes else sum(sizes),
+    }
+
+
+def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """How data differ that `identify_data` has described twice; None where they do not."""
+    if before == now:
+        return None
+    if before["names_and_sizes"] == now["names_and_sizes"]:
+        return "files of the data set have been written again, under the same names and sizes"
+    counts = [f"{one['num_files']} files, {one['num_bytes']} bytes" for one in (before, now)]
+    if counts[0] == counts[1]:
+        return f"names or sizes of files of the data set are others ({counts[0]})"
+    return f"the data set has {counts[1]}, and had {counts[0]}"
+
+
+def _times_of(source: SourceConfig) -> list[int]:
+    """When the files were written that are on this machine, in ns, in the order of their names."""
+    if source.data_format == "mds":
+        files = [
+            str(Path(place.local, shard["raw_data"]["basename"]))
+            for place in locate_mds(source)
+            if place.remote is None
+            for shard in place.shards
+            if not shard["raw_data"].get("hashes")
+        ]
+    else:
+        files = _list_files(source)
+    return [os.stat(file).st_mtime_ns for file in files if _is_here(file)]
+
+
+def _list_files(source: SourceConfig) -> list[str]:
+    is_folder = source.data_format == "folder"
+    return sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sources_of(settings: Any) -> list[SourceConfig]:
+    """The data sets that settings name: that of the samples, and of a subject's class."""
     source = SourceConfig.from_settings(
         settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
     )
@@ -102,8 +169,7 @@ def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:
             }
             for place in locate_mds(source)
         ]
-    is_folder = source.data_format == "folder"
-    files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
+    files = _list_files(source)
     parts = [_lasting_name(file).split("/") for file in files]
     folders = [names[:-1] for names in parts]
     # What the first and the last have in common, all between them have, too.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.base.files import crc32_of
 from sdbench.base.names import nearest
 from sdbench.models.objective import PREDICTION_TYPES
 
@@ -73,6 +74,24 @@ class Architecture:
     text_encoder: dict[str, Any]
     scheduler: dict[str, Any]
     tokenizer: dict[str, Any]
+
+    def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
+        """What says whether the weights of parts are those of an earlier process, by part.
+
+        Each file is read from end to end, 1 GB/s or more: its time and place may change. A part
+        with random weights is left out.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        known = {}
+        for part in parts:
+            folder = self.weights_folder_of(part)
+            if folder is not None:
+                files = sorted((folder / part).glob("*.safetensors"))
+                sums = ["{:08x}:{}".format(*crc32_of(file)) for file in files]
+                known[part] = " ".join(sums)
+        return known
 
     def weights_folder_of(self, part: str) -> Path | None:
         """The diffusers folder whose weights a part has; None: random weights."""

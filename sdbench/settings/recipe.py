@@ -52,6 +52,12 @@ class LengthSettings:
         "never",
         "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
     )
+    changed_inputs: str = setting(
+        one_of("refuse", "accept"),
+        "refuse",
+        "data or frozen weights that differ from those that a run was saved with: it does not go "
+        "on, or goes on with them as they are now",
+    )
     init_from: str | None = setting(
         TEXT,
         None,

@@ -49,6 +49,7 @@ class SubjectSettings:
         None,
         "caption of each picture of the subject, e.g. 'a photo of unqtkn dog' (default: its own)",
         before=None,
+        identifies=True,
     )
     class_remote: str | None = setting(
         TEXT,
@@ -63,6 +64,7 @@ class SubjectSettings:
         None,
         "caption of each class picture, e.g. 'a photo of a dog' (default: its own)",
         before=None,
+        identifies=True,
     )
     prior_loss_weight: float = setting(
         NOT_NEGATIVE_NUMBER,

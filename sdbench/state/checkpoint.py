@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.files import write_json
+from sdbench.base.files import crc32_of, write_json
 from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import Ranks, gather
@@ -40,7 +40,6 @@ from sdbench.ranks.distributed import Ranks, gather
 SCHEMA_VERSION = 1
 DESCRIPTION_NAME = "checkpoint.json"
 METADATA_NAME = ".metadata"
-READ_BYTES = 2**24
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 # The names in a pickle that `.metadata` needs. None of them does anything but make a value.
 KNOWN_TO_PICKLE = {
@@ -297,11 +296,8 @@ def describe_file(path: Path) -> dict[str, Any]:
     Raises:
         OSError: It cannot be read.
     """
-    crc32 = 0
-    with path.open("rb") as file:
-        while read := file.read(READ_BYTES):
-            crc32 = zlib.crc32(read, crc32)
-        return {"bytes": file.tell(), "crc32": f"{crc32:08x}"}
+    crc32, num_bytes = crc32_of(path)
+    return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
 
 
 def synchronize(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import json
 import shutil
@@ -240,17 +241,20 @@ class Generate(Task):
                 flag="--folder",
             )
 
+    @functools.cached_property
+    def _weights(self) -> dict[str, str]:
+        return self._architecture.identify_weights(("unet", "vae", "text_encoder"))
+
     def _job(self) -> dict[str, Any]:
         """What decides the pictures."""
         flags = self._flags
         names = ("num_images_per_prompt", "image_size", "scheduler", "num_steps", "guidance_scale")
         rows = json.dumps(self._pictures)
         weights = self._architecture.weights_folder
-        files = [] if weights is None else sorted(weights.glob("*/*.safetensors"))
         return {
             "model_name": str(weights or self._architecture.name),
             "model_revision": self._architecture.revision,
-            "weights": [[file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "weights": self._weights,
             "lora": [[zlib.crc32(Path(path).read_bytes()), share] for path, share in flags.lora],
             "prompts_crc32": zlib.crc32(rows.encode()),
             **{name: getattr(flags, name) for name in (*names, "seed", "batch_size", "dtype")},

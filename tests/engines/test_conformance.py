@@ -212,7 +212,7 @@ class Hooks:
         if self.facts is not None:
             state.went_back(self.facts)
 
-    def gradients_ready(self, loss):
+    def gradients_ready(self, loss, norm):
         if self._state.num_steps + 1 == self._skipped_step:
             self._state.skip_update()
 

@@ -89,7 +89,7 @@ class States:
     def begins(self, state):
         """Nothing is restored."""
 
-    def gradients_ready(self, loss):
+    def gradients_ready(self, loss, norm):
         """No update is left out."""
 
     def step_ended(self, state):

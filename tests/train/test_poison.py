@@ -96,8 +96,8 @@ def saved():
     return found
 
 
-def losses():
-    with Path("runs/run/steps.csv").open(newline="") as file:
+def losses(name="run"):
+    with Path("runs", name, "steps.csv").open(newline="") as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
 
 

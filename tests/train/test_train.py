@@ -265,6 +265,7 @@ def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     assert any("--save_every_batches" in note for note in notes)  # it has one checkpoint
     for name in ("000.png", "000.txt"):
         (tmp_path / "data" / name).unlink()
+    argv += ["--changed_inputs", "accept"]  # or it would end sooner
     assert train.main([*argv, "--max_duration", "2ba", "--save_every_batches", "1"]) == 2
     record = load_record(tmp_path / "runs" / "one")
     assert not any("--save_every_batches" in note for note in record["notes"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.stop import STOPS
 from sdbench.data import read_columns
+from sdbench.data.identity import identify_data
 from sdbench.data.prepare.chunk_formats import Row
 from sdbench.data.prepare.flags import (
     MAX_SAMPLES_PER_SHARD,
@@ -172,6 +173,7 @@ def plan(flags: ConvertFlags) -> Conversion:
         "empty_captions": source.empty_captions,
         "num_samples": num_samples,
         "samples_per_shard": samples_per_shard,
+        "data": identify_data([source]),
     }
     output = open_output(
         Path(flags.folder),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sdbench import data
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.host_memory import can_keep_freed_memory, keep_freed_memory
+from sdbench.data.identity import identify_data
 from sdbench.data.prepare.convert import choose_samples_per_shard
 from sdbench.data.prepare.flags import ConvertFlags
 from sdbench.data.prepare.writers import Output, Totals, open_output
@@ -372,6 +373,8 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
         "model_name": str(architecture.weights_folder or architecture.name),
         "model_revision": architecture.revision,
         "num_samples": plan.job.num_samples,
+        "data": identify_data(plan.job.configs[:1]),
+        "weights": architecture.identify_weights(("vae", "text_encoder")),
         **{name: config[name] for name in names},
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
+from sdbench.data.identity import describe_change
 from sdbench.models.architecture import DRAWING
 from sdbench.settings.recipe import TrainConfig
 from sdbench.settings.setting import declarations
@@ -39,6 +40,45 @@ def compare_settings(
                 allowed=f"{was}, or another --run_name for another run",
                 flag=f"--{name}",
             )
+    return changes
+
+
+def check_inputs(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, accepts: bool, folder: Path
+) -> list[str]:
+    """What differs of the data and the frozen weights, in a few words each.
+
+    Args:
+        before: Facts of the checkpoint: ``data``, as `identify_data` gives it, and ``weights``, as
+            `Architecture.identify_weights`. Older ones have neither.
+        now: The same of this process.
+        accepts: Whether the run may go on with what differs.
+        folder: Of the checkpoint, for the message.
+
+    Raises:
+        ConfigError: Something differs, and it may not.
+    """
+    changes = []
+    if (
+        before.get("data")
+        and now["data"]
+        and (change := describe_change(before["data"], now["data"]))
+    ):
+        changes.append(change)
+    known = before.get("weights", {})
+    changes += [
+        f"the weights of the {part} are others"
+        for part, weights in now["weights"].items()
+        if part in known and known[part] != weights
+    ]
+    if changes and not accepts:
+        raise ConfigError(
+            f"the run that {folder} belongs to would go on with something else: "
+            f"{'; '.join(changes)}",
+            value="refuse",
+            allowed="what the run had, another --run_name for another run, or accept",
+            flag="--changed_inputs",
+        )
     return changes
 
 

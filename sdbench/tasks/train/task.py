@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
-from sdbench.data.identity import describe_data_or_warn
+from sdbench.data.identity import describe_data_or_warn, identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import DRAWING
@@ -27,7 +29,7 @@ from sdbench.run.wandb_log import WandbLog
 from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
 from sdbench.tasks.train.parts import check_parts, find_random_parts, note_random_parts
-from sdbench.tasks.train.resuming import check_drawing, compare_settings
+from sdbench.tasks.train.resuming import check_drawing, check_inputs, compare_settings
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class Train(TrainingTask):
     program = "train.py"
     _wandb_log: WandbLog | None = None
     _hooks: TrainHooks | None = None
+    _inputs: dict[str, Any] | None = None
+    _changed_inputs: Sequence[str] = ()
 
     @property
     def timeout_s(self) -> float:
@@ -85,6 +89,8 @@ class Train(TrainingTask):
             self.plan = dataclasses.replace(
                 self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
             )
+        # The others would read the same files, and learn what the first rank finds.
+        self._inputs = self._identify_inputs() if ranks.rank == 0 else None
         self._refuse_another_run()
         self._initial = self._find_initial()
         self._note_random_parts()
@@ -195,7 +201,7 @@ class Train(TrainingTask):
             progress=progress,
             looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
-            facts={"config": self._settings(), "drawing": DRAWING},
+            facts={"config": self._settings(), "drawing": DRAWING} | (self._inputs or {}),
             num_steps=plan.num_steps,
         )
         self._hooks = hooks
@@ -225,6 +231,21 @@ class Train(TrainingTask):
             storage.fetch()
         return storage
 
+    def _identify_inputs(self) -> dict[str, Any]:
+        """What `check_inputs` compares: the data, and the weights that no checkpoint has."""
+        config: Any = self.plan.config
+        try:
+            of_data = identify_data(sources_of(config))
+        except (ConfigError, OSError, RunError) as error:
+            print(f"warning: a change of the data will not be seen: {error}", file=sys.stderr)
+            of_data = None
+        parts = [] if config.train == "vae" else ["unet"]
+        if config.step_has_encoders:
+            parts += ["vae", "text_encoder"]
+        if config.lora_rank is None and config.learned_token is None:
+            parts = [part for part in parts if part not in config.trained_parts]
+        return {"data": of_data, "weights": self.plan.architecture.identify_weights(parts)}
+
     def _settings(self) -> dict[str, Any]:
         """As a checkpoint has them: without secrets, and a model of the hub by its commit."""
         settings = dataclasses.asdict(self.plan.config)
@@ -249,6 +270,10 @@ class Train(TrainingTask):
         changes = compare_settings(before, self._settings(), folder=folder)
         drawn, _ = find_random_parts(self.plan, given=parts_in(checkpoint))
         check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
+        if self._inputs is not None:
+            accepts = self.plan.config.changed_inputs == "accept"
+            changed = check_inputs(checkpoint.facts, self._inputs, accepts=accepts, folder=folder)
+            self._changed_inputs = changed
         return changes
 
     @property
@@ -318,6 +343,8 @@ class Train(TrainingTask):
         print(f"Going on from step {resumed.step} ({resumed.folder}).")
         for name, (before, now) in changes.items():
             print(f"  --{name}: {before} before, {now} now")
+        for change in self._changed_inputs:
+            print(f"  {change} (--changed_inputs accept)")
 
     def _summary(
         self, job: TrainJob, measurements: Any, hooks: Any, *, first_step: int
