@@ -111,6 +111,7 @@ class GrowingFile:
         """
         self.path = path
         self._kept = b""
+        self._has_whole_lines = False
 
     def append(self, lines: str) -> None:
         """Append lines behind those that are kept; the first time that fails, a warning is printed.
@@ -121,6 +122,9 @@ class GrowingFile:
         warns = not self._kept
         self._kept += lines.encode()
         try:
+            if not self._has_whole_lines:  # what a kill has cut off is no part of the next line
+                self._kept = _end_of_cut_line(self.path) + self._kept
+                self._has_whole_lines = True
             _append(self.path, self._kept)
         except OSError as error:
             if warns:
@@ -140,6 +144,16 @@ class GrowingFile:
         if self._kept:
             num_lines = self._kept.count(b"\n")
             print(f"warning: {num_lines} lines of {self.path} are lost", file=sys.stderr)
+
+
+def _end_of_cut_line(path: Path) -> bytes:
+    """A line feed where the last line of a file has none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return b"" if file.read(1) == b"\n" else b"\n"
+    except OSError:  # no such file, or an empty one
+        return b""
 
 
 def _append(path: Path, content: bytes) -> None:

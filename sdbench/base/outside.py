@@ -26,8 +26,13 @@ def is_bounded(number: float) -> bool:
     return number == 0 or SMALLEST <= abs(number) <= LARGEST
 
 
-def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "strict") -> str:
     """Read a text in UTF-8, with or without a byte order mark.
+
+    Args:
+        path: Of the file.
+        max_bytes: Longest file that is read.
+        errors: ``replace`` takes bytes that are no UTF-8 as well, as `bytes.decode` has it.
 
     Raises:
         OSError: The file cannot be read.
@@ -39,7 +44,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"it is longer than {max_bytes // 2**20} MiB")
-    return content.decode("utf-8-sig")
+    return content.decode("utf-8-sig", errors)
 
 
 def open_table(path: Path) -> io.StringIO:

@@ -21,7 +21,7 @@ TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "dat
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run in order; a last line that a kill has cut off is left out.
+    """The events of a run in order; a line that a kill or a disk has damaged is left out.
 
     Raises:
         ConfigError: The file cannot be read, or a line is no event.
@@ -31,11 +31,13 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         return []
     events = []
     try:
-        text = read_text(path, max_bytes=MAX_TABLE_BYTES)
+        text = read_text(path, max_bytes=MAX_TABLE_BYTES, errors="replace")
         for number, line in enumerate(text.splitlines(), start=1):
             try:
                 event = parse_json(line)
-            except json.JSONDecodeError:
+            except ValueError:
+                continue
+            if not isinstance(event, dict):
                 continue
             fault = next(_make_validator().iter_errors(event), None)
             if fault is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,6 +116,8 @@ class Checkpoints:
         self._save: _Save | None = None
         self._reports: list[SaveReport] = []
         self._held: set[int] = set()
+        # The newest one that was found whole to its last byte, by its save or as it was read.
+        self._verified: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole to its last byte. All ranks call it.
@@ -130,6 +133,7 @@ class Checkpoints:
         """
         steps = broadcast(_list_steps(self.folder), self._ranks)
         found = _newest_of(self.folder, steps, ranks=self._ranks, reads_all=True)
+        self._verified = set() if found is None else {found.step}
         if self._ranks.rank == 0:
             for remains in find_remains(self.folder):
                 print(f"A checkpoint that was not finished is passed over: {remains}", flush=True)
@@ -163,7 +167,9 @@ class Checkpoints:
             if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
-        writer = CheckpointWriter(_path_of(self.folder, step), step=step, facts=facts)
+        remove_one = functools.partial(self._remove_one, step)
+        path = _path_of(self.folder, step)
+        writer = CheckpointWriter(path, step=step, facts=facts, remove_one=remove_one)
         ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
 
@@ -269,6 +275,7 @@ class Checkpoints:
             writer.is_read.set()
         if self._ranks.rank == 0:
             if error is None:
+                self._verified = {writer.step}
                 self._remove_old(writer.step)
             remove_remains(self.folder)
         return time.perf_counter() - started_s, num_bytes, error, is_finite
@@ -288,10 +295,31 @@ class Checkpoints:
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
         for old in steps[: -self._keep]:
-            is_kept = bool(self._keep_every) and old % self._keep_every == 0
-            if not is_kept and old not in self._held:
+            if not self._stays(old):
                 with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
                     hide(_path_of(self.folder, old))
+
+    def _remove_one(self, step: int) -> bool:
+        """Remove the oldest checkpoint before this one is written, for which there is no room.
+
+        Only while another one stays that was found whole. Else the run would have none if it was
+        killed now.
+
+        Returns:
+            Whether there was one to remove.
+        """
+        steps = [known for known in _list_steps(self.folder) if known <= step]
+        removable = [old for old in steps if old not in self._verified and not self._stays(old)]
+        if not removable or not self._verified & set(steps):
+            return False
+        hide(_path_of(self.folder, removable[0]))
+        remove_remains(self.folder)
+        (self.folder / f".{PREFIX}{step:08d}.writing").mkdir(exist_ok=True)
+        return True
+
+    def _stays(self, old: int) -> bool:
+        is_kept = bool(self._keep_every) and old % self._keep_every == 0
+        return is_kept or old in self._held
 
 
 def _is_about_values(error: BaseException) -> bool:

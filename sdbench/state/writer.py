@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,21 @@ class CheckpointWriter(dcp.FileSystemWriter):
         is_copied: Whether they were copied first, or are read in place.
     """
 
-    def __init__(self, folder: Path, *, step: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        facts: Mapping[str, Any],
+        remove_one: Callable[[], bool],
+    ) -> None:
         """Write nothing yet.
 
         Args:
             folder: Of the checkpoint when it is whole.
             step: As in `Checkpoint`.
             facts: As in `Checkpoint`.
+            remove_one: Removes an older checkpoint where the disk has no room, if it may.
         """
         # Files are brought to the disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
@@ -60,6 +68,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._folder = folder
         self.step = step
         self._facts = facts
+        self._remove_one = remove_one
         self.is_read = threading.Event()
         self.is_copied = False
 
@@ -70,15 +79,16 @@ class CheckpointWriter(dcp.FileSystemWriter):
             remove_remains(self._folder.parent)
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Refuse, on the first rank, what the disk cannot take."""
+        """Make room on the disk, on the first rank, or refuse what it cannot take."""
         num_bytes = sum(
             item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
             + OVERHEAD_BYTES
             for plan in plans
             for item in plan.items
         )
-        free_bytes = shutil.disk_usage(self._folder.parent).free
-        if num_bytes > free_bytes:
+        while num_bytes > (free_bytes := shutil.disk_usage(self._folder.parent).free):
+            if self._remove_one():
+                continue
             needs = f"{num_bytes / 2**30:.3g} GiB are needed and {free_bytes / 2**30:.3g} GiB free"
             raise RunError(f"no space left on the disk: {needs}")
         return super().prepare_global_plan(plans)

@@ -11,9 +11,15 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
-from sdbench.data.pipeline.transforms import decode_image, is_fast, measure_image, to_float
+from sdbench.data.pipeline.transforms import (
+    decode_image,
+    find_square,
+    is_fast,
+    measure_image,
+    to_float,
+)
 
 # Peak signal to noise in dB of a picture decoded at a fraction of its size, to one decoded wholly:
 # the worst of those here has 39.4, and would have 33.6 without the factor of two.
@@ -206,6 +212,24 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(encoded):
     # The square is columns 100 to 700 of the ramp, 6 of them for each column of the result.
     expected = np.interp(np.arange(100) * 6 + 102.5, np.arange(800), ramp)
     assert np.abs(small[0, 50] - expected).max() < 2
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("crop", "size"), [(None, (809, 801)), ((0.3, 0.9), (1607, 1201))])
+def test_a_jpeg_that_no_fraction_divides_is_not_stretched(orientation, crop, size):
+    """Nor shifted, whichever way it is turned: its last column or row is a part of one."""
+    rows, columns = np.mgrid[: size[1], : size[0]]
+    waves = [np.sin(columns / 37), np.sin(rows / 41), np.sin((rows + columns) / 53)]
+    pixels = (128 + 100 * np.stack(waves, axis=2)).astype(np.uint8)
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, exif=exif)
+    found = decode_image(file.getvalue(), image_size=64, crop=crop).transpose(1, 2, 0)
+    upright = ImageOps.exif_transpose(Image.open(file))
+    left, top, side = find_square(*upright.size, crop=crop)
+    square = upright.crop((left, top, left + side, top + side))
+    expected = np.asarray(square.resize((64, 64), Image.Resampling.BICUBIC))
+    assert np.abs(found.astype(int) - expected).max() <= 4  # it was 11 to 20
 
 
 @pytest.mark.parametrize(

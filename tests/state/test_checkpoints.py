@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import types
 
@@ -162,3 +163,26 @@ def test_what_the_disk_cannot_take_is_not_begun(tmp_path):
     assert names(tmp_path) == ["step_00000010"]
     save(checkpoints, 30)
     assert checkpoints.newest().step == 30
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [10]), (2, [30, 40]), (3, [30, 40])])
+def test_the_oldest_goes_first_where_the_disk_has_room_for_two(tmp_path, keep, kept, monkeypatch):
+    """As long as another one stays that was found whole."""
+    usage = shutil.disk_usage
+    checkpoints = make_checkpoints(tmp_path, keep=keep)
+    state = {"weights": torch.zeros(2**20)}
+
+    def with_little_room(path):
+        taken = sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file())
+        room = 5 * 2**21 if keep > 1 else 6 * 2**20  # of checkpoints of 4 MiB: two, or one
+        return usage(path)._replace(free=max(0, room - taken))
+
+    monkeypatch.setattr(shutil, "disk_usage", with_little_room)
+    for step in (10, 20, 30, 40):
+        checkpoints.begin_save(step, state, {})
+        if step > 10 and keep == 1:
+            with pytest.raises(RunError, match="no space left"):
+                checkpoints.finish()
+        checkpoints.finish()
+    assert names(tmp_path) == [f"step_{step:08d}" for step in kept]
+    assert checkpoints.newest().step == kept[-1]

@@ -202,3 +202,11 @@ def test_code_in_the_metadata_is_not_run(tmp_path, place, monkeypatch):
     assert not harm.path.exists()
     pickle.loads(path.read_bytes())
     assert harm.path.exists()
+
+
+def test_a_description_of_100_000_brackets_is_passed_over(two_checkpoints):
+    path = two_checkpoints.folder / "step_00000020" / "checkpoint.json"
+    path.write_text("[" * 100_000)
+    assert two_checkpoints.newest().step == 10
+    path.write_text("[]")
+    assert two_checkpoints.newest().step == 10

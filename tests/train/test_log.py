@@ -7,10 +7,13 @@ import json
 import resource
 from pathlib import Path
 
+import pytest
+
 import train
 from sdbench.base.files import GrowingFile
 from sdbench.cli import main as sdbench
 from sdbench.engines import load_engine
+from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.train.log import TrainLog
 from tests.data.datasets import write_folder
@@ -106,3 +109,16 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     assert [path.name for path in (RUN / "checkpoints").iterdir()] == ["step_00000001"]
     assert sdbench(["watch", str(RUN)]) == 0
     assert "not finite at step 1" in (RUN / "watch.html").read_text()
+
+
+@pytest.mark.parametrize("tail", [b'{"event": "sa', b"\xff\xfe\x00", b"[" * 100_000, b"17"])
+def test_a_run_goes_on_behind_a_damaged_last_line(tail):
+    assert train.main([*TINY, "--resume", "auto", "--max_duration", "1ba"]) == 0
+    for name in ("history.jsonl", "steps.csv"):
+        with (RUN / name).open("ab") as file:
+            file.write(tail)
+    assert train.main([*TINY, "--resume", "auto", "--max_duration", "2ba"]) == 0
+    with (RUN / "steps.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2"]
+    kinds = [event["event"] for event in read_history(RUN)]
+    assert kinds == ["begin", "save", "end"] * 2

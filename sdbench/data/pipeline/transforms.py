@@ -49,6 +49,26 @@ class Square(NamedTuple):
     side: int
 
 
+class Place(NamedTuple):
+    """Where a picture lies in what a decoder has made of its file, which may be larger.
+
+    A decoder that reduces by 8 makes 126 columns of 1,001, of which the last stands for one pixel.
+
+    Attributes:
+        width: Of the picture, in its own pixels.
+        height: The same.
+        scale: Pixels of the picture to one of the decoder, along a side.
+        left: Of the picture, in the decoder's pixels; a fraction where it was turned.
+        top: The same.
+    """
+
+    width: int
+    height: int
+    scale: float = 1.0
+    left: float = 0.0
+    top: float = 0.0
+
+
 def _untimed(name: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -84,10 +104,18 @@ def decode_image(
     with phase("decode"), open_image(data, read_avif=read_avif) as image:
         if is_fast(image, data, image_size=image_size):
             picture = _decode_fast(data)
+            place = Place(width=picture.shape[2], height=picture.shape[1])
         else:
-            picture = _decode_any(image, image_size=image_size)
+            picture, place = _decode_any(image, image_size=image_size)
     with phase("transform"):
-        left, top, side = find_square(picture.shape[2], picture.shape[1], crop=crop)
+        cut_out = find_square(place.width, place.height, crop=crop)
+        left = place.left + cut_out.left / place.scale
+        top = place.top + cut_out.top / place.scale
+        side = cut_out.side / place.scale
+        if not all(value.is_integer() for value in (left, top, side)):
+            array = _resize_between_pixels(picture, left, top, side, image_size=image_size)
+            return array[:, :, ::-1] if flip else array
+        left, top, side = int(left), int(top), int(side)
         # A batch of one whose strides say that it is channels_last, which the view of a picture
         # does not, with its colours first: torch then resizes without parting the colours.
         batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
@@ -166,12 +194,39 @@ def _decode_fast(data: bytes) -> torch.Tensor:
         raise OSError(str(error).splitlines()[0]) from error
 
 
-def _decode_any(image: Image.Image, *, image_size: int) -> torch.Tensor:
-    """(3, H, W) uint8 of any mode, upright, a JPEG no larger than it has to be."""
-    image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
+def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, Place]:
+    """(3, H, W) uint8 of any mode, upright, a JPEG reduced as far as it may be, and its place."""
+    width, height = image.size
+    reduced = image.draft("RGB", (REDUCING_GAP * image_size,) * 2)
     _load(image)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     rgb = to_rgb(ImageOps.exif_transpose(image))
-    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+    picture = torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+    if reduced is None:
+        return picture, Place(*rgb.size)
+    _, (_, _, box_width, box_height) = reduced
+    # Of the eight orientations the last four have width and height exchanged, and those named here
+    # have the right and the bottom end of the file's rows and columns at the left and at the top.
+    if orientation in (5, 6, 7, 8):
+        width, height, box_width, box_height = height, width, box_height, box_width
+    left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
+    top = rgb.height - box_height if orientation in (3, 4, 7, 8) else 0.0
+    return picture, Place(width, height, width / box_width, left, top)
+
+
+def _resize_between_pixels(
+    picture: torch.Tensor, left: float, top: float, side: float, *, image_size: int
+) -> np.ndarray:
+    """(3, image_size, image_size) of a square whose edges are not those of pixels.
+
+    PIL resizes so, and torch does not: it is three times as fast.
+    """
+    # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
+    right, bottom = min(left + side, picture.shape[2]), min(top + side, picture.shape[1])
+    box = (max(left, 0.0), max(top, 0.0), right, bottom)
+    rgb = Image.fromarray(picture.permute(1, 2, 0).numpy())
+    small = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+    return np.array(small).transpose(2, 0, 1)
 
 
 def _load(image: Image.Image) -> None:

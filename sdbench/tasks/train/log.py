@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.files import GrowingFile, replace_file
+from sdbench.base.outside import MAX_TABLE_BYTES, read_text
 from sdbench.record.history import (
     BAD_BATCHES_NAME,
     HISTORY_NAME,
@@ -151,12 +152,12 @@ class TrainLog:
             self._mark = None
 
     def _read_steps(self) -> list[list[str]]:
-        """The rows of the steps; one that a kill has cut off is left out."""
+        """The rows of the steps; one that is damaged is left out."""
         if not self._steps.path.exists():
             return []
-        with self._steps.path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))[1:]
-        return [row for row in rows if len(row) == len(TRAIN_STEP_COLUMNS)]
+        text = read_text(self._steps.path, max_bytes=MAX_TABLE_BYTES, errors="replace")
+        lines = text.replace("\0", "?").splitlines()[1:]
+        return [row for row in csv.reader(lines) if _is_step(row)]
 
     def _measure_silence(self) -> float:
         """Seconds since an earlier process has last written; 0 if it had trained to its end."""
@@ -166,6 +167,14 @@ class TrainLog:
         paths = [file.path for file in (self._steps, self._history) if file.path.exists()]
         written_s = max(path.stat().st_mtime for path in paths)
         return max(0.0, time.time() - written_s)
+
+
+def _is_step(row: Sequence[str]) -> bool:
+    """Whether a row of steps.csv is whole."""
+    try:
+        return len(row) == len(TRAIN_STEP_COLUMNS) and [int(row[0]), *map(float, row[1:])] != []
+    except ValueError:
+        return False
 
 
 def _add_up_time(rows: Sequence[Sequence[str]], images_per_step: int) -> float:
