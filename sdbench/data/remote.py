@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from sdbench.base.cache import private_folder
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
+from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE, CommandOutput
 
 S3 = "s3://"
@@ -40,6 +42,8 @@ NUM_ATTEMPTS = 5
 # Before a part that broke off is asked for again; then twice as long, and so on.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
+# Of a copy that breaks off what comes behind the last piece is asked for again.
+PIECE_BYTES = 2**18
 # What a process keeps open to a server for its threads, of which each tar that is being read has
 # one. For more the libraries warn, and connect anew each time.
 NUM_CONNECTIONS = 64
@@ -147,8 +151,9 @@ def fetch(place: str, *, cache: Path) -> Path:
 
     Of several processes one copies, and the others wait for it. A copy has a temporary name until
     it is whole. Its final name holds a digest of the place and of the version that the store tells
-    (its ETag), so that no other file or version is taken for it. The output of a command has no
-    version: the command runs again only if its copy has been deleted.
+    (its ETag, or else its length), so that no other file or version is taken for it. Where nothing
+    tells a version, as with the output of a command, a copy that is taken is named, and made again
+    only if it has been deleted.
 
     Args:
         place: ``s3://``, ``http(s)://``, another scheme that Streaming knows, ``pipe:`` and a
@@ -164,7 +169,7 @@ def fetch(place: str, *, cache: Path) -> Path:
     from filelock import FileLock
 
     try:
-        version = _version(place)
+        version, is_sure = _version(place)
         digest = hashlib.sha256(f"{place}\n{version}".encode()).hexdigest()[:12]
         name = urlsplit(place).path if is_url(place) else place
         name = "pipe" if place.startswith(PIPE) else name.rsplit("/", 1)[-1]
@@ -174,12 +179,25 @@ def fetch(place: str, *, cache: Path) -> Path:
             if not path.is_file():
                 with new_file(path) as new:
                     _copy_unpacked(place, new)
+            elif not is_sure:
+                _tell_of_copy(place, path)
         return path
     except RunError:
         raise
     except Exception as error:
         # Each store raises its own types; all mean that the file cannot be copied.
         raise RunError(f"{place!r} cannot be read: {explain(error)}") from error
+
+
+def _tell_of_copy(place: str, copy: Path) -> None:
+    """Print, on the first rank, that nobody knows whether a copy is still what is at its place."""
+    if os.environ.get("RANK", "0") == "0":
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.stat().st_mtime))
+        print(
+            f"{redact(place)} does not say whether it has changed since it was copied on {made}: "
+            f"the copy is taken. Delete {copy} to have it made again.",
+            file=sys.stderr,
+        )
 
 
 def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
@@ -271,13 +289,13 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
     place = f"{file.url}, from byte {begin} on,"
     for attempt in range(NUM_ATTEMPTS):
         try:
-            version, body = _open_part(file.url, begin, end)
+            version, num_bytes, body = _open_part(file.url, begin, end)
         except RunError:
             raise
         except Exception as error:
             # It has been tried again by its library.
             raise RunError(f"{place} cannot be read: {explain(error)}") from error
-        if version != file.version:
+        if (version, num_bytes) != (file.version, file.num_bytes):
             raise RunError(f"{file.url} has been changed since it was opened.")
         try:
             content = body.read()
@@ -293,26 +311,58 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
     ) from fault
 
 
-def _open_part(url: str, begin: int, end: int) -> tuple[str, Any]:
-    """The version of a file, and what reads those bytes of it."""
+def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
+    """Version and length of a file, and what reads those bytes of it.
+
+    Raises:
+        RunError: The server gives others.
+    """
     part = f"bytes={begin}-{end - 1}"
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         answer = _s3_client().get_object(Bucket=bucket, Key=key, Range=part)
-        return answer["ETag"], answer["Body"]
+        return answer["ETag"], _length_in(url, answer.get("ContentRange"), part), answer["Body"]
     answer = _get(url, part=part)
-    return _web_version(answer), answer
+    try:
+        num_bytes = _length_in(url, answer.headers.get("Content-Range"), part)
+    except RunError:
+        answer.close()
+        raise
+    return _web_version(answer), num_bytes, answer
+
+
+def _length_in(url: str, content_range: str | None, part: str) -> int:
+    """The length of a file in the header of a part, e.g. ``bytes 0-99/1234`` (RFC 9110, 14.4).
+
+    Args:
+        url: Of the file, for the message.
+        content_range: The header.
+        part: What was asked for, e.g. ``bytes=0-99``.
+
+    Raises:
+        RunError: It is of another part, or has no length.
+    """
+    given, _, length = (content_range or "").partition("/")
+    if given != part.replace("=", " ") or not length.isdecimal():
+        raise RunError(
+            f"{url} cannot be read: asked for {part} the server gives {content_range or 'no range'}"
+        )
+    return int(length)
 
 
 def _web_version(answer: Any) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
-def _version(url: str) -> str:
+def _version(url: str) -> tuple[str, bool]:
+    """What names the content of a file, and whether other content would have another name."""
     if not is_url(url):
         stat = os.stat(url)
-        return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-    return _ask(url)[1] if url.startswith((S3, *WEB)) else ""
+        return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
+    if not url.startswith((S3, *WEB)):
+        return "", False
+    num_bytes, version = _ask(url)
+    return (version, True) if version else (f"{num_bytes} bytes", False)
 
 
 def _is_packed(path: Path) -> bool:
@@ -349,11 +399,30 @@ def _copy(url: str, path: Path) -> None:
 
 
 def _download(url: str, path: Path) -> None:
+    """Copy a web file; where it breaks off it is gone on with, as long as it is the same file."""
+    import urllib3
+
     answer = _get(url)
+    length, version = answer.headers.get("Content-Length"), _web_version(answer)
+    # What a server packs on its way cannot be gone on with at a byte of the unpacked file.
+    can_go_on = length is not None and "Content-Encoding" not in answer.headers
     with path.open("wb") as file:
-        # Shorter than promised is an error of urllib3's.
-        for piece in answer.stream(2**20):
-            file.write(piece)
+        num_failed = 0
+        while True:
+            before = file.tell()
+            try:
+                # Shorter than promised is an error of urllib3's.
+                for piece in answer.stream(PIECE_BYTES):
+                    file.write(piece)
+                return
+            except urllib3.exceptions.HTTPError:
+                num_failed = num_failed + 1 if file.tell() == before else 1
+                if not can_go_on or num_failed == NUM_ATTEMPTS:
+                    raise
+            time.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
+            known, num_bytes, answer = _open_part(url, file.tell(), int(length))
+            if (known, num_bytes) != (version, int(length)):
+                raise RunError(f"{url} has been changed while it was copied.")
 
 
 def _get(url: str, *, part: str | None = None) -> Any:
