@@ -416,7 +416,7 @@ def _download(url: str, path: Path) -> None:
                     file.write(piece)
                 return
             except urllib3.exceptions.HTTPError:
-                num_failed = num_failed + 1 if file.tell() == before else 1
+                num_failed = 1 if file.tell() >= before + PIECE_BYTES else num_failed + 1
                 if not can_go_on or num_failed == NUM_ATTEMPTS:
                     raise
             time.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))

@@ -77,7 +77,7 @@ class TrainLog:
         self.add_event(
             "begin",
             step=num_steps,
-            num_lost_steps=max(0, self._open_mark() - num_steps),
+            num_lost_steps=max(len(lost), self._open_mark() - num_steps),
             lost_s=_add_up_time(lost, images_per_step),
             down_s=down_s,
             passed_over=passed_over,
