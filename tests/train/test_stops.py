@@ -98,9 +98,17 @@ def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "look", [VALIDATION, SAMPLES, SCORES], ids=["validation", "samples", "scores"]
+    ("engine", "look"),
+    [
+        *(("torch", look) for look in (VALIDATION, SAMPLES, SCORES)),
+        *(
+            pytest.param(one, VALIDATION, marks=pytest.mark.slow)
+            for one in ENGINES
+            if one != "torch"
+        ),
+    ],
 )
-def test_a_look_is_left_at_once_and_the_step_before_it_saved(monkeypatch, look):
+def test_a_look_is_left_at_once_and_the_step_before_it_saved(monkeypatch, engine, look):
     write_folder(Path("held-out"))
     Path("prompts.txt").write_text("a red circle")
     write_fid_network(Path("fid.pt"))
@@ -114,7 +122,7 @@ def test_a_look_is_left_at_once_and_the_step_before_it_saved(monkeypatch, look):
         check_stop(self)
 
     monkeypatch.setattr(StepWatch, "check_stop", signal_and_check)
-    argv = ("--engine", "torch", "--device_train_microbatch_size", 2, *look)
+    argv = ("--engine", engine, "--device_train_microbatch_size", 2, *look)
     assert run(*argv) == 130
     assert num_checks == 2
     assert (saved_steps(), rows()) == ([3], [1, 2, 3])
