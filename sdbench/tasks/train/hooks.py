@@ -186,16 +186,12 @@ class TrainHooks:
         num_steps = 0 if self._state is None else self._state.num_steps
         if num_steps <= newest:
             return ""
-        steps = (
-            f"step {num_steps} is"
-            if num_steps == newest + 1
-            else (f"steps {newest + 1} to {num_steps} are")
-        )
-        where = (
-            f"the newest checkpoint is that of step {newest}"
-            if newest
-            else "there is no checkpoint"
-        )
+        steps = f"steps {newest + 1} to {num_steps} are"
+        if num_steps == newest + 1:
+            steps = f"step {num_steps} is"
+        where = f"the newest checkpoint is that of step {newest}"
+        if newest == 0:
+            where = "there is no checkpoint"
         return f"; {steps} lost: {where}"
 
     def write_steps(self, step: int | None = None) -> None:
