@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import train
 from sdbench.engines import ENGINES
@@ -24,6 +26,7 @@ from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.state.states import make_checkpoints, make_state, names, save
+from tests.train.in_turn import train_in_turn
 
 pytestmark = pytest.mark.usefixtures("launched")
 
@@ -70,6 +73,7 @@ class Poison:
 
 
 def poison(tensor):
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():
         tensor[(0,) * tensor.dim()] = math.nan
     return tensor
@@ -161,6 +165,20 @@ def test_so_it_is_wherever_it_comes_from(monkeypatch, what, where, action, keep)
 @pytest.mark.parametrize(("what", "where", "action", "keep"), [*QUICK, *OTHERS])
 def test_so_it_is_on_the_other_engines(monkeypatch, engine, what, where, action, keep):
     check(monkeypatch, what, where, action, "--keep", keep, "--engine", engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "zero1", "full"])
+def test_two_ranks_go_back_together(monkeypatch, tmp_path, sharding):
+    """Where each rank saves a part, the value that is not finite is in the part of one."""
+    write_folder(Path("data"))
+    Poison(monkeypatch, "average", 4)
+    argv = ("--engine", "torch", "--sharding", sharding, "--device_train_microbatch_size", 1)
+    train_in_turn("torch", tmp_path, functools.partial(run, "back", *argv))
+    (event,) = events("bad_loss")
+    assert (event["step"], event["action"]) == (4, "back") and event["tensor"]
+    assert load_record(Path("runs/run"))["status"] == "ok"
+    assert saved()[NUM_STEPS] and all(saved().values())
 
 
 @pytest.mark.parametrize(
