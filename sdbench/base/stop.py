@@ -46,6 +46,10 @@ class Terminated(BaseException):
 STOPS = (KeyboardInterrupt, Terminated)
 
 
+def _usual_patience_s() -> float:
+    return PATIENCE_S
+
+
 class StopRequest:
     """The request to end a loop.
 
@@ -53,7 +57,7 @@ class StopRequest:
         number: The signal that asked for it; None until one arrives.
     """
 
-    def __init__(self, patience_s: Callable[[], float] = lambda: PATIENCE_S) -> None:
+    def __init__(self, patience_s: Callable[[], float] = _usual_patience_s) -> None:
         """Wait for a signal.
 
         Args:
@@ -155,7 +159,9 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_signals_ask(patience_s: Callable[[], float] | None = None) -> Iterator[StopRequest]:
+def stop_signals_ask(
+    patience_s: Callable[[], float] = _usual_patience_s,
+) -> Iterator[StopRequest]:
     """During the block a first stop signal becomes a request, and only a second one raises.
 
     The block has to look at the request and end. If it has not ended after its patience, the signal
@@ -163,10 +169,10 @@ def stop_signals_ask(patience_s: Callable[[], float] | None = None) -> Iterator[
     the signal may have ended processes that the block depends on.
 
     Args:
-        patience_s: As `StopRequest` takes it; None: `PATIENCE_S`.
+        patience_s: As `StopRequest` takes it.
     """
     global _request
-    _request = request = StopRequest() if patience_s is None else StopRequest(patience_s)
+    _request = request = StopRequest(patience_s)
     if _asked is not None:
         request.note(_asked)
     try:

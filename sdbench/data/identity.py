@@ -45,12 +45,10 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     if settings.data_format == "synthetic":
         return None
     sources = sources_of(settings)
-    facts = [fact for source in sources for fact in _describe_files(source)]
-    sizes = [fact["num_bytes"] for fact in facts]
+    facts, _ = _describe_files(sources)
     return {
         "sha256": _hash(facts),
-        "num_files": sum(fact.pop("num_files", 1) for fact in facts),
-        "num_bytes": None if None in sizes else sum(sizes),
+        **_count(facts),
         "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
     }
 
@@ -81,16 +79,8 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
-    files = [_describe_files(source) for source in sources]
-    facts = [fact for of_source in files for fact in of_source]
-    times = [time for source in sources for time in _times_of(source)]
-    sizes = [fact["num_bytes"] for fact in facts]
-    return {
-        "names_and_sizes": _hash(facts),
-        "times": _hash(times),
-        "num_files": sum(fact.get("num_files", 1) for fact in facts),
-        "num_bytes": None if None in sizes else sum(sizes),
-    }
+    facts, times_ns = _describe_files(sources)
+    return {"names_and_sizes": _hash(facts), "times": _hash(times_ns), **_count(facts)}
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -103,26 +93,6 @@ def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     if counts[0] == counts[1]:
         return f"names or sizes of files of the data set are others ({counts[0]})"
     return f"the data set has {counts[1]}, and had {counts[0]}"
-
-
-def _times_of(source: SourceConfig) -> list[int]:
-    """When the files were written that are on this machine, in ns, in the order of their names."""
-    if source.data_format == "mds":
-        files = [
-            str(Path(place.local, shard["raw_data"]["basename"]))
-            for place in locate_mds(source)
-            if place.remote is None
-            for shard in place.shards
-            if not shard["raw_data"].get("hashes")
-        ]
-    else:
-        files = _list_files(source)
-    return [os.stat(file).st_mtime_ns for file in files if _is_here(file)]
-
-
-def _list_files(source: SourceConfig) -> list[str]:
-    is_folder = source.data_format == "folder"
-    return sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
 
 
 def _hash(value: Any) -> str:
@@ -159,29 +129,63 @@ def _places(source: SourceConfig) -> list[str]:
     return [source.remote or source.local or ""]
 
 
-def _describe_files(source: SourceConfig) -> list[dict[str, Any]]:
-    if source.data_format == "mds":
-        return [
-            {
-                "index": hashlib.sha256(place.index).hexdigest(),
-                "num_files": len(place.shards),
-                "num_bytes": sum(shard["raw_data"]["bytes"] for shard in place.shards),
-            }
-            for place in locate_mds(source)
-        ]
-    files = _list_files(source)
+def _describe_files(sources: Sequence[SourceConfig]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Names and sizes, or the index of MDS, and when files on this machine were written, in ns."""
+    facts: list[dict[str, Any]] = []
+    times_ns: list[int] = []
+    for source in sources:
+        describe = _describe_mds if source.data_format == "mds" else _describe_listed
+        of_source, of_files = describe(source)
+        facts += of_source
+        times_ns += of_files
+    return facts, times_ns
+
+
+def _describe_mds(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+    places = locate_mds(source)
+    facts = [
+        {
+            "index": hashlib.sha256(place.index).hexdigest(),
+            "num_files": len(place.shards),
+            "num_bytes": sum(shard["raw_data"]["bytes"] for shard in place.shards),
+        }
+        for place in places
+    ]
+    unhashed = [
+        Path(place.local, shard["raw_data"]["basename"])
+        for place in places
+        if place.remote is None
+        for shard in place.shards
+        if not shard["raw_data"].get("hashes")
+    ]
+    return facts, [path.stat().st_mtime_ns for path in unhashed if path.is_file()]
+
+
+def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[int]]:
+    is_folder = source.data_format == "folder"
+    files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
     folders = [names[:-1] for names in parts]
     # What the first and the last have in common, all between them have, too.
     ends = zip(min(folders), max(folders), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    return [
+    stats = [os.stat(file) if _is_here(file) else None for file in files]
+    facts = [
         {
             "name": "/".join(names[num_shared:]),
-            "num_bytes": os.path.getsize(file) if _is_here(file) else None,
+            "num_bytes": None if stat is None else stat.st_size,
         }
-        for file, names in zip(files, parts, strict=True)
+        for names, stat in zip(parts, stats, strict=True)
     ]
+    return facts, [stat.st_mtime_ns for stat in stats if stat is not None]
+
+
+def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = [fact["num_bytes"] for fact in facts]
+    return {
+        "num_files": sum(fact.get("num_files", 1) for fact in facts),
+        "num_bytes": None if None in sizes else sum(sizes),
+    }
 
 
 def _lasting_name(file: str) -> str:

@@ -78,8 +78,8 @@ class Architecture:
     def identify_weights(self, parts: Iterable[str]) -> dict[str, str]:
         """What says whether the weights of parts are those of an earlier process, by part.
 
-        Each file is read from end to end, 1 GB/s or more: its time and place may change. A part
-        with random weights is left out.
+        Each file is read from end to end: its time and place may change. A part with random
+        weights is left out.
 
         Raises:
             OSError: A file cannot be read.

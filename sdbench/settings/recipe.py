@@ -57,6 +57,7 @@ class LengthSettings:
         "refuse",
         "data or frozen weights that differ from those that a run was saved with: it does not go "
         "on, or goes on with them as they are now",
+        acts_beside=("resume",),
     )
     init_from: str | None = setting(
         TEXT,

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import crc32_of, write_json
-from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
 from sdbench.base.secrets import redact_values
 from sdbench.ranks.distributed import Ranks, gather
 
@@ -102,9 +101,9 @@ class Checkpoint:
         """
         path = folder / DESCRIPTION_NAME
         try:
-            content = parse_json(read_text(path, max_bytes=MAX_TABLE_BYTES))
+            content = json.loads(path.read_bytes())
             crc32 = content.pop("crc32")
-        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
             raise _damaged(path, f"it cannot be read ({error})") from None
         if crc32 != _crc32_of(content):
             raise _damaged(path, "its checksum is another one")
@@ -151,10 +150,11 @@ class Checkpoint:
         """
         if self.is_finite:
             return
-        saved = sorted(self.tensors().items())
+        metadata = self._read_metadata()
+        saved = sorted(metadata.state_dict_metadata.items())
         for name, like in saved[self.ranks.local_rank :: self.ranks.local_world_size]:
-            tensor = torch.empty_like(like, device="cpu")
-            self._read({name: tensor})
+            tensor = torch.empty(like.size, dtype=like.properties.dtype)
+            self._read({name: tensor}, metadata)
             if find_not_finite([(name, tensor)]) is not None:
                 raise ConfigError(
                     "The state in the checkpoint is not finite",
@@ -186,12 +186,12 @@ class Checkpoint:
         for found in gather(fault, self.ranks):
             if found is not None:
                 raise found
-        self._read(tensors)
+        self._read(tensors, self._read_metadata())
 
-    def _read(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _read(self, tensors: Mapping[str, torch.Tensor], metadata: dcp.Metadata) -> None:
         dcp.load(
             {name: tensor.detach() for name, tensor in tensors.items()},
-            storage_reader=_Reader(self.folder, self._read_metadata()),
+            storage_reader=_Reader(self.folder, metadata),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             no_dist=True,
         )

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from sdbench.state.writer import (
     NotFinite,
     find_remains,
     hide,
+    remove,
     remove_remains,
 )
 
@@ -50,7 +52,7 @@ class SaveReport:
         is_copied: Whether this rank's part was copied in memory before it was written.
         num_bytes: Of the tensors, of all ranks; 0 where it failed.
         error: Why there is no checkpoint; None if all went well.
-        is_finite: False where that is because the state was not finite.
+        not_finite: The tensor for whose values there is none; None if they were finite.
     """
 
     step: int
@@ -59,7 +61,12 @@ class SaveReport:
     is_copied: bool
     num_bytes: int
     error: str | None
-    is_finite: bool
+    not_finite: str | None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values were finite, as far as was looked."""
+        return self.not_finite is None
 
 
 @dataclasses.dataclass
@@ -70,13 +77,13 @@ class _Save:
         step: As in `SaveReport`.
         stall_s: So far.
         writer: Of this rank.
-        ended: Gives duration, bytes, error and whether all is finite, as in `SaveReport`.
+        ended: Gives duration, bytes, error and what is not finite, as in `SaveReport`.
     """
 
     step: int
     stall_s: float
     writer: CheckpointWriter
-    ended: concurrent.futures.Future[tuple[float, int, str | None, bool]]
+    ended: concurrent.futures.Future[tuple[float, int, str | None, str | None]]
 
 
 class Checkpoints:
@@ -167,9 +174,9 @@ class Checkpoints:
             if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
                 tensors[name] = tensor.clone()
         planner = CopyingPlanner(self._buffers, num_sharing=self._ranks.local_world_size)
-        remove_one = functools.partial(self._remove_one, step)
+        make_room = functools.partial(self._make_room, step)
         path = _path_of(self.folder, step)
-        writer = CheckpointWriter(path, step=step, facts=facts, remove_one=remove_one)
+        writer = CheckpointWriter(path, step=step, facts=facts, make_room=make_room)
         ended = self._thread.submit(self._write, started_s, writer, planner, tensors)
         self._save = _Save(step, time.perf_counter() - started_s, writer, ended)
 
@@ -227,7 +234,7 @@ class Checkpoints:
         if self._save is None:
             return None
         with self._standing_still():
-            duration_s, num_bytes, error, is_finite = self._save.ended.result()
+            duration_s, num_bytes, error, not_finite = self._save.ended.result()
         report = SaveReport(
             self._save.step,
             duration_s,
@@ -235,7 +242,7 @@ class Checkpoints:
             self._save.writer.is_copied,
             num_bytes,
             error,
-            is_finite,
+            not_finite,
         )
         self._reports.append(report)
         self._save = None
@@ -254,9 +261,9 @@ class Checkpoints:
         writer: CheckpointWriter,
         planner: dcp.SavePlanner,
         tensors: dict[str, torch.Tensor],
-    ) -> tuple[float, int, str | None, bool]:
-        """Save, in the thread: seconds, bytes, the error, and whether the state was finite."""
-        num_bytes, error, is_finite = 0, None, True
+    ) -> tuple[float, int, str | None, str | None]:
+        """Save, in the thread: seconds, bytes, the error, and the tensor that is not finite."""
+        num_bytes, error, not_finite = 0, None, None
         try:
             metadata = dcp.save(
                 tensors,
@@ -270,7 +277,7 @@ class Checkpoints:
                 for saved in metadata.state_dict_metadata.values()
             )
         except (dcp.CheckpointException, Exception) as caught:
-            error, is_finite = self._name(caught), not _is_about_values(caught)
+            error, not_finite = self._name(caught), _find_not_finite(caught)
         finally:
             writer.is_read.set()
         if self._ranks.rank == 0:
@@ -278,7 +285,7 @@ class Checkpoints:
                 self._verified = {writer.step}
                 self._remove_old(writer.step)
             remove_remains(self.folder)
-        return time.perf_counter() - started_s, num_bytes, error, is_finite
+        return time.perf_counter() - started_s, num_bytes, error, not_finite
 
     def _name(self, error: BaseException) -> str:
         """An error in a line, with the rank that it is of where there are several."""
@@ -286,6 +293,8 @@ class Checkpoints:
         if isinstance(error, dcp.CheckpointException):
             rank, (error, _) = next(iter(error.failures.items()))
             where = f"rank {rank}: " if self._ranks.world_size > 1 else ""
+        if isinstance(error, NotFinite):
+            return f"{where}{error} is not finite"
         return where + (str(error).splitlines() or [type(error).__name__])[0]
 
     def _remove_old(self, step: int) -> None:
@@ -299,34 +308,39 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # it is no worse for a checkpoint too many
                     hide(_path_of(self.folder, old))
 
-    def _remove_one(self, step: int) -> bool:
-        """Remove the oldest checkpoint before this one is written, for which there is no room.
+    def _make_room(self, step: int, num_bytes: int) -> None:
+        """Remove the oldest checkpoints until so many bytes are free for one of this step.
 
-        Only while another one stays that was found whole. Else the run would have none if it was
-        killed now.
-
-        Returns:
-            Whether there was one to remove.
+        Only as long as another one stays that was found whole: else the run would have none if it
+        was killed now. None is removed where all of them together would not suffice.
         """
         steps = [known for known in _list_steps(self.folder) if known <= step]
-        removable = [old for old in steps if old not in self._verified and not self._stays(old)]
-        if not removable or not self._verified & set(steps):
-            return False
-        hide(_path_of(self.folder, removable[0]))
-        remove_remains(self.folder)
-        (self.folder / f".{PREFIX}{step:08d}.writing").mkdir(exist_ok=True)
-        return True
+        if not self._verified & set(steps):
+            return
+        removable = {
+            old: _path_of(self.folder, old)
+            for old in steps
+            if old not in self._verified and not self._stays(old)
+        }
+        files = (file for path in removable.values() for file in path.iterdir())
+        if shutil.disk_usage(self.folder).free + sum(f.stat().st_size for f in files) < num_bytes:
+            return
+        for path in removable.values():
+            if shutil.disk_usage(self.folder).free >= num_bytes:
+                return
+            remove(path)
 
     def _stays(self, old: int) -> bool:
         is_kept = bool(self._keep_every) and old % self._keep_every == 0
         return is_kept or old in self._held
 
 
-def _is_about_values(error: BaseException) -> bool:
-    """Whether a save failed on some rank because a value was not finite."""
-    if isinstance(error, dcp.CheckpointException):
-        return any(isinstance(one, NotFinite) for one, _ in error.failures.values())
-    return isinstance(error, NotFinite)
+def _find_not_finite(error: BaseException) -> str | None:
+    """The tensor of some rank for whose values a save failed; None where it failed otherwise."""
+    if not isinstance(error, dcp.CheckpointException):
+        return None
+    named = [str(one) for one, _ in error.failures.values() if isinstance(one, NotFinite)]
+    return named[0] if named else None
 
 
 def find_newest(run: Path) -> Checkpoint | None:

@@ -34,7 +34,7 @@ MAX_SHARE_OF_COPIES = 0.8
 
 
 class NotFinite(RunError):
-    """A tensor that was to be saved has a value that is not finite."""
+    """A tensor that was to be saved has a value that is not finite; its name is the message."""
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -52,7 +52,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         *,
         step: int,
         facts: Mapping[str, Any],
-        remove_one: Callable[[], bool],
+        make_room: Callable[[int], None],
     ) -> None:
         """Write nothing yet.
 
@@ -60,7 +60,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
             folder: Of the checkpoint when it is whole.
             step: As in `Checkpoint`.
             facts: As in `Checkpoint`.
-            remove_one: Removes an older checkpoint where the disk has no room, if it may.
+            make_room: Removes older checkpoints, where it may, until so many bytes are free.
         """
         # Files are brought to the disk here, after `is_read` has been set. The planner copies.
         hidden = folder.with_name(f".{folder.name}.writing")
@@ -68,7 +68,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._folder = folder
         self.step = step
         self._facts = facts
-        self._remove_one = remove_one
+        self._make_room = make_room
         self.is_read = threading.Event()
         self.is_copied = False
 
@@ -86,9 +86,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
             for plan in plans
             for item in plan.items
         )
-        while num_bytes > (free_bytes := shutil.disk_usage(self._folder.parent).free):
-            if self._remove_one():
-                continue
+        self._make_room(num_bytes)
+        free_bytes = shutil.disk_usage(self._folder.parent).free
+        if num_bytes > free_bytes:
             needs = f"{num_bytes / 2**30:.3g} GiB are needed and {free_bytes / 2**30:.3g} GiB free"
             raise RunError(f"no space left on the disk: {needs}")
         return super().prepare_global_plan(plans)
@@ -103,7 +103,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         parts = ((item.index.fqn, planner.resolve_data(item)) for item in plan.items)
         bad = find_not_finite(parts)
         if bad is not None:
-            raise NotFinite(f"{bad} is not finite")
+            raise NotFinite(bad)
         try:
             written = super().write_data(plan, planner).value()
         except RuntimeError as error:
@@ -201,6 +201,12 @@ def hide(folder: Path) -> None:
     """Take a checkpoint, if it is there, out of the way of those who look for one."""
     if folder.exists():
         folder.rename(folder.with_name(f".{folder.name}.removing"))
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; a kill leaves remains of it that nobody takes for one."""
+    hide(folder)
+    shutil.rmtree(folder.with_name(f".{folder.name}.removing"), ignore_errors=True)
 
 
 def find_remains(folder: Path) -> list[Path]:

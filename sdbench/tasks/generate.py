@@ -243,7 +243,9 @@ class Generate(Task):
 
     @functools.cached_property
     def _weights(self) -> dict[str, str]:
-        return self._architecture.identify_weights(("unet", "vae", "text_encoder"))
+        # All of it is read, and the first rank alone compares it.
+        parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
+        return self._architecture.identify_weights(parts)
 
     def _job(self) -> dict[str, Any]:
         """What decides the pictures."""

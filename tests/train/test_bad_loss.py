@@ -15,17 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.engines import ENGINES
-from sdbench.models.architecture import resolve_architecture
-from sdbench.models.export import export
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.record.store import load_record
 from sdbench.report.watch import write_page
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
 from tests.train.in_turn import train_in_turn
+from tests.train.tiny_model import write_tiny_model
 
 BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
@@ -45,18 +42,8 @@ each_engine = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """The tiny model in a folder, with the damaged embedding."""
-    architecture, _ = resolve_architecture("tiny")
-    built = build_stable_diffusion(
-        architecture,
-        seed=9,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
-    tokenizer = CaptionTokenizer(pad_token_id=0)
     folder = tmp_path_factory.mktemp("model") / "damaged"
-    export(built, folder, trained={}, tokenizer=tokenizer.for_diffusers(), card="")
+    tokenizer = write_tiny_model(folder)
     path = folder / "text_encoder" / "model.safetensors"
     weights = load_file(path)
     (embeddings,) = (weight for name, weight in weights.items() if "token_embedding" in name)

@@ -219,7 +219,7 @@ def _resize_between_pixels(
 ) -> np.ndarray:
     """(3, image_size, image_size) of a square whose edges are not those of pixels.
 
-    PIL resizes so, and torch does not: it is three times as fast.
+    PIL resizes so. torch, which is three times as fast, does not.
     """
     # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
     right, bottom = min(left + side, picture.shape[2]), min(top + side, picture.shape[1])

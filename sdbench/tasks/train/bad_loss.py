@@ -141,10 +141,10 @@ class BadLosses:
         """The steps up to this one have been read, and are good."""
         self._num_in_a_row = 0
 
-    def save_was_bad(self, step: int, what: str) -> None:
-        """A save has found that the state behind a step is not finite, and what of it."""
+    def save_was_bad(self, step: int, tensor: str) -> None:
+        """A save has found that a tensor of the state behind a step is not finite."""
         if self._bad_save is None:
-            self._bad_save = step, what.removesuffix(" is not finite")
+            self._bad_save = step, tensor
 
     def act(self, state: TrainState, *, is_last: bool) -> bool:
         """Note the first bad step and its samples, and do what is asked for.

@@ -147,24 +147,25 @@ class TrainHooks:
             return
         self._timer.pause()
         started_s = time.perf_counter()
+        has_gone_back = False
         if is_bad:
             with contextlib.suppress(RunError):  # a save that failed is reported in the next line
                 self._checkpoints.finish()
             self._report_saves()
             is_end = is_last and not self._watch.is_stopped
             has_gone_back = self._bad_losses.act(state, is_last=is_end)
-            # A step of which nothing is left is not saved.
-            saves = saves and not has_gone_back
             self._add_seconds("bad_loss", time.perf_counter() - started_s)
-        if saves and step != self._saved_step:
+        # A step of which nothing is left is not saved.
+        may_save = step != self._saved_step and not has_gone_back
+        if saves and may_save:
             self._begin_save(state)
         for event, look in due:
             self._checkpoints.wait_until_read()  # looks put averages in the place of weights
             self._timed(event, step, look, state)
-            if self._watch.is_stopped:
+            if self._watch.is_stopped:  # a signal has ended the look
+                if may_save and not saves:
+                    self._begin_save(state)
                 break
-        if self._watch.is_stopped and step != self._saved_step:
-            self._begin_save(state)  # a signal has ended the look
         self._progress.leave_out(time.perf_counter() - started_s)
         self._timer.start()
 
@@ -278,9 +279,8 @@ class TrainHooks:
                     self._storage.keep(save.step)
             elif self._log is not None:
                 print(f"warning: step {save.step} was not saved: {save.error}", file=sys.stderr)
-            if not save.is_finite:
-                assert save.error is not None
-                self._bad_losses.save_was_bad(save.step, save.error)
+            if save.not_finite is not None:
+                self._bad_losses.save_was_bad(save.step, save.not_finite)
             self._add_seconds("save", save.stall_s)
             if self._log is not None:
                 self._log.add_event(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.files import GrowingFile, replace_file
-from sdbench.base.outside import MAX_TABLE_BYTES, read_text
 from sdbench.record.history import (
     BAD_BATCHES_NAME,
     HISTORY_NAME,
@@ -132,7 +131,7 @@ class TrainLog:
         self._bad_batches.append(line + "\n")
 
     def mark_step(self, step: int) -> None:
-        """Note that a step has ended, for a process that goes on after a kill: takes 2 us."""
+        """Note that a step has ended, for a process that goes on after a kill."""
         assert self._mark is not None
         with contextlib.suppress(OSError):  # on a full disk the count of lost steps is too low
             os.pwrite(self._mark, b"%012d\n" % step, 0)
@@ -155,7 +154,7 @@ class TrainLog:
         """The rows of the steps; one that is damaged is left out."""
         if not self._steps.path.exists():
             return []
-        text = read_text(self._steps.path, max_bytes=MAX_TABLE_BYTES, errors="replace")
+        text = self._steps.path.read_text(encoding="utf-8", errors="replace")
         lines = text.replace("\0", "?").splitlines()[1:]
         return [row for row in csv.reader(lines) if _is_step(row)]
 
@@ -171,10 +170,15 @@ class TrainLog:
 
 def _is_step(row: Sequence[str]) -> bool:
     """Whether a row of steps.csv is whole."""
+    if len(row) != len(TRAIN_STEP_COLUMNS):
+        return False
     try:
-        return len(row) == len(TRAIN_STEP_COLUMNS) and [int(row[0]), *map(float, row[1:])] != []
+        int(row[0])
+        for value in row[1:]:
+            float(value)
     except ValueError:
         return False
+    return True
 
 
 def _add_up_time(rows: Sequence[Sequence[str]], images_per_step: int) -> float:

@@ -59,12 +59,9 @@ def check_inputs(
         ConfigError: Something differs, and it may not.
     """
     changes = []
-    if (
-        before.get("data")
-        and now["data"]
-        and (change := describe_change(before["data"], now["data"]))
-    ):
-        changes.append(change)
+    if before.get("data") and now["data"]:
+        change = describe_change(before["data"], now["data"])
+        changes += [] if change is None else [change]
     known = before.get("weights", {})
     changes += [
         f"the weights of the {part} are others"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,6 @@ class Train(TrainingTask):
     program = "train.py"
     _wandb_log: WandbLog | None = None
     _hooks: TrainHooks | None = None
-    _inputs: dict[str, Any] | None = None
     _changed_inputs: Sequence[str] = ()
 
     @property
@@ -89,8 +89,6 @@ class Train(TrainingTask):
             self.plan = dataclasses.replace(
                 self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
             )
-        # The others would read the same files, and learn what the first rank finds.
-        self._inputs = self._identify_inputs() if ranks.rank == 0 else None
         self._refuse_another_run()
         self._initial = self._find_initial()
         self._note_random_parts()
@@ -201,7 +199,8 @@ class Train(TrainingTask):
             progress=progress,
             looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
-            facts={"config": self._settings(), "drawing": DRAWING} | (self._inputs or {}),
+            facts={"config": self._settings(), "drawing": DRAWING}
+            | (self._inputs if is_first else {}),
             num_steps=plan.num_steps,
         )
         self._hooks = hooks
@@ -231,8 +230,12 @@ class Train(TrainingTask):
             storage.fetch()
         return storage
 
-    def _identify_inputs(self) -> dict[str, Any]:
-        """What `check_inputs` compares: the data, and the weights that no checkpoint has."""
+    @functools.cached_property
+    def _inputs(self) -> dict[str, Any]:
+        """What `check_inputs` compares: the data, and the weights that no checkpoint has.
+
+        The first rank asks, whose facts are saved: it reads all of these weights.
+        """
         config: Any = self.plan.config
         try:
             of_data = identify_data(sources_of(config))
@@ -240,7 +243,7 @@ class Train(TrainingTask):
             print(f"warning: a change of the data will not be seen: {error}", file=sys.stderr)
             of_data = None
         parts = [] if config.train == "vae" else ["unet"]
-        if config.step_has_encoders:
+        if config.step_has_encoders or config.online_preprocessing:
             parts += ["vae", "text_encoder"]
         if config.lora_rank is None and config.learned_token is None:
             parts = [part for part in parts if part not in config.trained_parts]
@@ -270,7 +273,7 @@ class Train(TrainingTask):
         changes = compare_settings(before, self._settings(), folder=folder)
         drawn, _ = find_random_parts(self.plan, given=parts_in(checkpoint))
         check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
-        if self._inputs is not None:
+        if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
             changed = check_inputs(checkpoint.facts, self._inputs, accepts=accepts, folder=folder)
             self._changed_inputs = changed
