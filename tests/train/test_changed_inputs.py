@@ -16,18 +16,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import train
-from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import convert
 from sdbench.engines import load_engine
-from sdbench.models.architecture import resolve_architecture
-from sdbench.models.export import export
-from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.record.store import load_record
 from sdbench.tasks.encode import precompute
 from tests.data.datasets import make_png, write_folder
 from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
 from tests.train.test_poison import losses
+from tests.train.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("launched")
 
@@ -35,23 +32,8 @@ pytestmark = pytest.mark.usefixtures("launched")
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory):
     """The tiny model in a folder."""
-    architecture, _ = resolve_architecture("tiny")
-    built = build_stable_diffusion(
-        architecture,
-        seed=9,
-        precision="fp32",
-        encoder_dtype="fp32",
-        memory_format="contiguous",
-        attention="sdpa",
-    )
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    export(
-        built,
-        folder,
-        trained={},
-        tokenizer=CaptionTokenizer(pad_token_id=0).for_diffusers(),
-        card="",
-    )
+    write_tiny_model(folder)
     return folder
 
 
