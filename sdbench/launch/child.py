@@ -1,21 +1,22 @@
-"""Runs a measuring command in a process of its own and says how it ended."""
+"""`run_child` runs a measuring command in a process of its own and says how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import fcntl
+import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from sdbench.base.cause import KILLED, VARIABLE, read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
@@ -23,10 +24,7 @@ from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.record.store import FAILED, INTERRUPTED, OK, RECORD_NAME, TIMEOUT, load_record
-from sdbench.settings.kinds import PATH, SECONDS
-from sdbench.settings.setting import setting
-
-Item = TypeVar("Item")
+from sdbench.report.terminal import format_number, format_rate
 
 OUTPUT_NAME = "output.log"
 CAUSE_NAME = "cause.json"
@@ -39,14 +37,6 @@ MAX_TAIL_BYTES = 64 * 1024
 MAX_REASON_LENGTH = 300
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChildFlags:
-    """Flags of every command that runs another one several times."""
-
-    folder: Path | None = setting(PATH, None, "for the runs (default: runs/<command>_<time>)")
-    timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a command ended.
@@ -54,11 +44,11 @@ class Outcome:
     Attributes:
         status: One of the statuses of a record.
         reason: Why, in a sentence; None for ok.
-        exit_code: Of the command; one that a signal ended has 128 plus its number.
+        exit_code: Of the command; 128 plus the number of the signal that ended it.
         duration_s: From its start to its end.
-        cause: Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if a rank of it
-            ended without a word; None if nothing is known.
-        run_folder: The folder of its record, or None if it left none.
+        cause: Class of the error that ended it; `KILLED` if SIGKILL did; `LOST` if one of its ranks
+            ended without a word; None if it is not known.
+        run_folder: The folder of its record; None without a record.
         record: The record, or None.
     """
 
@@ -71,19 +61,67 @@ class Outcome:
     record: dict[str, Any] | None
 
     @property
+    def run(self) -> str | None:
+        """The name of the run's folder."""
+        return None if self.run_folder is None else self.run_folder.name
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The record's summary; empty unless the status is ok."""
         return self.record["summary"] if self.status == OK and self.record else {}
 
+    @property
+    def described(self) -> str:
+        """Status and result in a line."""
+        result = for_terminal(self.reason or "")
+        if self.summary:
+            result = f"{format_rate(self.summary)} images/s"
+            if self.summary.get("peak_memory_gib") is not None:
+                result += f", {format_number(self.summary['peak_memory_gib'], num_digits=3)} GiB"
+        return f"{self.status}, {result} ({self.duration_s:.0f} s)"
 
-def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
-    """Every item once, then every item again: what changes slowly on a machine meets all alike.
 
-    Returns:
-        The number of the round, from 1, with each item.
+def split_words(text: str, *, flag: str) -> list[str]:
+    """The words of a text, as a shell splits it.
+
+    Raises:
+        ConfigError: A quote is not closed.
     """
-    items = list(items)
-    return [(number, item) for number in range(1, times + 1) for item in items]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"this text cannot be split into words ({error})",
+            value=text,
+            allowed="words as in a shell, each quote closed",
+            flag=flag,
+        ) from None
+
+
+def values_of(arguments: Sequence[str], flag: str) -> list[str]:
+    """The values that arguments give a flag, as ``--flag value`` or as ``--flag=value``."""
+    values = []
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            values.append(value if equals else following)
+    return values
+
+
+def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> None:
+    """Refuse arguments with a flag that the command sets itself.
+
+    Args:
+        name: The flag that they must not have.
+        arguments: For a program of ours.
+        why: What the command does with it, as the start of a sentence.
+        flag: What the user can change.
+
+    Raises:
+        ConfigError: They have it.
+    """
+    if values_of(arguments, name):
+        raise ConfigError(why, value=name, allowed=f"arguments without {name}", flag=flag)
 
 
 def measuring_command(command: Sequence[str]) -> list[str]:
@@ -92,13 +130,7 @@ def measuring_command(command: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: There is no command, it names a results folder, or its program is not there.
     """
-    if any(argument.split("=")[0] == "--results_dir" for argument in command):
-        raise ConfigError(
-            "each run gets a folder of its own",
-            value="--results_dir",
-            allowed="a command without it",
-            flag="COMMAND",
-        )
+    refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
     return find_program(command)
 
 
@@ -130,36 +162,6 @@ def find_program(command: Sequence[str]) -> list[str]:
     return [program, *command[1:]]
 
 
-def new_folder(given: Path | None, *, prefix: str) -> Path:
-    """Make an empty folder for runs that belong together.
-
-    Args:
-        given: The user's; None makes ``runs/<prefix>_<time>``.
-        prefix: What the runs are for.
-
-    Raises:
-        ConfigError: The user's folder holds something, or cannot be made.
-    """
-    folder = given
-    while folder is None:
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        try:
-            (Path("runs") / f"{prefix}_{now}").mkdir(parents=True)
-        except FileExistsError:
-            time.sleep(0.1)  # another one began within the same second
-        else:
-            return Path("runs") / f"{prefix}_{now}"
-    make_folder(folder)
-    if any(folder.iterdir()):
-        raise ConfigError(
-            "this folder holds something already",
-            value=str(folder),
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
-    return folder
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder of the user's choice.
 
@@ -179,11 +181,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def only_one_in(folder: Path, *, what: str) -> Iterator[None]:
-    """Keep a second program out of the folder while the block runs.
-
-    Args:
-        folder: Made if it does not exist.
-        what: The program, for the error.
+    """Make the folder, and keep a second program (`what`) out of it during the block.
 
     Raises:
         ConfigError: Another one is at work there.
@@ -212,9 +210,9 @@ class End:
     """How a process ended.
 
     Attributes:
-        exit_code: One that a signal ended has 128 plus its number.
+        exit_code: 128 plus the number of the signal that ended it.
         duration_s: From its start to its end.
-        has_timed_out: Whether its time-out ended it.
+        has_timed_out: Its time-out ended it.
     """
 
     exit_code: int
@@ -293,9 +291,6 @@ def run_child(
         folder: Made for it; gets the run's folder and output.log.
         timeout_s: The command is ended after so many seconds; None waits.
         alone_in: A folder in which one runs at a time; None: the parent folder.
-
-    Returns:
-        How it ended.
     """
     folder.mkdir(parents=True)
     log = folder / OUTPUT_NAME
@@ -310,8 +305,7 @@ def run_child(
             )
     finally:  # a run that is stopped keeps its output, too
         replace_file(log, redact(log.read_text(encoding="utf-8", errors="replace")))
-    exceeded_s = timeout_s if end.has_timed_out else None
-    return _explain(folder, end.exit_code, end.duration_s, exceeded_s=exceeded_s)
+    return _explain(folder, end, timeout_s=timeout_s)
 
 
 def tail(folder: Path) -> str:
@@ -331,28 +325,19 @@ def _first_error(folder: Path) -> str | None:
     return for_terminal(redact(found[1])) if found else None
 
 
-def _explain(
-    folder: Path, exit_code: int, duration_s: float, *, exceeded_s: float | None
-) -> Outcome:
-    """Combine the record and the end of the process into an outcome.
-
-    Args:
-        folder: The folder of `run_child`.
-        exit_code: Of the guard.
-        duration_s: From the start of the command to its end.
-        exceeded_s: The time-out, if the command was ended by it.
-    """
+def _explain(folder: Path, end: End, *, timeout_s: float | None) -> Outcome:
+    """Combine the record in the folder and the end of the process into an outcome."""
     record, run_folder, complaint = _find_record(folder)
     reported = read_cause(folder / CAUSE_NAME) or {}
     cause = reported.get("error")
-    if _signal_of(exit_code) == signal.SIGKILL:
+    if _signal_of(end.exit_code) == signal.SIGKILL:
         cause = KILLED
-    ended = f"it {describe_exit(exit_code)}"
-    if exceeded_s is not None:
-        status, reason = TIMEOUT, f"it did not end within {exceeded_s:g} s"
+    ended = f"it {describe_exit(end.exit_code)}"
+    if end.has_timed_out:
+        status, reason = TIMEOUT, f"it did not end within {timeout_s:g} s"
     elif record is not None and record["duration_s"] is not None:  # the record has an end
         status, reason = record["status"], record["reason"]
-        if (status == OK) != (exit_code == 0) or status == INTERRUPTED:
+        if (status == OK) != (end.exit_code == 0) or status == INTERRUPTED:
             # Nobody has stopped this run, so that one of its ranks must have ended otherwise.
             status, reason = FAILED, f"{ended}; the record says: {reason or 'ok'}"
     else:
@@ -364,8 +349,8 @@ def _explain(
     return Outcome(
         status=status,
         reason=None if reason is None else reason[:MAX_REASON_LENGTH],
-        exit_code=exit_code,
-        duration_s=duration_s,
+        exit_code=end.exit_code,
+        duration_s=end.duration_s,
         cause=cause,
         run_folder=run_folder,
         record=record,
@@ -373,7 +358,7 @@ def _explain(
 
 
 def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str | None]:
-    """The record and its folder, or why there is none that can be read."""
+    """The record, its folder, and why it cannot be read."""
     for path in folder.glob(f"*/{RECORD_NAME}"):  # the folder is new: there is at most one
         try:
             return load_record(path), path.parent, None
@@ -391,15 +376,20 @@ def describe_exit(exit_code: int) -> str:
 
 
 def _signal_of(exit_code: int) -> signal.Signals | None:
-    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n."""
+    """The signal that ended a command: as a shell tells it, 128 + n, or as composer, 256 - n.
+
+    255 may be a program's own exit(-1), and is taken for that.
+    """
     numbers = {number.value: number for number in signal.Signals}
     if exit_code < 0:
         return numbers.get(-exit_code)
-    return numbers.get(256 - exit_code if exit_code > 192 else exit_code - 128)
+    if 192 < exit_code < 255:
+        return numbers.get(256 - exit_code)
+    return numbers.get(exit_code - 128)
 
 
 def _end_session(session: int) -> None:
-    """Kill what is left of a session whose first process has died."""
+    """Kill the processes that are left of a session whose first process has died."""
     import psutil
 
     left = []

@@ -1,7 +1,7 @@
-"""The command `python -m sdbench repeat`: one measurement several times, each in fresh processes.
+"""The command `python -m sdbench repeat`: measures a command several times in fresh processes.
 
 The run is the unit of replication: only an interval over runs predicts the next run. Two commands
-take turns, since what the machine is like an hour later is no difference between them.
+take turns, so that a machine that changes within the hour changes for both.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError
-from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
-from sdbench.base.progress import Progress
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import (
-    ChildFlags,
-    Outcome,
-    in_rounds,
-    measuring_command,
-    new_folder,
-    run_child,
-    tail,
-)
+from sdbench.launch.child import Outcome, measuring_command, split_words
+from sdbench.launch.runs import Run, RunsFlags, in_rounds, measure, new_folder
 from sdbench.record.store import OK
 from sdbench.report import compare
-from sdbench.report.terminal import format_number, format_rate
+from sdbench.report.terminal import format_number
 from sdbench.settings.kinds import REPEATS, TEXT
 from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
@@ -53,7 +44,7 @@ chance. The exit code is 1 if a run failed; the others are kept.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RepeatFlags(ChildFlags):
+class RepeatFlags(RunsFlags):
     """Flags of repeat."""
 
     times: int = setting(
@@ -68,14 +59,7 @@ class RepeatFlags(ChildFlags):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command several times.
-
-    Args:
-        argv: How often, and behind ``--`` the command.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command several times, or two in turn; returns the exit code."""
     request = parse(
         RepeatFlags,
         argv,
@@ -88,80 +72,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = request.config
     commands = {CANDIDATE: measuring_command(request.rest)}
     if flags.against is not None:
-        commands = {BASELINE: measuring_command(_split(flags.against)), **commands}
+        baseline = split_words(flags.against, flag="--against")
+        commands = {BASELINE: measuring_command(baseline), **commands}
     folder = new_folder(flags.folder, prefix="repeat")
-    # One command alone has no side: its runs are in the folder itself.
-    folders = {side: folder / side if flags.against else folder for side in commands}
-    outcomes: dict[str, list[Outcome]] = {side: [] for side in commands}
+    # The runs of a single command are in the folder itself.
+    folders = {name: folder / name if flags.against else folder for name in commands}
+    runs = [
+        Run(name if flags.against else "", commands[name], folders[name] / str(number))
+        for number, name in in_rounds(commands, times=flags.times)
+    ]
+    outcomes: dict[Path, list[Outcome]] = {place: [] for place in folders.values()}
+    made = measure(runs, alone_in=folder, timeout_s=flags.timeout_s, num_runs=len(runs))
     is_interrupted = False
     try:
-        with Progress(flags.times * len(commands), unit="run") as progress:
-            for number, side in in_rounds(commands, times=flags.times):
-                outcome = run_child(
-                    commands[side],
-                    folder=folders[side] / str(number),
-                    timeout_s=flags.timeout_s,
-                    alone_in=folder,
-                )
-                outcomes[side].append(outcome)
-                progress.report(f"{side}: " * bool(flags.against) + _describe(outcome))
-                if outcome.status != OK:
-                    progress.say(tail(folders[side] / str(number)))
+        for run, outcome in made:
+            outcomes[run.folder.parent].append(outcome)
     except STOPS:
         is_interrupted = True
         print("interrupted: what has ended is kept", file=sys.stderr)
-    for side, of_side in outcomes.items():
-        if of_side:
-            summary = summarize(of_side)
-            write_json(folders[side] / "repeat.json", summary)
-            print(f"\n{format_summary(summary)}\n\nruns: {folders[side]}")
+    for place, of_command in outcomes.items():
+        if of_command:
+            summary = summarize(of_command)
+            write_json(place / "repeat.json", summary)
+            print(f"\n{format_summary(summary)}\n\nruns: {place}")
     if is_interrupted:
         return EXIT_INTERRUPTED
     if flags.against is not None:
         _compare(folders)
-    return 0 if all(one.status == OK for of_side in outcomes.values() for one in of_side) else 1
-
-
-def _split(command: str) -> list[str]:
-    """The words of a command in one text.
-
-    Raises:
-        ConfigError: A quote of it is not closed.
-    """
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(
-            f"this is no command ({error})",
-            value=command,
-            allowed="a command as in a shell, in one pair of quotes",
-            flag="--against",
-        ) from None
+    ended = [outcome.status for of_command in outcomes.values() for outcome in of_command]
+    return 0 if set(ended) == {OK} else 1
 
 
 def _compare(folders: Mapping[str, Path]) -> None:
-    """Print the comparison of both sides, or why there is none."""
-    sides = [str(folders[BASELINE]), str(folders[CANDIDATE])]
-    print(f"\npython -m sdbench compare {shlex.join(sides)}\n", flush=True)
+    """Print the comparison of both commands, or why it is refused."""
+    places = [str(folders[BASELINE]), str(folders[CANDIDATE])]
+    print(f"\npython -m sdbench compare {shlex.join(places)}\n", flush=True)
     try:
-        compare.main(sides)
+        compare.main(places)
     except ConfigError as error:
         print(f"not compared: {error}", file=sys.stderr)
 
 
 def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The content of repeat.json.
-
-    Returns:
-        Each run with its rate; over those that ended well their median and spread and, from three
-        runs, the interval between runs.
-    """
+    """The content of repeat.json: each run, and the spread of the rates of good runs."""
     rates = [one.summary["images_per_second"] for one in outcomes if one.summary]
     interval = between_runs_interval(rates)
     return {
         "runs": [
             {
-                "run": None if outcome.run_folder is None else outcome.run_folder.name,
+                "run": outcome.run,
                 "status": outcome.status,
                 "reason": outcome.reason,
                 "images_per_second": outcome.summary.get("images_per_second"),
@@ -206,9 +165,3 @@ def format_summary(summary: dict[str, Any]) -> str:
     if flags:
         lines.append(f"caution: {', '.join(flags)} in at least one run")
     return "\n".join(lines)
-
-
-def _describe(outcome: Outcome) -> str:
-    if outcome.status != OK:
-        return f"{outcome.status}, {for_terminal(outcome.reason)}"
-    return f"{format_rate(outcome.record['summary'])} images/s in {outcome.duration_s:.0f} s"

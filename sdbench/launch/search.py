@@ -1,4 +1,4 @@
-"""Finds the largest micro-batch that fits and the fastest one.
+"""The command `python -m sdbench search`: finds the largest and the fastest micro-batch.
 
 Every probe is a process of its own, so that none finds memory that a failed one has left behind.
 The fastest is measured once more in a fresh process, with the settings of the command.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdbench.base.cause import KILLED
-from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, MemoryEstimateError, RunError
-from sdbench.base.escape import for_terminal
+from sdbench.base.errors import EXIT_INTERRUPTED, MemoryEstimateError, RunError
 from sdbench.base.files import write_json
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import ChildFlags, Outcome, measuring_command, new_folder, run_child
+from sdbench.launch.child import Outcome, measuring_command, refuse_flag
+from sdbench.launch.runs import Run, RunsFlags, measure, new_folder
 from sdbench.record.store import FAILED, OK, OOM
-from sdbench.report.terminal import format_number
 from sdbench.settings.compiling import NUM_GRAPH_STEPS
 from sdbench.settings.kinds import POSITIVE
 from sdbench.settings.request import parse
@@ -46,7 +44,7 @@ GPUs, and on a CPU one micro-batch per rank, which then grows with the micro-bat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchFlags(ChildFlags):
+class SearchFlags(RunsFlags):
     """Flags of search."""
 
     max_micro_batch: int = setting(POSITIVE, 256, "try none above it")
@@ -54,106 +52,115 @@ class SearchFlags(ChildFlags):
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
-    """A micro-batch and the outcome of its run.
-
-    Attributes:
-        micro_batch: Images per forward and backward pass on one rank.
-        outcome: How its run ended.
-    """
+class Probe(Run):
+    """A short run with a micro-batch: images per forward and backward pass on one rank."""
 
     micro_batch: int
-    outcome: Outcome
 
-    @property
-    def fits(self) -> bool:
-        """Whether it ran to its end."""
-        return self.outcome.status == OK
 
-    @property
-    def is_too_large(self) -> bool:
-        """Whether it failed, or was refused, for want of memory."""
-        outcome = self.outcome
-        return outcome.status == OOM or (
-            outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search with short runs, and measure the fastest again; returns the exit code."""
+    request = parse(
+        SearchFlags,
+        argv,
+        prog="python -m sdbench search",
+        description="Find the largest and the fastest micro-batch of a command of benchmark.py.",
+        epilog=EPILOG,
+        rest="COMMAND ...",
+    )
+    flags = request.config
+    refuse_flag(FLAG, request.rest, why="the micro-batch is what is searched for", flag="COMMAND")
+    command = measuring_command(request.rest)
+    folder = new_folder(flags.folder, prefix="search")
+    print(f"Probing micro-batches up to {flags.max_micro_batch} in {folder}", flush=True)
+    outcomes: dict[int, Outcome] = {}
+    sizes = propose(outcomes, limit=flags.max_micro_batch, multiple=flags.multiple_of)
+    short = without_flags(command, LONGER)
+    probes = (
+        Probe(
+            f"micro-batch {size}",
+            [*short, FLAG, str(size), *SHORT],
+            folder / f"probe-{size}",
+            size,
+        )
+        for size in sizes
+    )
+    final = None
+    try:
+        for probe, outcome in measure(probes, alone_in=folder, timeout_s=flags.timeout_s):
+            _check_probe(probe, outcome)
+            outcomes[probe.micro_batch] = outcome
+        winner = fastest_of(outcomes)
+        print(f"Measuring micro-batch {winner} again, with the command's own settings")
+        run = Run(f"micro-batch {winner}", [*command, FLAG, str(winner)], folder / "winner")
+        for _, outcome in measure([run], alone_in=folder, timeout_s=flags.timeout_s):
+            final = outcome
+    except STOPS:
+        print("interrupted: what was probed is in the folder", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        if fitting(outcomes):
+            summary = summarize(outcomes, final)
+            write_json(folder / "search.json", summary)
+    bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
+    print(f"\nlargest micro-batch that fits: {summary['largest_micro_batch']}{bound}")
+    print(f"fastest: {winner}, {final.described}\nruns: {folder}")
+    return 0 if final.status == OK else 1
+
+
+def propose(outcomes: Mapping[int, Outcome], *, limit: int, multiple: int) -> Iterator[int]:
+    """Yield micro-batches: doubled until one does not fit, then in the middle of the gap.
+
+    Args:
+        outcomes: Has the outcome of each when the next is asked for.
+        limit: Largest micro-batch to try.
+        multiple: Between powers of two only multiples of this are tried.
+
+    Raises:
+        RunError: Not even one image fits.
+    """
+    yield 1
+    if outcomes[1].status != OK:
+        raise RunError(f"not even micro-batch 1 fits: {outcomes[1].reason}")
+    limit = min(limit, _device_batch(outcomes[1].record) or limit)
+    fits, too_large = 1, None
+    while too_large is None and fits < limit:
+        size = min(2 * fits, limit)
+        yield size
+        if outcomes[size].status == OK:
+            fits = size
+        else:
+            too_large = size
+    while too_large is not None:
+        size = (fits + too_large) // 2 // multiple * multiple
+        if size <= fits:
+            return
+        yield size
+        if outcomes[size].status == OK:
+            fits = size
+        else:
+            too_large = size
+
+
+def _check_probe(probe: Probe, outcome: Outcome) -> None:
+    """Refuse to go on after another failure than one for want of memory."""
+    is_too_large = outcome.status == OOM or (
+        outcome.status == FAILED and outcome.cause in MEMORY_CAUSES
+    )
+    if outcome.status != OK and not is_too_large:
+        raise RunError(
+            f"{probe.name} ended for another reason than memory: {outcome.status}, {outcome.reason}"
         )
 
 
-class Search:
-    """Probes micro-batches, each once."""
+def fitting(outcomes: Mapping[int, Outcome]) -> list[int]:
+    """The micro-batches that fit, the smallest first."""
+    return sorted(size for size, outcome in outcomes.items() if outcome.status == OK)
 
-    def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float | None) -> None:
-        """Prepare a search.
 
-        Args:
-            command: Program and arguments, without a micro-batch.
-            folder: Gets a folder for each run.
-            timeout_s: Bound on each run.
-        """
-        self.probes: dict[int, Probe] = {}
-        self._command = command
-        self._folder = folder
-        self._timeout_s = timeout_s
-
-    def probe(self, micro_batch: int) -> Probe:
-        """Run a micro-batch for a few steps, unless it has been.
-
-        Raises:
-            RunError: It failed for another reason than memory.
-        """
-        if micro_batch not in self.probes:
-            flags = [FLAG, str(micro_batch), *SHORT]
-            outcome = run_child(
-                [*without_flags(self._command, LONGER), *flags],
-                folder=self._folder / f"probe-{micro_batch}",
-                timeout_s=self._timeout_s,
-            )
-            probe = Probe(micro_batch, outcome)
-            print(f"  micro-batch {micro_batch}: {describe(outcome)}", flush=True)
-            if not probe.fits and not probe.is_too_large:
-                raise RunError(
-                    f"micro-batch {micro_batch} ended for another reason than memory: "
-                    f"{outcome.status}, {outcome.reason}"
-                )
-            self.probes[micro_batch] = probe
-        return self.probes[micro_batch]
-
-    def find_largest(self, *, limit: int, multiple: int) -> None:
-        """Double until one does not fit, then halve the gap.
-
-        Args:
-            limit: Largest micro-batch to try.
-            multiple: Between powers of two only multiples of this are tried.
-        """
-        fits, too_large = 1, None
-        first = self.probe(1)
-        if not first.fits:
-            raise RunError(f"not even micro-batch 1 fits: {first.outcome.reason}")
-        limit = min(limit, _device_batch(first.outcome.record) or limit)
-        while too_large is None and fits < limit:
-            size = min(2 * fits, limit)
-            if self.probe(size).fits:
-                fits = size
-            else:
-                too_large = size
-        while too_large is not None:
-            middle = (fits + too_large) // 2 // multiple * multiple
-            if middle <= fits:
-                return
-            if self.probe(middle).fits:
-                fits = middle
-            else:
-                too_large = middle
-
-    @property
-    def fitting(self) -> list[Probe]:
-        """Those that fit, the smallest first."""
-        return sorted((p for p in self.probes.values() if p.fits), key=lambda p: p.micro_batch)
-
-    @property
-    def fastest(self) -> Probe:
-        """The one with the highest rate in its few steps."""
-        return max(self.fitting, key=lambda p: p.outcome.summary["images_per_second"])
+def fastest_of(outcomes: Mapping[int, Outcome]) -> int:
+    """The micro-batch with the highest rate in its few steps."""
+    return max(fitting(outcomes), key=lambda size: outcomes[size].summary["images_per_second"])
 
 
 def _device_batch(record: dict[str, Any]) -> int | None:
@@ -175,95 +182,29 @@ def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `search`.
-
-    Args:
-        argv: Flags, and behind ``--`` the command.
-
-    Returns:
-        The exit code.
-    """
-    flags, command = _parse(argv)
-    folder = new_folder(flags.folder, prefix="search")
-    search = Search(command, folder=folder, timeout_s=flags.timeout_s)
-    print(f"Probing micro-batches up to {flags.max_micro_batch} in {folder}", flush=True)
-    final = None
-    try:
-        search.find_largest(limit=flags.max_micro_batch, multiple=flags.multiple_of)
-        winner = search.fastest.micro_batch
-        print(f"Measuring micro-batch {winner} again, with the command's own settings")
-        final = run_child(
-            [*command, FLAG, str(winner)],
-            folder=folder / "winner",
-            timeout_s=flags.timeout_s,
-        )
-    except STOPS:
-        print("interrupted: what was probed is in the folder", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    finally:
-        if search.fitting:
-            summary = summarize(search, final)
-            write_json(folder / "search.json", summary)
-    largest = summary["largest_micro_batch"]
-    bound = "" if summary["is_bounded_by_memory"] else " (the largest that was tried)"
-    print(f"\nlargest micro-batch that fits: {largest}{bound}")
-    print(f"fastest: {winner}, {describe(final)}\nruns: {folder}")
-    return 0 if final.status == OK else 1
-
-
-def summarize(search: Search, final: Outcome | None) -> dict[str, Any]:
+def summarize(outcomes: Mapping[int, Outcome], final: Outcome | None) -> dict[str, Any]:
     """The content of search.json.
 
     Args:
-        search: With at least one probe that fits.
-        final: The winner, measured again; None if it has not come to that.
+        outcomes: Of the probes; at least one fits.
+        final: The fastest, measured again; None if the search ended before.
     """
     summary = {} if final is None else final.summary
+    fits = fitting(outcomes)
     return {
-        "largest_micro_batch": search.fitting[-1].micro_batch,
-        "is_bounded_by_memory": len(search.fitting) < len(search.probes),
-        "fastest_micro_batch": search.fastest.micro_batch,
+        "largest_micro_batch": fits[-1],
+        "is_bounded_by_memory": len(fits) < len(outcomes),
+        "fastest_micro_batch": fastest_of(outcomes),
         "images_per_second": summary.get("images_per_second"),
-        "run": final.run_folder.name if summary else None,
+        "run": final.run if summary else None,
         "probes": [
             {
-                "micro_batch": micro_batch,
-                "status": probe.outcome.status,
-                "reason": probe.outcome.reason,
-                **{
-                    name: probe.outcome.summary.get(name)
-                    for name in ("images_per_second", "peak_memory_gib")
-                },
+                "micro_batch": size,
+                "status": outcome.status,
+                "reason": outcome.reason,
+                "images_per_second": outcome.summary.get("images_per_second"),
+                "peak_memory_gib": outcome.summary.get("peak_memory_gib"),
             }
-            for micro_batch, probe in sorted(search.probes.items())
+            for size, outcome in sorted(outcomes.items())
         ],
     }
-
-
-def describe(outcome: Outcome) -> str:
-    """The outcome of a run in a line."""
-    if outcome.status != OK:
-        return f"{outcome.status}, {for_terminal(outcome.reason)}"
-    summary = outcome.record["summary"]
-    memory = format_number(summary["peak_memory_gib"], num_digits=3)
-    return f"{format_number(summary['images_per_second'])} images/s, {memory} GiB"
-
-
-def _parse(argv: Sequence[str] | None) -> tuple[SearchFlags, list[str]]:
-    request = parse(
-        SearchFlags,
-        argv,
-        prog="python -m sdbench search",
-        description="Find the largest and the fastest micro-batch of a command of benchmark.py.",
-        epilog=EPILOG,
-        rest="COMMAND ...",
-    )
-    if any(argument.split("=")[0] == FLAG for argument in request.rest):
-        raise ConfigError(
-            "the micro-batch is what is searched for",
-            value=FLAG,
-            allowed="a command without it",
-            flag="COMMAND",
-        )
-    return request.config, measuring_command(request.rest)

@@ -1,14 +1,14 @@
-"""The command `python -m sdbench submit`: throughput on several numbers of nodes of Slurm.
+"""The command `python -m sdbench submit`: measures on several numbers of nodes of Slurm.
 
-Submits multi-node/2.train.sbatch once for each number of nodes and each repeat, waits for the jobs,
-and sets their records side by side.
+It submits multi-node/2.train.sbatch once for each number of nodes and each repeat, waits for the
+jobs, and shows their throughput in a table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -18,12 +18,15 @@ from typing import Any
 
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, RunError
 from sdbench.base.files import write_json
+from sdbench.base.outside import read_json
 from sdbench.base.progress import Progress
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import in_rounds, new_folder
+from sdbench.launch.child import refuse_flag, values_of
+from sdbench.launch.runs import in_rounds, new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
 from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
 from sdbench.report.terminal import format_rates
+from sdbench.settings.config import SETTINGS
 from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, TEXT, list_of, one_of
 from sdbench.settings.request import parse
 from sdbench.settings.setting import setting
@@ -33,19 +36,8 @@ JOBS_NAME = "jobs.json"
 POLL_S = 5.0
 FORGOTTEN = "no longer known to Slurm"
 # States of a job that has ended; PENDING, RUNNING and others go on.
-ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
-    }
-)
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+ENDED += ("PREEMPTED", "TIMEOUT", FORGOTTEN)
 
 EPILOG = """\
 examples:
@@ -79,13 +71,7 @@ class SubmitFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One submitted measurement.
-
-    Attributes:
-        number: Slurm's.
-        num_nodes: How many nodes it asked for.
-        folder: Where its record goes.
-    """
+    """A submitted measurement: its number in Slurm, its nodes, and where its record goes."""
 
     number: int
     num_nodes: int
@@ -93,14 +79,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Submit, wait and collect.
-
-    Args:
-        argv: Flags, and behind ``--`` arguments for benchmark.py; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Submit, wait and show the result; returns the exit code."""
     request = parse(
         SubmitFlags,
         argv,
@@ -112,9 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = request.config
     if flags.folder is not None and (flags.folder / JOBS_NAME).exists():
         folder = flags.folder
-        jobs = _read_jobs(folder)
+        jobs = [
+            Job(job["number"], job["num_nodes"], folder / job["folder"])
+            for job in read_json(folder / JOBS_NAME)
+        ]
     else:
-        _check(flags, request.rest)
         folder, jobs = _submit(flags, request.rest)
     try:
         _wait(jobs)
@@ -136,34 +117,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_table(records: Sequence[dict[str, Any]]) -> Table:
-    """Throughput by number of nodes, against the fewest.
+    """Throughput of good runs by number of nodes.
 
-    Args:
-        records: Of runs that ended well.
-
-    Returns:
-        A row for each number of nodes. The efficiency is images/s of a rank over that on the
-        fewest nodes.
+    The efficiency is images/s of a rank over images/s of a rank on the fewest nodes.
     """
     by_nodes: dict[int, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda record: record["ranks"]["num_nodes"]):
         by_nodes.setdefault(record["ranks"]["num_nodes"], []).append(record)
     rows, base = [], None
     for num_nodes, runs in by_nodes.items():
-        rates = [run["summary"]["images_per_second_per_device"] for run in runs]
-        per_rank = sum(rates) / len(rates)
+        summaries = [run["summary"] for run in runs]
+        per_rank = statistics.mean(one["images_per_second_per_device"] for one in summaries)
         base = base or per_rank
+        flags = sorted({flag for one in summaries for flag in one.get("flags", [])})
         rows.append(
             [
                 make_cell(num_nodes),
                 make_cell(runs[0]["ranks"]["world_size"]),
                 make_cell(runs[0]["config"]["batch_size"]),
                 make_cell(len(runs)),
-                Cell(format_rates([run["summary"] for run in runs]), per_rank),
+                Cell(format_rates(summaries), per_rank),
                 make_cell(100 * per_rank / base),
-                make_cell(
-                    ", ".join(sorted({f for run in runs for f in run["summary"].get("flags", [])}))
-                ),
+                make_cell(", ".join(flags)),
             ]
         )
     columns = [
@@ -174,7 +149,7 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
-    """Strong or weak scaling, told by the global batches."""
+    """Strong or weak scaling, as the global batches say."""
     batches = {record["config"]["batch_size"] for record in records}
     shares = {record["config"]["batch_size"] / record["ranks"]["world_size"] for record in records}
     if len({record["ranks"]["world_size"] for record in records}) == 1:
@@ -186,14 +161,9 @@ def describe_scaling(records: Sequence[dict[str, Any]]) -> str:
     return "Neither strong nor weak scaling: global batch and images per rank both differ"
 
 
-def _submit(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> tuple[Path, list[Job]]:
-    if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "this machine is no part of a Slurm cluster",
-            value="no sbatch on PATH",
-            allowed="a login or head node",
-            flag="PATH",
-        )
+def _submit(flags: SubmitFlags, arguments: Sequence[str]) -> tuple[Path, list[Job]]:
+    """Submit a job for each number of nodes and each repeat; `arguments` are for benchmark.py."""
+    batch_size = _check(flags, arguments)
     folder = new_folder(flags.folder, prefix="submit").resolve()
     jobs: list[Job] = []
     for repeat, num_nodes in in_rounds(flags.nodes, times=flags.repeats):
@@ -206,33 +176,67 @@ def _submit(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> tuple[Path, li
             f"--output={run_folder}/output.log",
             *(flags.sbatch_options or "").split(),
             str(SCRIPT),
-            *_scale_batch(benchmark_argv, flags, num_nodes),
+            *arguments,
             *("--results_dir", str(run_folder)),
         ]
+        if batch_size is not None:  # the last one counts
+            command += ["--batch_size", str(batch_size * num_nodes // min(flags.nodes))]
         done = subprocess.run(
             command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RunError(f"sbatch refused a job of {num_nodes} nodes: {done.stderr.strip()}")
         jobs.append(Job(int(done.stdout.split(";")[0]), num_nodes, run_folder))
-        # After each: whatever ends this program, the next start knows the jobs that there are.
-        _write_jobs(folder, jobs)
+        # After each: if this program is ended, the next start finds the jobs.
+        content = [{**vars(job), "folder": job.folder.name} for job in jobs]
+        write_json(folder / JOBS_NAME, content)
     print(f"submitted {len(jobs)} jobs: {jobs[0].number} to {jobs[-1].number}")
     return folder, jobs
 
 
-def _scale_batch(benchmark_argv: Sequence[str], flags: SubmitFlags, num_nodes: int) -> list[str]:
-    """The arguments, with a global batch that grows with the nodes if the user asks for that."""
-    argv = list(benchmark_argv)
+def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
+    """Find mistakes; returns the global batch on the fewest nodes if it grows with the nodes."""
+    if not flags.nodes:
+        raise ConfigError(
+            "nothing says on how many nodes to measure",
+            value="",
+            allowed="numbers of nodes, or --folder with the jobs of an earlier start",
+            flag="--nodes",
+        )
+    why = "each job gets a folder of its own"
+    refuse_flag("--results_dir", arguments, why=why, flag="--folder")
+    batch_size = None
     if flags.scaling == "weak":
-        position = argv.index("--batch_size") + 1
+        given = values_of(arguments, "--batch_size")
+        if not given:
+            raise ConfigError(
+                "weak scaling needs the global batch on the fewest nodes",
+                value=" ".join(arguments),
+                allowed="--batch_size N behind --",
+                flag="--batch_size",
+            )
+        batch_size = SETTINGS["batch_size"].parse(given[-1])
         smallest = min(flags.nodes)
-        argv[position] = str(int(argv[position]) * num_nodes // smallest)
-    return argv
+        uneven = [num_nodes for num_nodes in flags.nodes if num_nodes % smallest]
+        if uneven:
+            raise ConfigError(
+                "the global batch cannot grow in proportion",
+                value=uneven[0],
+                allowed=f"multiples of {smallest} nodes",
+                flag="--nodes",
+            )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "this machine is no part of a Slurm cluster",
+            value="no sbatch on PATH",
+            allowed="a login or head node",
+            flag="PATH",
+        )
+    return batch_size
 
 
 def _wait(jobs: Sequence[Job]) -> None:
-    """Until Slurm has ended or forgotten every job."""
+    """Wait until Slurm has ended or forgotten every job."""
     left = list(jobs)
     with Progress(len(jobs), unit="job") as progress:
         while left:
@@ -240,7 +244,7 @@ def _wait(jobs: Sequence[Job]) -> None:
             for job in list(left):
                 # Slurm forgets a job some minutes after its end.
                 state = states.get(job.number, FORGOTTEN)
-                if state in (FORGOTTEN, *ENDED):
+                if state in ENDED:
                     left.remove(job)
                     progress.report(f"{job.number} on {job.num_nodes} nodes: {state}")
             if left:
@@ -258,7 +262,7 @@ def _read_states() -> dict[int, str]:
 
 
 def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Records of runs that ended well, and a sentence for each job without one."""
+    """Records of good runs, and a sentence for each job without one."""
     ended_well, failures = [], []
     for job in jobs:
         # A job that was started again has one for each start.
@@ -275,51 +279,3 @@ def _collect(jobs: Sequence[Job]) -> tuple[list[dict[str, Any]], list[str]]:
                 f"(see {job.folder}/output.log)"
             )
     return ended_well, failures
-
-
-def _write_jobs(folder: Path, jobs: Sequence[Job]) -> None:
-    content = [
-        {"number": job.number, "num_nodes": job.num_nodes, "folder": job.folder.name}
-        for job in jobs
-    ]
-    write_json(folder / JOBS_NAME, content)
-
-
-def _read_jobs(folder: Path) -> list[Job]:
-    content = json.loads((folder / JOBS_NAME).read_text(encoding="utf-8"))
-    return [Job(job["number"], job["num_nodes"], folder / job["folder"]) for job in content]
-
-
-def _check(flags: SubmitFlags, benchmark_argv: Sequence[str]) -> None:
-    if not flags.nodes:
-        raise ConfigError(
-            "nothing says on how many nodes to measure",
-            value="",
-            allowed="numbers of nodes, or --folder with the jobs of an earlier start",
-            flag="--nodes",
-        )
-    if "--results_dir" in benchmark_argv:
-        raise ConfigError(
-            "each job gets a folder of its own",
-            value="--results_dir",
-            allowed="arguments without it",
-            flag="--folder",
-        )
-    if flags.scaling != "weak":
-        return
-    if "--batch_size" not in benchmark_argv[:-1]:
-        raise ConfigError(
-            "weak scaling needs the global batch on the fewest nodes",
-            value=" ".join(benchmark_argv),
-            allowed="--batch_size N behind --",
-            flag="--batch_size",
-        )
-    smallest = min(flags.nodes)
-    uneven = [num_nodes for num_nodes in flags.nodes if num_nodes % smallest]
-    if uneven:
-        raise ConfigError(
-            "the global batch cannot grow in proportion",
-            value=uneven[0],
-            allowed=f"multiples of {smallest} nodes",
-            flag="--nodes",
-        )

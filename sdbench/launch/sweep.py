@@ -1,4 +1,4 @@
-"""The command `python -m sdbench sweep`: many configurations, each run in a process of its own.
+"""The command `python -m sdbench sweep`: runs many configurations, each in a process of its own.
 
 A run that is out of memory, fails or takes too long is a row like any other. A sweep that was
 interrupted goes on where it was.
@@ -18,12 +18,12 @@ from typing import Any
 from sdbench.base.errors import EXIT_INTERRUPTED
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
-from sdbench.base.progress import Progress
 from sdbench.base.secrets import redact_values
 from sdbench.base.stop import STOPS
-from sdbench.launch.child import only_one_in, run_child, tail
+from sdbench.launch.child import only_one_in
+from sdbench.launch.runs import measure
 from sdbench.launch.sweep_file import SweepFile, read_sweep_file
-from sdbench.launch.sweep_state import Run, check_environment, list_runs
+from sdbench.launch.sweep_state import SweepRun, check_environment, list_runs
 from sdbench.record.row import COLUMNS, format_csv, make_row
 from sdbench.record.store import FAILED, INVALID, OK, OOM, TIMEOUT
 from sdbench.report.tables import Table, make_cell, make_table, to_terminal
@@ -82,14 +82,7 @@ class SweepFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Begin a sweep or go on with it.
-
-    Args:
-        argv: The sweep file and flags.
-
-    Returns:
-        The exit code.
-    """
+    """Begin a sweep or go on with it; returns the exit code."""
     flags = parse(
         SweepFlags,
         argv,
@@ -100,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     sweep = read_sweep_file(flags.file)
     folder = flags.folder or Path("runs") / f"sweep_{flags.file.stem}"
-    end_s = None if sweep.budget_s is None else time.monotonic() + sweep.budget_s
+    end_s = time.monotonic() + (sweep.budget_s or math.inf)
     runs = list_runs(sweep, folder=folder)
     if flags.dry_run:
         print(_describe(sweep, runs, _pending(runs, flags.retry), folder=folder))
@@ -109,8 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_environment(folder, allow_other=flags.allow_mixed)
         pending = _pending(runs, flags.retry)
         print(_describe(sweep, runs, pending, folder=folder), flush=True)
+        made = measure(
+            pending,
+            alone_in=folder,
+            timeout_s=sweep.timeout_s,
+            end_s=end_s,
+            num_runs=len(pending),
+        )
         try:
-            _measure(pending, timeout_s=sweep.timeout_s, end_s=end_s)
+            for run, outcome in made:
+                run.end(outcome)
         except STOPS:
             print("interrupted: the same command goes on here", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if ended and all(outcome["status"] in (OK, OOM) for outcome in ended) else 1
 
 
-def make_sweep_table(runs: Sequence[Run]) -> Table:
+def make_sweep_table(runs: Sequence[SweepRun]) -> Table:
     """The settings that varied and the result, a row for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.cell.varied))
     rows = []
@@ -146,8 +147,8 @@ def make_sweep_table(runs: Sequence[Run]) -> Table:
     return make_table(rows, left=names)
 
 
-def _pending(runs: Sequence[Run], retry: tuple[str, ...]) -> list[Run]:
-    """Runs that have not ended, or not as they should have."""
+def _pending(runs: Sequence[SweepRun], retry: tuple[str, ...]) -> list[SweepRun]:
+    """The runs that have not ended, or have ended in a way that is to be retried."""
     outcomes = [run.outcome() for run in runs]
     return [
         run
@@ -157,7 +158,7 @@ def _pending(runs: Sequence[Run], retry: tuple[str, ...]) -> list[Run]:
 
 
 def _describe(
-    sweep: SweepFile, runs: Sequence[Run], pending: Sequence[Run], *, folder: Path
+    sweep: SweepFile, runs: Sequence[SweepRun], pending: Sequence[SweepRun], *, folder: Path
 ) -> str:
     """The plan: the state of every cell and the expected duration of the rest."""
     lines = [
@@ -166,53 +167,29 @@ def _describe(
     ]
     to_run = {run.folder for run in pending}
     statuses: dict[str, list[str]] = {cell.key: [] for cell in sweep.cells}
+    durations_s = []
     for run in runs:
+        outcome = run.outcome()
         if run.folder not in to_run:
-            statuses[run.cell.key].append(run.outcome()["status"])
+            statuses[run.cell.key].append(outcome["status"])
+        if outcome is not None and outcome["status"] == OK:
+            durations_s.append(outcome["duration_s"])
     for cell in sweep.cells:
         state = ", ".join(statuses[cell.key]) or "to run"
         lines.append(f"  {for_terminal(cell.described)}: {state}")
-    if pending:
-        ended = [outcome for run in runs if (outcome := run.outcome()) is not None]
-        durations_s = [one["duration_s"] for one in ended if one["status"] == OK]
+    if pending and durations_s:
+        left_s = len(pending) * statistics.median(durations_s)
+        lines.append(f"about {left_s / 60:.0f} min, from the runs that have ended")
+    elif pending:
         bound_s = min(len(pending) * sweep.timeout_s, sweep.budget_s or math.inf)
-        if durations_s:
-            left_s = len(pending) * statistics.median(durations_s)
-            lines.append(f"about {left_s / 60:.0f} min, from the runs that have ended")
-        else:
-            lines.append(
-                "how long it takes is not known before the first run has ended; at most "
-                f"{bound_s / 60:.0f} min by the time-out{' and the budget' * bool(sweep.budget_s)}"
-            )
+        lines.append(
+            "how long it takes is not known before the first run has ended; at most "
+            f"{bound_s / 60:.0f} min by the time-out{' and the budget' * bool(sweep.budget_s)}"
+        )
     return "\n".join(lines)
 
 
-def _measure(pending: Sequence[Run], *, timeout_s: float, end_s: float | None) -> None:
-    """Make runs, one after the other, until all have ended or the time is up."""
-    with Progress(len(pending), unit="run") as progress:
-        for run in pending:
-            left_s = math.inf if end_s is None else end_s - time.monotonic()
-            if left_s <= 0:
-                return
-            run.clear()
-            start_s = time.perf_counter()
-            outcome = run_child(
-                run.cell.command, folder=run.folder, timeout_s=min(timeout_s, left_s)
-            )
-            if outcome.status == TIMEOUT and left_s < timeout_s:
-                return  # its own time was not up: it has not ended, and is made another time
-            run.end(outcome)
-            summary = outcome.summary
-            result = f"{format_rate(summary)} images/s" if summary else outcome.reason
-            progress.report(
-                f"{for_terminal(run.cell.described)}: {outcome.status}, {for_terminal(result)} "
-                f"({time.perf_counter() - start_s:.0f} s)"
-            )
-            if outcome.status not in (OK, OOM):
-                progress.say(tail(run.folder))
-
-
-def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _make_rows(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     """One row per run that has ended, in the columns of all tables of figures."""
     rows = []
     for run in runs:
@@ -223,8 +200,7 @@ def _make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row_without_record(run: Run) -> dict[str, Any]:
-    """The row of a run that left no record: its settings."""
+def _row_without_record(run: SweepRun) -> dict[str, Any]:
     settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
     return {
         **{column: settings.get(column) for column in COLUMNS},
@@ -233,15 +209,15 @@ def _row_without_record(run: Run) -> dict[str, Any]:
     }
 
 
-def _say_what_is_missing(runs: Sequence[Run]) -> None:
+def _say_what_is_missing(runs: Sequence[SweepRun]) -> None:
     missing = [run for run in runs if run.outcome() is None]
     if missing:
         print(f"time is up, and {len(missing)} runs are missing; the same command makes them:")
         for run in missing:
-            print(f"  {for_terminal(run.cell.described)}")
+            print(f"  {for_terminal(run.name)}")
 
 
-def _warn_of_machines(runs: Sequence[Run]) -> None:
+def _warn_of_machines(runs: Sequence[SweepRun]) -> None:
     records = [run.record() for run in runs]
     machines = sorted({record["machine"]["slug"] for record in records if record is not None})
     if len(machines) > 1:

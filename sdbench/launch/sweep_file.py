@@ -1,7 +1,7 @@
-"""Reads and checks sweep files.
+"""`read_sweep_file` reads the cells of a sweep, and checks all of them before a run is started.
 
 A sweep file is YAML with a launcher and settings of benchmark.py: `base` holds for every cell,
-`grid` is multiplied out, `list` names cells one by one. All is checked before a run is started.
+`grid` is multiplied out, `list` names cells one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.outside import shorten
 from sdbench.base.secrets import redact_values
 from sdbench.base.yaml_file import read_mapping
-from sdbench.launch.child import find_program
+from sdbench.launch.child import find_program, split_words
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.kinds import REPEATS, SECONDS
 from sdbench.settings.request import raise_unknown
@@ -48,8 +47,8 @@ class Cell:
 
     Attributes:
         settings: Every setting that the file gives it.
-        varied: Those that not all cells share, in the file's order.
-        key: Of the settings and how they are launched; the same settings have the same key.
+        varied: The settings that differ between cells, in the file's order.
+        key: Hash of the settings and of how they are launched.
         command: Program and arguments.
     """
 
@@ -87,10 +86,12 @@ def read_sweep_file(path: Path) -> SweepFile:
     """Read and check a sweep file.
 
     Raises:
-        ConfigError: It cannot be read, or asks for something that benchmark.py does not have, or
-            for more than `MAX_RUNS` runs.
+        ConfigError: It cannot be read, has a setting that benchmark.py does not have, or asks for
+            more than `MAX_RUNS` runs.
     """
-    content = {**DEFAULTS, **_load(path)}
+    content = {**DEFAULTS, **read_mapping(path, allowed="a YAML file of a sweep", flag="FILE")}
+    if not (content["grid"] or content["list"]):
+        raise _wrong(path, "grid, list", None, "at least one of them")
     for key in content:
         if key not in DEFAULTS:
             raise_unknown(
@@ -108,10 +109,7 @@ def read_sweep_file(path: Path) -> SweepFile:
             raise _wrong(path, key, content[key], kind.allowed) from None
     if not Path(str(content["script"])).is_file():
         raise _wrong(path, "script", content["script"], "a file, from the folder you are in")
-    try:
-        launcher = shlex.split(str(content["launcher"]))
-    except ValueError as error:
-        raise _wrong(path, "launcher", content["launcher"], f"a command ({error})") from None
+    launcher = split_words(str(content["launcher"]), flag=f"launcher in {path}")
     start = [*find_program(launcher), str(content["script"])]
     settings = _expand(path, content)
     shared = {
@@ -151,13 +149,6 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _load(path: Path) -> dict[str, Any]:
-    content = read_mapping(path, allowed="a YAML file of a sweep", flag="FILE")
-    if not (content.get("grid") or content.get("list")):
-        raise _wrong(path, "grid, list", None, "at least one of them")
-    return content
-
-
 def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The settings of each cell: the grid multiplied out, then the list."""
     base, grid, cells = content["base"], content["grid"], content["list"]
@@ -167,8 +158,8 @@ def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise _wrong(path, "grid", grid, "settings, each with a list of values")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise _wrong(path, "list", cells, "a list of settings and their values")
-    for name, values in grid.items():  # before it is multiplied out
-        _check_name(path, name, values)
+    for given in (base, grid, *cells):
+        _check_names(path, given)
     num_cells = len(cells) + (math.prod(map(len, grid.values())) if grid else 0)
     if num_cells * content["repeats"] > MAX_RUNS:
         raise _wrong(
@@ -177,25 +168,23 @@ def _expand(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{num_cells} cells x {content['repeats']}",
             f"at most {MAX_RUNS:,} runs",
         )
-    base = _check(path, base)
-    grid = {name: [_check(path, {name: one})[name] for one in grid[name]] for name in grid}
+    base = _parse_values(base)
+    grid = {name: [SETTINGS[name].parse(one) for one in grid[name]] for name in grid}
     products = itertools.product(*grid.values()) if grid else ()
     varied = [dict(zip(grid, values, strict=True)) for values in products]
-    return [{**base, **cell} for cell in [*varied, *(_check(path, cell) for cell in cells)]]
+    return [{**base, **cell} for cell in [*varied, *map(_parse_values, cells)]]
 
 
-def _check(path: Path, given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Settings as benchmark.py takes them."""
-    for name, value in given.items():
-        _check_name(path, name, value)
+def _parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: SETTINGS[name].parse(value) for name, value in given.items()}
 
 
-def _check_name(path: Path, name: Any, value: Any) -> None:
-    if name not in SETTINGS:
-        raise_unknown(str(name), known=list(SETTINGS), where=f"setting in {path}")
-    if name == "results_dir":
-        raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
+def _check_names(path: Path, given: Mapping[Any, Any]) -> None:
+    for name, value in given.items():
+        if name not in SETTINGS:
+            raise_unknown(str(name), known=list(SETTINGS), where=f"setting in {path}")
+        if name == "results_dir":
+            raise _wrong(path, name, value, "nothing: each run gets a folder of its own")
 
 
 def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigError:

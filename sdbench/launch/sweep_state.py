@@ -1,7 +1,7 @@
-"""The state of a sweep on disk, which survives any interruption.
+"""`SweepRun`: a run of a sweep, with its state on disk, which survives any interruption.
 
-Each run has a folder of its own. When it has ended, its outcome is written to cell.json in one
-piece. A run without this file is made again; all others stay as they are.
+When a run has ended, its outcome is written to cell.json in one piece. A run without this file is
+made again; all others stay as they are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.outside import read_json_object
-from sdbench.launch.child import Outcome, in_rounds
+from sdbench.launch.child import Outcome
+from sdbench.launch.runs import Run, in_rounds
 from sdbench.launch.sweep_file import Cell, SweepFile
 from sdbench.record.provenance import git_state, package_versions
 from sdbench.record.store import OK, RECORD_NAME, load_record
 
 STATE_NAME = "cell.json"
 ENVIRONMENT_NAME = "environment.json"
-# Those that are read again, with their types.
+# The facts that are read again, with their types.
 FACTS_OF_OUTCOME = {
     "status": str,
     "reason": str | None,
@@ -33,19 +34,14 @@ FACTS_OF_OUTCOME = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SweepRun(Run):
     """The n-th measurement of a cell of a sweep."""
 
     cell: Cell
     repeat: int
-    folder: Path
 
     def outcome(self) -> dict[str, Any] | None:
-        """The content of cell.json; None if it has not ended, or if its record is gone.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
+        """The content of cell.json; None if the run has not ended, or if its record is gone."""
         path = self.folder / STATE_NAME
         if not path.is_file():
             return None
@@ -55,11 +51,7 @@ class Run:
         return outcome if is_whole else None
 
     def record(self) -> dict[str, Any] | None:
-        """The record of the run; None without one, or with one that could not be read.
-
-        Raises:
-            ConfigError: If it could be read when the run ended, and cannot any more.
-        """
+        """The record; None without one, or if it could not be read when the run ended."""
         outcome = self.outcome()
         if outcome is None or outcome["run"] is None:
             return None
@@ -76,15 +68,15 @@ class Run:
             ) from None
 
     def end(self, outcome: Outcome) -> None:
-        """Write its outcome."""
+        """Write the outcome."""
         content = {
             "settings": dict(self.cell.settings),
-            "command": list(self.cell.command),
+            "command": list(self.command),
             "status": outcome.status,
             "reason": outcome.reason,
             "exit_code": outcome.exit_code,
             "duration_s": outcome.duration_s,
-            "run": None if outcome.run_folder is None else outcome.run_folder.name,
+            "run": outcome.run,
         }
         write_json(self.folder / STATE_NAME, content)
 
@@ -95,20 +87,16 @@ class Run:
             shutil.rmtree(self.folder)
 
 
-def list_runs(sweep: SweepFile, *, folder: Path) -> list[Run]:
+def list_runs(sweep: SweepFile, *, folder: Path) -> list[SweepRun]:
     """All runs in the order in which they are made."""
     return [
-        Run(cell, repeat, folder / f"{cell.key}-{repeat}")
+        SweepRun(cell.described, cell.command, folder / f"{cell.key}-{repeat}", cell, repeat)
         for repeat, cell in in_rounds(sweep.cells, times=sweep.repeats)
     ]
 
 
 def check_environment(folder: Path, *, allow_other: bool) -> None:
-    """Refuse to go on with a sweep that was begun under other code, libraries or hardware.
-
-    Raises:
-        ConfigError: The commit, the version of a package or the machine is another one.
-    """
+    """Refuse to go on with a sweep that was begun under other code, libraries or hardware."""
     import psutil
 
     here = {
@@ -140,15 +128,12 @@ def check_environment(folder: Path, *, allow_other: bool) -> None:
 def _read_state(
     path: Path, *, facts: Mapping[str, type | types.UnionType], without: str
 ) -> dict[str, Any]:
-    """Read a file of the sweep's own.
+    """Read a file that the sweep has written.
 
     Args:
         path: The file.
         facts: What it has to hold, by name.
-        without: What happens if the file is removed.
-
-    Raises:
-        ConfigError: It cannot be read.
+        without: What happens if the file is removed, for the error.
     """
     try:
         content = read_json_object(path)

@@ -278,7 +278,8 @@ sys.exit({exit_code})
         (("ValueError", "no luck"), 241, "ValueError", "no luck"),
         ((LOST, "rank 1 is silent"), 241, LOST, "rank 1 is silent"),
         ((), 247, KILLED, "the last line"),  # composer has 256 - 9 for SIGKILL
-        ((), 143, None, "the last line"),
+        ((), 143, None, "it was ended by signal 15 (SIGTERM): the last line"),
+        ((), 255, None, "it ended with exit code 255: the last line"),  # exit(-1), no SIGHUP
     ],
 )
 def test_what_the_first_process_to_end_says_is_the_cause(

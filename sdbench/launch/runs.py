@@ -1,0 +1,132 @@
+"""`measure` makes runs one after the other: the loop of sweep, repeat and search."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from sdbench.base.errors import ConfigError
+from sdbench.base.escape import for_terminal
+from sdbench.base.progress import Progress
+from sdbench.launch.child import Outcome, make_folder, run_child, tail
+from sdbench.record.store import OK, OOM, TIMEOUT
+from sdbench.settings.kinds import PATH, SECONDS
+from sdbench.settings.setting import setting
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunsFlags:
+    """Flags of every command that runs another one several times."""
+
+    folder: Path | None = setting(PATH, None, "for the runs (default: runs/<command>_<time>)")
+    timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A measurement in a process of its own.
+
+    Attributes:
+        name: What tells it from the others, for people; may be empty.
+        command: Program and arguments.
+        folder: Made for it.
+    """
+
+    name: str
+    command: Sequence[str]
+    folder: Path
+
+    def clear(self) -> None:
+        """Remove the files of an earlier attempt, if there may be one."""
+
+
+RunT = TypeVar("RunT", bound=Run)
+
+
+def measure(
+    runs: Iterable[RunT],
+    *,
+    alone_in: Path,
+    timeout_s: float | None,
+    end_s: float = math.inf,
+    num_runs: int | None = None,
+) -> Iterator[tuple[RunT, Outcome]]:
+    """Make runs, and show how each has ended.
+
+    Args:
+        runs: Each is asked for when the one before has ended, and made if there is time.
+        alone_in: A folder in which one runs at a time.
+        timeout_s: Bound on each; None for no bound.
+        end_s: When the time is up, on the monotonic clock. The run that is under way then has not
+            ended, unless its own time is up too.
+        num_runs: How many there are; None if that is not known before.
+    """
+    with Progress(num_runs or 0, unit="run") as progress:
+        for run in runs:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            run.clear()
+            bound_s = min(timeout_s or math.inf, left_s)
+            outcome = run_child(
+                run.command,
+                folder=run.folder,
+                timeout_s=bound_s if bound_s < math.inf else None,
+                alone_in=alone_in,
+            )
+            if outcome.status == TIMEOUT and bound_s == left_s:
+                return
+            described = ": ".join(filter(None, (for_terminal(run.name), outcome.described)))
+            if num_runs is None:
+                progress.say(f"  {described}")
+            else:
+                progress.report(described)
+            if outcome.status not in (OK, OOM):
+                progress.say(tail(run.folder))
+            yield run, outcome
+
+
+def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
+    """Number of the round, from 1, and item: every item once, then every item again.
+
+    What changes slowly on a machine meets all of them alike.
+    """
+    items = list(items)
+    return [(number, item) for number in range(1, times + 1) for item in items]
+
+
+def new_folder(given: Path | None, *, prefix: str) -> Path:
+    """Make an empty folder for runs that belong together.
+
+    Args:
+        given: The user's; None makes ``runs/<prefix>_<time>``.
+        prefix: What the runs are for.
+
+    Raises:
+        ConfigError: The user's folder holds something, or cannot be made.
+    """
+    while given is None:
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        folder = Path("runs") / f"{prefix}_{now}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            time.sleep(0.1)  # another one began within the same second
+        else:
+            return folder
+    make_folder(given)
+    if any(given.iterdir()):
+        raise ConfigError(
+            "this folder holds something already",
+            value=str(given),
+            allowed="a new or an empty folder",
+            flag="--folder",
+        )
+    return given
