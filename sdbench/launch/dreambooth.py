@@ -1,7 +1,7 @@
-"""The command `python -m sdbench dreambooth`: from pictures of a subject to pictures drawn of it.
+"""The command `python -m sdbench dreambooth`: teaches a model a subject by a few pictures.
 
-Each step is a program of ours in a process of its own, printed as a command that a person can type.
-What a step has made is kept, and made once: the same command goes on where it was stopped.
+Each step is a program of the suite in a process of its own, printed as a command that a person can
+type. The result of a step is kept: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ from sdbench.launch.child import (
     describe_exit,
     find_program,
     only_one_in,
+    refuse_flag,
     run_guarded,
+    split_words,
 )
+from sdbench.launch.sweep_file import to_flags
 from sdbench.models.architecture import built_in_names, resolve_architecture
 from sdbench.settings.kinds import PATH, POSITIVE, SWITCH, TEXT
 from sdbench.settings.likeness import PROMPT_SEPARATOR, LikenessSettings, missing_files
@@ -52,10 +55,10 @@ EXPORTED_NAME = "exported.json"
 SCENES = ("on the moon", "at the beach", "in a bucket")
 # No class picture that the model is trained on has the seed of one that it is judged by.
 SAMPLE_SEED = 1_000_000
-# Of generate.py: other pictures than the steps behind them look for.
+# Flags of generate.py for other pictures than the later steps expect.
 UNFIT_FLAGS = ("--tar", "--prompt_file", "--num_images_per_prompt", "--seed", "--lora")
 # A training that is asked to end saves a checkpoint: 16 GB to a disk of 150 MB/s. torchrun gives
-# its ranks 30 s of it.
+# its ranks 30 s for that.
 SAVING_GRACE_S = 120.0
 EPILOG = """\
 examples:
@@ -126,8 +129,8 @@ class Step:
     Attributes:
         what: What it makes, in a few words.
         command: As a person types it.
-        target: What it writes in one piece and must not be there before; None: it takes up itself
-            what is there.
+        target: A folder that it writes as a whole and that must not exist before; None: it goes on
+            with its own files.
     """
 
     what: str
@@ -136,13 +139,7 @@ class Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Teach a model a subject, or go on with it.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0 ok, that of the step that failed, 2 bad input, 130 stopped.
+    """Teach a model a subject, or go on with it; returns the exit code of the step that failed.
 
     Raises:
         ConfigError: Something cannot be used; found before anything is started.
@@ -171,47 +168,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_steps(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> list[Step]:
-    """The steps in their order.
-
-    Args:
-        flags: Of the command, checked, with the size of the pictures.
-        rest: Flags for train.py.
-        folder: For all that is made.
+    """The steps in their order; `rest` goes to train.py.
 
     Raises:
         ConfigError: train.py does not take the flags.
     """
-    untrained = ["--model_name", flags.model]
-    samples = ["--prompts", PROMPT_SEPARATOR.join(_sample_prompts(flags))]
-    samples += ["--num_images_per_prompt", str(flags.num_samples), "--seed", str(SAMPLE_SEED)]
-    exported = folder / (MODEL if flags.lora_rank is None else LORA)
-    export = ["python", "-m", "sdbench", "export", str(folder / RUN), "--folder", str(exported)]
-    trained = ["--model_name", str(exported)]
-    if flags.lora_rank is not None:
-        export += ["--lora_format", "diffusers"]
-        trained = [*untrained, "--lora", str(exported / LORA_NAME)]
-    compare = ["python", "-m", "sdbench", "before-after", str(folder), "--subject", flags.subject]
-    names = declarations(LikenessSettings)
-    compare += [
-        word
-        for name, declared in names.items()
-        if (value := getattr(flags, name)) is not None
-        for word in (declared.flag, value)
-    ]
+    untrained = {"model_name": flags.model}
+    samples = {
+        "prompts": PROMPT_SEPARATOR.join(_sample_prompts(flags)),
+        "num_images_per_prompt": flags.num_samples,
+        "seed": SAMPLE_SEED,
+    }
+    if flags.lora_rank is None:
+        exported = folder / MODEL
+        trained, export = {"model_name": exported}, {"folder": exported}
+    else:
+        exported = folder / LORA
+        trained = {**untrained, "lora": exported / LORA_NAME}
+        export = {"folder": exported, "lora_format": "diffusers"}
+    judged = {name: getattr(flags, name) for name in ("subject", *declarations(LikenessSettings))}
     steps = [
-        Step("pictures before", _draw([*untrained, *samples], flags, folder / BEFORE)),
+        Step("pictures before", _draw({**untrained, **samples}, flags, folder / BEFORE)),
         Step("training", _train(flags, rest, folder=folder)),
-        Step("export", tuple(export), target=exported),
-        Step("pictures after", _draw([*trained, *samples], flags, folder / AFTER)),
-        Step("before and after", tuple(compare)),
+        Step(
+            "export",
+            ("python", "-m", "sdbench", "export", str(folder / RUN), *_given(export)),
+            target=exported,
+        ),
+        Step("pictures after", _draw({**trained, **samples}, flags, folder / AFTER)),
+        Step(
+            "before and after",
+            ("python", "-m", "sdbench", "before-after", str(folder), *_given(judged)),
+        ),
     ]
     if flags.prior:
-        assert flags.class_prompt is not None
-        drawn = ["--prompts", flags.class_prompt]
-        drawn += ["--num_images_per_prompt", str(flags.num_class_images)]
-        step = Step("pictures of the class", _draw([*untrained, *drawn], flags, folder / CLASS))
+        drawn = {"prompts": flags.class_prompt, "num_images_per_prompt": flags.num_class_images}
+        step = Step("pictures of the class", _draw({**untrained, **drawn}, flags, folder / CLASS))
         steps.insert(0, step)
     return steps
+
+
+def _given(settings: Mapping[str, Any]) -> list[str]:
+    """The settings that have a value, as flags."""
+    return to_flags({name: value for name, value in settings.items() if value is not None})
 
 
 def _launcher(num_ranks: int) -> list[str]:
@@ -230,31 +229,13 @@ def _sample_prompts(flags: DreamboothFlags) -> list[str]:
     return list(dict.fromkeys(prompt for prompt in prompts if prompt))
 
 
-def _draw(arguments: Sequence[str], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
-    """The command that draws pictures into a folder.
-
-    Raises:
-        ConfigError: A flag of the user's is the command's own.
-    """
-    own = [*arguments, "--image_size", str(flags.image_size), "--folder", str(folder)]
-    try:
-        users = shlex.split(flags.generate_flags or "")
-    except ValueError as error:
-        raise ConfigError(
-            f"the flags for generate.py cannot be read ({error})",
-            value=flags.generate_flags,
-            allowed="flags as in a shell",
-            flag="--generate_flags",
-        ) from None
-    taken = {word for word in (*own, *UNFIT_FLAGS) if word.startswith("--")}
-    clash = [word for word in users if word.split("=")[0] in taken]
-    if clash:
-        raise ConfigError(
-            "the command itself says what is drawn and where",
-            value=clash[0],
-            allowed="other flags of generate.py",
-            flag="--generate_flags",
-        )
+def _draw(settings: Mapping[str, Any], flags: DreamboothFlags, folder: Path) -> tuple[str, ...]:
+    """The command that draws pictures into a folder."""
+    own = _given({**settings, "image_size": flags.image_size, "folder": folder})
+    users = split_words(flags.generate_flags or "", flag="--generate_flags")
+    for taken in (*(word.partition("=")[0] for word in own), *UNFIT_FLAGS):
+        why = "the command itself says what is drawn and where"
+        refuse_flag(taken, users, why=why, flag="--generate_flags")
     return (*_launcher(flags.num_ranks), "generate.py", *own, *users)
 
 
@@ -264,6 +245,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
     Raises:
         ConfigError: train.py does not take the flags, or one of `rest` is the command's own.
     """
+    on_ray = flags.engine == RAY
     own: dict[str, Any] = {
         "task": DREAMBOOTH,
         "model_name": flags.model,
@@ -274,24 +256,19 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
         "resume": "auto",
         "engine": flags.engine,
         "image_size": flags.image_size,
+        "lora_rank": flags.lora_rank,
     }
+    if on_ray:
+        own["num_ray_workers"] = flags.num_ranks
     unsaid = ["class_remote=null", "class_prompt=null"]
     if flags.prior:
         unsaid = []
-        own |= {
-            "class_remote": str(folder / CLASS / PICTURES_NAME),
-            "class_prompt": flags.class_prompt,
-        }
-    if flags.lora_rank is not None:
-        own["lora_rank"] = flags.lora_rank
-    if flags.engine == RAY:
-        own["num_ray_workers"] = flags.num_ranks
+        own["class_remote"] = str(folder / CLASS / PICTURES_NAME)
+        own["class_prompt"] = flags.class_prompt
     config = FULL_CONFIG if flags.lora_rank is None else LORA_CONFIG
-    arguments = ["--config", config]
-    arguments += [word for name, value in own.items() for word in (f"--{name}", str(value))]
-    arguments += [*unsaid, *rest]
+    arguments = ["--config", config, *_given(own), *unsaid, *rest]
     trained = parse_request(arguments, description="", epilog="").config
-    for name, value in (own | {"lora_rank": flags.lora_rank}).items():
+    for name, value in own.items():
         if getattr(trained, name) != value:
             raise ConfigError(
                 f"the command itself sets --{name}",
@@ -306,15 +283,11 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
             allowed="a divisor, or another --batch_size behind --",
             flag="--num_ranks",
         )
-    return (*_launcher(1 if flags.engine == RAY else flags.num_ranks), "train.py", *arguments)
+    return (*_launcher(1 if on_ray else flags.num_ranks), "train.py", *arguments)
 
 
 def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
-    """Find mistakes before anything is started; returns the side of all pictures in pixels.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Find mistakes before anything is started; returns the side of all pictures in pixels."""
     flags = request.config
     missing = [name for name in PROGRAMS if not Path(name).is_file()]
     if missing:
@@ -326,7 +299,16 @@ def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
         )
     _check_prompts(request)
     with blamed_on("SUBJECT"):
-        data.check(_describe_subject(flags))
+        data.check(
+            SourceConfig(
+                data_format=data.detect_format(flags.subject),
+                remote=flags.subject,
+                caption=flags.prompt,
+                image_size=VAE_FACTOR,
+                device_batch_size=1,
+                seed=0,
+            )
+        )
     own_pictures = Path(flags.subject).resolve()
     if {own_pictures} & {folder.resolve(), *folder.resolve().parents}:
         raise ConfigError(
@@ -383,7 +365,8 @@ def _check_prompts(request: Request[DreamboothFlags]) -> None:
                 allowed=f"a prompt without {PROMPT_SEPARATOR}",
                 flag=f"--{name}",
             )
-    if flags.class_prompt is not None and not _words(flags.prompt) - _words(flags.class_prompt):
+    class_words = (flags.class_prompt or "").lower().split()
+    if class_words and set(flags.prompt.lower().split()) <= set(class_words):
         raise ConfigError(
             "the prompt has no word of its own, by which the model could tell the subject from its "
             f"class {flags.class_prompt!r}",
@@ -391,21 +374,6 @@ def _check_prompts(request: Request[DreamboothFlags]) -> None:
             allowed='a rare word for the subject beside its class: "photo of a unqtkn dog"',
             flag="--prompt",
         )
-
-
-def _words(prompt: str) -> set[str]:
-    return set(prompt.lower().split())
-
-
-def _describe_subject(flags: DreamboothFlags) -> SourceConfig:
-    return SourceConfig(
-        data_format=data.detect_format(flags.subject),
-        remote=flags.subject,
-        caption=flags.prompt,
-        image_size=VAE_FACTOR,
-        device_batch_size=1,
-        seed=0,
-    )
 
 
 def _run(steps: Sequence[Step], *, folder: Path) -> int:
@@ -433,12 +401,9 @@ def _run(steps: Sequence[Step], *, folder: Path) -> int:
 
 
 def _is_made(target: Path, folder: Path) -> bool:
-    """Whether an export of the newest checkpoint is there; an older one of ours is removed.
+    """Return True if the newest checkpoint has been exported; an older export is removed.
 
-    What is about to be exported is noted before, as the export is there as a whole or not at all.
-
-    Raises:
-        ConfigError: There is something that is not ours.
+    The note on an export is written before it: an export is there as a whole or not at all.
     """
     newest = max((folder / RUN / "checkpoints").glob("step_*/checkpoint.json"))
     made_of = {

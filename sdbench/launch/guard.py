@@ -24,7 +24,7 @@ import psutil
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.05
-# What a killed process holds, 16 GiB of it or a GPU, takes the kernel a while to free.
+# The kernel needs a while to free what a killed process holds, such as 16 GiB or a GPU.
 KILLED_WITHIN_S = 60.0
 
 
@@ -34,8 +34,8 @@ def main(command: list[str], *, grace_s: float, has_starter: bool = True) -> int
     Args:
         command: Program and arguments.
         grace_s: How long processes that are asked to end may take.
-        has_starter: Whether standard input is the pipe of the program that started this one;
-            otherwise only a signal stops the command.
+        has_starter: Standard input is the pipe of the program that started this one; otherwise
+            only a signal stops the command.
 
     Returns:
         Its exit code; 128 plus the number of the signal that ended it, as a shell has it.

@@ -17,14 +17,7 @@ from sdbench.launch import guard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launcher to its end.
-
-    Args:
-        argv: The grace in seconds, and the command; None takes those of the process.
-
-    Returns:
-        The exit code of the launcher; for one that a signal ended 128 plus its number.
-    """
+    """Run a launcher to its end; returns its exit code, 128 + n if signal n ended it."""
     grace_s, *command = sys.argv[1:] if argv is None else argv
     _clean("before the run")
     exit_code = guard.main(command, grace_s=float(grace_s), has_starter=False)

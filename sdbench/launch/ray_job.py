@@ -2,8 +2,8 @@
 
     driver (this process) -> Ray Train's controller -> workers, each of which runs `rank_main`
 
-What the ranks print, the driver prints; a stop signal to the driver ends their loop at the next
-step. Both go through an actor, the desk.
+The driver prints the output of the ranks, and passes a stop signal on, which ends their loop at the
+next step. Both go through an actor, the desk.
 """
 
 from __future__ import annotations
@@ -35,20 +35,14 @@ from sdbench.settings.request import Request
 PATIENCE_S = 30.0
 # A rank that has failed first writes the record.
 WRITTEN_WITHIN_S, WRITTEN_PERIOD_S = 3.0, 0.2
-# From one look for the head of the cluster to the next.
+# Between two looks for the head of the cluster.
 HEAD_PERIOD_S = 5.0
-# A head may be started again meanwhile. After 60 s Ray would end this process, and give no reason.
+# A head may be started again meanwhile. After 60 s Ray would end this process without a reason.
 HEAD_PATIENCE_S = 30.0
 
 
 class Heard(NamedTuple):
-    """What the desk has for the driver.
-
-    Attributes:
-        text: What the ranks have printed since the last visit.
-        num_starts: How often the first rank has begun.
-        folder: Of the run; None before there is one.
-    """
+    """Output of the ranks since the last visit, starts of the first rank, and folder of the run."""
 
     text: str
     num_starts: int
@@ -56,14 +50,10 @@ class Heard(NamedTuple):
 
 
 class Desk:
-    """Where driver and ranks leave word for each other; an actor beside the driver."""
+    """Where driver and ranks leave messages for each other; an actor beside the driver."""
 
     def __init__(self, *, began_s: float) -> None:
-        """Wait for the ranks.
-
-        Args:
-            began_s: When the command was given, on the clock of this node.
-        """
+        """Wait for the ranks of a command that was given at `began_s` on this node's clock."""
         self._began_s = began_s
         self._texts: list[str] = []
         self._num_starts = 0
@@ -71,34 +61,26 @@ class Desk:
         self._stop: int | None = None
 
     def begin(self) -> tuple[int, float]:
-        """The first rank begins.
-
-        Returns:
-            How often it has begun before, and the seconds since the command was given.
-        """
+        """Called by the first rank: how often it began before, and seconds since the command."""
         self._num_starts += 1
         return self._num_starts - 1, time.time() - self._began_s
 
     def begin_run(self, folder: Path) -> None:
-        """The first rank has made the folder of the run."""
+        """Called by the first rank when it has made the folder of the run."""
         self._folder = folder
 
     def exchange(self, text: str) -> int | None:
-        """A rank leaves what it has printed.
-
-        Returns:
-            The signal that asks it to stop, if one does.
-        """
+        """Called by a rank with its output; returns the signal that asks it to stop, if any."""
         self._texts.append(text)
         return self._stop
 
     def collect(self) -> Heard:
-        """The driver takes what is there."""
+        """Called by the driver for the messages of the ranks."""
         text, self._texts = "".join(self._texts), []
         return Heard(text, self._num_starts, self._folder)
 
     def ask_to_stop(self, number: int) -> None:
-        """The driver passes a signal on."""
+        """Called by the driver to pass a signal on."""
         self._stop = number
 
 
@@ -108,11 +90,11 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
     Args:
         request: Of a training run with `RaySettings`.
         command: The arguments of the command.
-        rank_main: `rank_main(command, began=...)` runs a rank and returns its exit code. It can be
-            imported on every node.
+        rank_main: `rank_main(command, began=...)` runs a rank and returns its exit code. Every
+            node can import it.
 
     Returns:
-        The exit code of the first rank; 1 where a rank was lost.
+        The exit code of the first rank; 1 if a rank was lost.
 
     Raises:
         ConfigError: Ray is not installed, or its settings contradict each other.
@@ -142,7 +124,7 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
 
 @contextlib.contextmanager
 def _signals_counted() -> Iterator[list[int]]:
-    """During the block stop signals are only added to the list; of several at once, the first."""
+    """Add stop signals to the list during the block; several at once count as one."""
     signals: list[int] = []
     last_s = 0.0
 
@@ -162,14 +144,14 @@ def _signals_counted() -> Iterator[list[int]]:
 
 
 class _Driver:
-    """Waits for the ranks, and hears what they say."""
+    """Waits for the ranks, and prints their output."""
 
     def __init__(self, desk: Any, config: Any, trainer: Any) -> None:
         self._desk = desk
         self._config = config
         self._trainer = trainer
         self._heard = Heard("", 0, None)
-        self._collecting: Any = None  # what was asked of the desk and is not answered yet
+        self._collecting: Any = None  # the desk's answer, while it is not there yet
         self._head_seen_s = self._looked_for_head_s = time.monotonic()
         self._result: Any = None
         self._error: Exception | None = None
@@ -209,7 +191,7 @@ class _Driver:
             self._error = error
 
     def _listen(self) -> bool:
-        """Print what the ranks have printed; False if the desk is gone, and the cluster with it."""
+        """Print the output of the ranks; False if the desk, and so the cluster, is gone."""
         import ray
 
         self._collecting = self._collecting or self._desk.collect.remote()
@@ -228,7 +210,7 @@ class _Driver:
         return True
 
     def _has_lost_head(self) -> bool:
-        """Whether the head of the cluster has not answered for too long."""
+        """Return True if the head of the cluster has not answered for too long."""
         now_s = time.monotonic()
         if now_s < self._looked_for_head_s + HEAD_PERIOD_S:
             return False
@@ -274,11 +256,7 @@ class _Driver:
         return EXIT_FAILED
 
     def _complete_record(self, status: str, reason: str) -> str:
-        """Write the reason into the record, if it can be seen from here, before that of a rank.
-
-        Returns:
-            Both reasons, or the one that there is.
-        """
+        """Put the reason before that of a rank in the record, if there is one on this node."""
         folder = self._heard.folder
         if folder is None or not (folder / store.RECORD_NAME).is_file():
             return reason
@@ -297,7 +275,7 @@ class _Driver:
 
 
 def resources_per_worker(config: Any) -> Mapping[str, float]:
-    """What a rank takes of a node: as the config says, or a GPU where the cluster has some."""
+    """Resources of a rank: those of the config, or else a GPU if the cluster has any."""
     import ray
 
     if config.ray_worker_resources is not None:
@@ -343,7 +321,7 @@ def _make_trainer(config: Any, rank: Rank, *, scratch: str) -> Any:
 
 
 def _url_for_arrow(storage: str) -> str:
-    """A folder or URL, with the store at `S3_ENDPOINT_URL` where data are read from it too."""
+    """A folder or URL, with the endpoint of `S3_ENDPOINT_URL` for S3."""
     endpoint = os.environ.get("S3_ENDPOINT_URL")
     if endpoint is None or not storage.startswith("s3://"):
         return storage
@@ -353,9 +331,9 @@ def _url_for_arrow(storage: str) -> str:
 
 
 def _causes(error: Exception) -> dict[int, BaseException]:
-    """What ended each rank, by rank; empty where Ray itself has failed."""
+    """The error of each rank that failed, by rank; empty if Ray itself has failed."""
     failures = getattr(error, "worker_failures", {})
-    # Ray wraps what the function of a worker has raised.
+    # Ray wraps the error of a worker's function.
     return {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures.items()}
 
 

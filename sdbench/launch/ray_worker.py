@@ -1,4 +1,4 @@
-"""`Rank`: what a worker of Ray Train runs, which is a rank as any launcher starts it."""
+"""`Rank` runs in a worker of Ray Train a rank as any launcher starts it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sdbench.base import stop
 from sdbench.base.errors import EXIT_FAILED
 from sdbench.ranks.ray_cluster import RAY_LAUNCH_S, RAY_RESTARTS
 
-# From one visit to the desk to the next, of the driver and of each rank. A visit takes time of four
-# processes, which on two cores is the training's.
+# Between two visits to the desk, of the driver and of each rank. A visit takes time of four
+# processes, which on two cores the training lacks.
 PERIOD_S = 1.0
 
 
@@ -28,13 +28,9 @@ class Rank:
     def __init__(
         self, desk: Any, rank_main: Callable[..., int], command: list[str], *, cwd: str
     ) -> None:
-        """Remember; nothing is done yet.
+        """Take a handle of the driver's `Desk`, the arguments of `launch_ranks`, and a folder.
 
-        Args:
-            desk: Handle of the driver's `Desk`.
-            rank_main: As `launch_ranks` takes it.
-            command: The arguments of the command.
-            cwd: The driver's working folder, which the worker's becomes on nodes that have it.
+        The driver's working folder `cwd` becomes the worker's on nodes that have it.
         """
         self._desk = desk
         self._rank_main = rank_main
@@ -43,14 +39,7 @@ class Rank:
         self.__name__ = "sdbench rank"  # Ray names its threads by it
 
     def __call__(self) -> int:
-        """Run the rank.
-
-        Returns:
-            The exit code, unless it says that the run failed.
-
-        Raises:
-            RankFailedError: The run failed.
-        """
+        """Run the rank; returns the exit code, or raises `RankFailedError` if the run failed."""
         import ray
 
         is_first = os.environ["RANK"] == "0"
@@ -85,7 +74,7 @@ class _Talk:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: the next visit takes all."""
+        """Do nothing: the next visit takes all."""
 
     def isatty(self) -> bool:
         return False
@@ -96,7 +85,7 @@ class _Talk:
             self.visit()
 
     def visit(self) -> None:
-        """Bring what was printed. The first rank comes every time, as all stop when one does."""
+        """Bring the output. The first rank comes every time: all ranks stop when one does."""
         import ray
 
         with self._lock:
@@ -111,7 +100,7 @@ class _Talk:
 
 @contextlib.contextmanager
 def _talking(desk: Any, *, is_first: bool) -> Iterator[_Talk]:
-    """What is printed in the block goes to the desk."""
+    """Send the output of the block to the desk."""
     talk = _Talk(desk, is_first=is_first)
     visitor = threading.Thread(target=talk.go_on, daemon=True)
     visitor.start()

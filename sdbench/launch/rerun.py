@@ -1,6 +1,6 @@
-"""The command `python -m sdbench rerun`: runs what a record says once more, from the record alone.
+"""The command `python -m sdbench rerun`: repeats a run from its record alone.
 
-A record may come from a stranger. Of what it says only settings, numbers of ranks and variables of
+A record may come from a stranger. Only its settings, its numbers of ranks and its variables of
 speed reach the command: no program, no `pipe:` command, no path in a variable, no other variable.
 """
 
@@ -72,12 +72,7 @@ weights are left out of a record that is published. The exit code is that of the
 
 
 class Program(NamedTuple):
-    """What makes records of a kind.
-
-    Attributes:
-        name: Of the program.
-        settings: Its settings, as ``module:class``.
-    """
+    """The program that makes records of a kind, and its settings as ``module:class``."""
 
     name: str
     settings: str
@@ -88,7 +83,7 @@ PROGRAMS = {
     FEED: Program("data.py", "sdbench.settings.feed:FeedSettings"),
     TRAIN: Program("train.py", "sdbench.settings.recipe:TrainConfig"),
 }
-# Where a run and its copies are written, and how it goes on with an older one: a rerun begins anew.
+# A rerun begins anew: it has its own folder, no copies, and no older run to go on with.
 OF_THE_RUN = ("results_dir", "resume", "max_failures", "ray_storage_path")
 WHAT_IS_AT = {
     **dict.fromkeys(("remote", "local", "streams", "class_remote", "validation_remote"), DATA),
@@ -112,13 +107,13 @@ class RerunFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Rerun:
-    """A command, and what has to be said of it.
+    """A command as a person types it, and the sentences to print before it.
 
     Attributes:
         environment: Assignments of variables, ``NAME=value``.
-        command: As a person types it.
-        unknown: Sentences on what the record does not say.
-        differences: Sentences on what is not as in the record.
+        command: Launcher, program and flags.
+        unknown: What the record does not say.
+        differences: What differs from the record.
     """
 
     environment: tuple[str, ...]
@@ -134,13 +129,7 @@ class Rerun:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a record's command once more.
-
-    Args:
-        argv: The record, and behind ``--`` flags that replace some of its settings.
-
-    Returns:
-        The exit code of the run; 0 if it was only printed.
+    """Run a record's command once more; returns its exit code, 0 if it was only printed.
 
     Raises:
         ConfigError: Something that the run needs is not here, or the record does not say it.
@@ -172,17 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
-    """What to run, and what to say before.
-
-    Args:
-        record: As `load_record` reads it.
-        rest: Flags of the program that replace settings of the record.
-        folder: For the new run.
-
-    Raises:
-        ConfigError: As `main`.
-        RunError: As `main`.
-    """
+    """The command for a folder; flags in `rest` replace settings of the record."""
     kind = kind_of(record)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -216,7 +195,9 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
     start, unknown_start = _start(
         ranks, engine=record["config"].get("engine"), environment=record["environment"]
     )
-    num_trainers = _num_ranks(record)
+    # A record of data.py has no ranks; its result tells how many there were.
+    of_feed = (record["summary"] or {}).get("ray", {}).get("num_trainers")
+    num_trainers = ranks["world_size"] if "ranks" in record else of_feed
     on_ray = record["config"].get("engine") == RAY
     if on_ray and num_trainers is not None and "num_ray_workers" not in replaced:
         kept["num_ray_workers"] = num_trainers
@@ -250,21 +231,10 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
 def _settings_to_give(
     record: Mapping[str, Any], config_type: type, *, on_gpu: bool, without: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings that a command line has to name to get those of the record.
+    """The settings that a command line has to name, and sentences on those that are not recorded.
 
-    What the default of this version or its preset gives by itself is left out.
-
-    Args:
-        record: Has every setting with the value that the run had.
-        config_type: The dataclass of the program's settings.
-        on_gpu: Whether the run was on GPUs, where presets have other values.
-        without: Names that are not to be given.
-
-    Returns:
-        Values by name, and sentences on what the record does not say.
-
-    Raises:
-        ConfigError: A value cannot be given.
+    A setting is left out if this version's default or preset gives its value by itself, or if it is
+    in `without`.
     """
     recorded, declared = record["config"], declarations(config_type)
     preset = {"preset": recorded["preset"]} if "preset" in declared else {}
@@ -297,11 +267,7 @@ def _settings_to_give(
 def _check_value(
     one: Setting, value: Any, declared: Mapping[str, Setting], *, how_made: str
 ) -> Any:
-    """The value of a setting, if a command line can give it.
-
-    Raises:
-        ConfigError: It was left out of the record, or is none.
-    """
+    """Return the value of a setting, unless the record lacks it or may not choose it."""
     if value is None:
         raise ConfigError(
             "a setting of the record has no value, and in this version it always has one",
@@ -330,9 +296,9 @@ def _check_value(
 
 
 def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
-    """Whether `publish` has put the name of a flag in the place of a path, or it is a command.
+    """Return True for a command, and for the name of a flag, as `publish` writes for a path.
 
-    Of a ``pipe:`` command a record has the program alone. Braces may stand for one as well.
+    A record keeps only the program of a ``pipe:`` command. Braces may expand to one as well.
     """
     from braceexpand import UnbalancedBracesError, braceexpand
 
@@ -346,15 +312,8 @@ def _is_left_out(value: Any, names: Mapping[str, Any]) -> bool:
         return False
 
 
-def _num_ranks(record: Mapping[str, Any]) -> int | None:
-    """How many ranks there were. Of data.py the result tells it; None: it has none."""
-    if "ranks" in record:
-        return record["ranks"]["world_size"]
-    return (record["summary"] or {}).get("ray", {}).get("num_trainers")
-
-
 def _tell_kept_apart(recorded: Mapping[str, Any], *, without: set[str]) -> str | None:
-    """A sentence on settings of copies and restarts, which are not given; None if it had none."""
+    """A sentence on the copies and restarts of the record, which are left out; None without any."""
     names = [
         name
         for name in ("max_failures", "ray_storage_path")
@@ -367,11 +326,7 @@ def _tell_kept_apart(recorded: Mapping[str, Any], *, without: set[str]) -> str |
 def _start(
     ranks: Mapping[str, Any], *, engine: str | None, environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """The words before the program, and sentences on what the record does not say of them.
-
-    Raises:
-        ConfigError: The run had several nodes.
-    """
+    """The words before the program, and a sentence if the record does not name the launcher."""
     num_ranks, launcher = ranks["world_size"], ranks["launcher"]
     if engine == RAY:  # the program itself has Ray start them
         return ["python"], []
@@ -398,9 +353,9 @@ def _start(
 
 
 def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[str], list[str]]:
-    """Assignments of environment variables as in the record, and sentences on the others.
+    """Assignments of the record's variables, and sentences on the variables that are left out.
 
-    A path is one of the machine of the record, and may name a library that is loaded.
+    A path belongs to the machine of the record, and may name a library that is loaded.
     """
     recorded, here = record["environment"], speed_environment()
     is_on_gpu = record["machine"]["device_type"] == GPU
@@ -426,7 +381,6 @@ def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[s
 
 
 def _run(rerun: Rerun, *, folder: Path, path: Path, record: Mapping[str, Any]) -> int:
-    """Run the command to its end; returns its exit code."""
     command = find_program(rerun.command)
     make_folder(folder)
     try:

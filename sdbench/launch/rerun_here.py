@@ -1,4 +1,4 @@
-"""What a run that is repeated needs of this machine, and what is not as in its record."""
+"""Checks of what a repeated run needs of this machine, and how this machine differs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sdbench.record.provenance import git_state, other_versions, package_version
 from sdbench.settings.ray import RAY
 from sdbench.settings.setting import GPU
 
-# Of a record without them: data.py has no ranks, unless Ray starts them.
+# For a record without ranks: data.py has none, unless Ray starts them.
 ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 DATA, WEIGHTS = "data set is", "weights are"
 
 
 def check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
-    """How many GPUs this machine has, which are enough for the run, and the model of the first.
+    """Number of GPUs of this machine and model of the first.
 
     Raises:
-        ConfigError: They are too few.
+        ConfigError: The run had more.
     """
     nvml = open_nvml()
     num_gpus = 0 if nvml is None else ask(nvml, "nvmlDeviceGetCount") or 0
@@ -46,11 +46,7 @@ def check_gpus(record: Mapping[str, Any]) -> tuple[int, str | None]:
 
 
 def check_weights(record: Mapping[str, Any], config: Any) -> None:
-    """Check that the model is here; a model of the hub is looked for by the run itself.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Refuse a model that is not here; the run itself looks for a model of the hub."""
     name = getattr(config, "model_name", None)
     is_of_hub = record.get("workload", {}).get("revision") is not None
     if name is None or is_of_hub:
@@ -62,7 +58,7 @@ def check_weights(record: Mapping[str, Any], config: Any) -> None:
 
 
 def describe_data_here(config: Any, *, how_made: str) -> dict[str, Any] | None:
-    """As a record has it.
+    """The facts of the data set, as a record has them.
 
     Raises:
         ConfigError: The data set is not here.
@@ -86,28 +82,22 @@ def _not_here(what: str, error: ConfigError, *, more: str = "") -> ConfigError:
 
 
 def tell_how_made(record: Mapping[str, Any]) -> str:
-    """The rest of a sentence on the data set: how it was made, if the record says so."""
+    """The end of a sentence: how the data set was made, if the record says so."""
     sentence = ""
-    for made_by in filter(None, (record.get("data") or {}).get("made_by", ())):
-        command = made_by.get("command")
-        facts = [
-            f"{name} {value}"
-            for name, value in made_by.items()
-            if name != "command" and value is not None
-        ]
-        sentence += f"; it was made by {command}: {', '.join(facts)}"
+    for provenance in filter(None, (record.get("data") or {}).get("made_by", ())):
+        facts = {name: value for name, value in provenance.items() if value is not None}
+        command = facts.pop("command", None)
+        told = ", ".join(f"{name} {value}" for name, value in facts.items())
+        sentence += f"; it was made by {command}: {told}"
     return sentence
 
 
 def tell_differences(
     record: Mapping[str, Any], data_here: dict[str, Any] | None, *, gpu: str | None
 ) -> list[str]:
-    """Sentences on the machine, the commit, the packages and the data set.
+    """Sentences on the machine, the commit, the packages and the data set that differ.
 
-    Args:
-        record: The record.
-        data_here: As a record has it.
-        gpu: Model of the GPUs that the run gets; None: it gets none.
+    `data_here` is from `describe_data_here`, `gpu` the model of the GPUs that the run gets.
     """
     machine, sentences = record["machine"], []
     cpus = (machine["num_cpu_cores"], machine["cpu_name"]), (num_cpu_cores(), read_cpu()[0])
@@ -123,7 +113,7 @@ def tell_differences(
         sentences.append("this checkout has changes that are in no commit")
     before = {**record["versions"], **record.get("other_versions", {})}
     here = {**package_versions(), **other_versions()}
-    # One that an older record does not name may have been there.
+    # An older record does not name all packages.
     names = sorted({*before, *here}) if "other_versions" in record else list(before)
     changes = [
         f"{name} {before.get(name) or 'none'} -> {here.get(name) or 'none'}"

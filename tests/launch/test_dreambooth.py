@@ -171,18 +171,18 @@ def test_ranks_and_engines_get_their_launchers(capsys) -> None:
     alone = [line.split()[:4] for line in lines if line.startswith("python")]
     assert [launcher == of_ranks for launcher in launchers] == [True] * 3 + [False, True, False]
     assert alone == [["python", "-m", "sdbench", one] for one in ("export", "before-after")]
-    assert sum("--image_size 128" in line for line in lines) == 4
+    assert sum("--image_size=128" in line for line in lines) == 4
     # The model's own size, and not that of the recipe.
-    assert sum("--image_size 64" in line for line in planned(capsys)) == 4
+    assert sum("--image_size=64" in line for line in planned(capsys)) == 4
     lines = planned(capsys, "--num_ranks", "2", "--engine", "ray", "--", "--max_failures", "1")
     (training,) = (line for line in lines if " train.py " in line)
     assert training.startswith("python train.py ") and training.endswith("--max_failures 1")
-    assert "--engine ray" in training and "--num_ray_workers 2" in training
+    assert "--engine=ray" in training and "--num_ray_workers=2" in training
 
 
 def test_what_is_drawn_to_judge_has_no_seed_of_a_class_picture(capsys) -> None:
     lines = planned(capsys, "--num_class_images", "1000")
-    (seed,) = {found[1] for line in lines if (found := re.search(r"--seed (\d+)", line))}
+    (seed,) = {found[1] for line in lines if (found := re.search(r"--seed=(\d+)", line))}
     assert int(seed) >= 1000
 
 

@@ -1,4 +1,4 @@
-"""Faults of a manifest that no schema and no server finds, and that end a job on a node."""
+"""`find_faults` finds faults of a manifest that no schema and no server finds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ Place = tuple[str, ...]
 
 
 def find_faults(documents: Sequence[Mapping[str, Any]], *, flag: str) -> list[ConfigError]:
-    """All faults of the documents of a manifest, in their order.
-
-    Args:
-        documents: Of the manifest, each with its kind.
-        flag: What the user can change about it.
-    """
+    """All faults of the documents of a manifest; `flag` is what the user can change."""
     return [
         ConfigError(f"{'.'.join(place)}: {problem}", value=value, allowed=allowed, flag=flag)
         for document in documents

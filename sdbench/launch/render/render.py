@@ -1,4 +1,4 @@
-"""The command `python -m sdbench render`: flags into the manifest of a job."""
+"""The command `python -m sdbench render`: fills in the manifest of a job and checks it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
+from sdbench.launch.child import refuse_flag
 from sdbench.launch.render.faults import COUNT_KEYS, find_faults, walk
 from sdbench.launch.render.variables import COMPUTED, JOB_NAME, VARIABLES, find_values, flag_of
 from sdbench.settings import config, recipe
@@ -42,13 +43,7 @@ examples:
 
 
 class Kind(NamedTuple):
-    """Something that render makes.
-
-    Attributes:
-        template: Its file in multi-node/.
-        meaning: What it is, for the help.
-        commands: What to do with the file, one line each.
-    """
+    """A manifest: its template in multi-node/, its help, and the commands that use it."""
 
     template: str
     meaning: str
@@ -98,13 +93,7 @@ KINDS: dict[str, Kind] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill in a template and write it, or say what it would run.
-
-    Args:
-        argv: The kind and its flags, and behind ``--`` arguments of its program.
-
-    Returns:
-        The exit code.
+    """Fill in a template and write it, or say what it would run; returns the exit code.
 
     Raises:
         ConfigError: A variable is unset, unknown or wrong, or the manifest has a fault.
@@ -153,11 +142,7 @@ def _read(path: Path) -> str:
 
 
 def find_names(template: str, *, path: Path) -> set[str]:
-    """The variables of a template, ``${NAME}`` each.
-
-    Raises:
-        ConfigError: It has one that the tables do not know, or a dollar sign that begins none.
-    """
+    """The variables of a template, ``${NAME}`` each; refuses any other dollar sign."""
     known = (*VARIABLES, *COMPUTED)
     names = set()
     for found in string.Template.pattern.finditer(template):
@@ -174,13 +159,8 @@ def find_names(template: str, *, path: Path) -> set[str]:
 
 
 def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
-    if any(argument.split("=")[0] == "--results_dir" for argument in arguments):
-        raise ConfigError(
-            "the results of a pod go to its volume",
-            value="--results_dir",
-            allowed="arguments without it",
-            flag="ARGUMENTS",
-        )
+    why = "the results of a pod go to its volume"
+    refuse_flag("--results_dir", arguments, why=why, flag="ARGUMENTS")
     if len(ARGUMENTS.findall(text)) + len(ENTRYPOINT_ARGUMENTS.findall(text)) != 1:
         raise ConfigError(
             "the template has no one place for arguments of a program",
@@ -213,11 +193,7 @@ def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
 def _check_arguments(
     documents: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path
 ) -> None:
-    """Refuse what the program would refuse in the cluster.
-
-    Raises:
-        ConfigError: An argument is unknown or wrong, or an entrypoint runs no program of ours.
-    """
+    """Refuse arguments that the program would refuse in the cluster."""
     commands = [("benchmark.py", list(arguments))]
     entrypoints = [one["spec"]["entrypoint"] for one in documents if one["kind"] == "RayJob"]
     if entrypoints:  # they hold the arguments
@@ -235,11 +211,7 @@ def _check_arguments(
 
 
 def _parse_checked(text: str, path: Path) -> list[dict[str, Any]]:
-    """The documents of a manifest, without a fault.
-
-    Raises:
-        ConfigError: It is no YAML, or something is wrong with it.
-    """
+    """The documents of a manifest; refuses a manifest with a fault."""
     import yaml
 
     flag = f"the template {path}"
@@ -262,7 +234,7 @@ def _parse_checked(text: str, path: Path) -> list[dict[str, Any]]:
 
 
 def _describe(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a manifest runs: how many, which command, with which variables and devices."""
+    """Lines on what a manifest runs: numbers, commands, variables and devices."""
     lines = []
     for document in documents:
         for place, value in walk(document, (str(document["kind"]),)):

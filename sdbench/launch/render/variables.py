@@ -1,4 +1,4 @@
-"""The variables of the templates: what each means, which values it may have, and its default."""
+"""`VARIABLES` of the templates: meaning, allowed values and default of each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Variable:
 
     Attributes:
         meaning: What it is, for the help.
-        allowed: Which values it may have, in words.
+        allowed: Its possible values, in words.
         valid: The same as a pattern, or the least and the largest whole number.
-        default: Its value if none is given, or a function from the values of the variables above it
-            in `VARIABLES`; None: it has to be given.
+        default: A value, or a function of the values of the variables above it in `VARIABLES`;
+            None: the user has to give one.
     """
 
     meaning: str
@@ -34,11 +34,7 @@ class Variable:
     default: str | Callable[[Values], str] | None = None
 
     def check(self, value: str, *, flag: str) -> None:
-        """Refuse a value that the variable cannot have.
-
-        Raises:
-            ConfigError: It is one.
-        """
+        """Refuse a value that the variable cannot have."""
         if isinstance(self.valid, str):
             is_valid = re.fullmatch(self.valid, value) is not None
         else:
@@ -150,8 +146,8 @@ VARIABLES: dict[str, Variable] = {
         f"{JOB_NAME}-results",
     ),
 }
-# Variables that follow from the sizes of the job, and have no flag.
 SIZES = ("NUM_NODES", "NUM_GPUS_PER_NODE")
+# Variables that follow from the sizes of the job, and have no flag.
 COMPUTED: dict[str, Callable[[int, int], int]] = {
     "NUM_WORKERS": lambda num_nodes, _: num_nodes - 1,  # pods beside that of node 0
     "WORLD_SIZE": lambda num_nodes, num_gpus: num_nodes * num_gpus,
@@ -164,14 +160,10 @@ def flag_of(name: str) -> str:
 
 
 def find_values(names: set[str], given: Values) -> dict[str, str]:
-    """The value of every variable of a manifest's template.
-
-    Args:
-        names: The template's variables.
-        given: Those that the user gave a value.
+    """The value of every variable in `names`, from the user's values and the defaults.
 
     Raises:
-        ConfigError: One has no value, one that it may not have, or is not in the template.
+        ConfigError: A variable has no value or a wrong one, or is not in the template.
     """
     wanted = names.union(SIZES) if names & COMPUTED.keys() else names
     for name in given:
