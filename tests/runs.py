@@ -1,4 +1,4 @@
-"""`finished_run`: the results of a run, trained once in a process of tests and then copied."""
+"""Runs and their records: `finished_run` trains once in a process of tests, and copies that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from sdbench.record.store import load_record
 
 _RESULTS: dict[tuple[str, ...], Path] = {}
 
@@ -31,3 +34,9 @@ def finished_run(main: Callable[[Sequence[str]], int], *argv: str, results: Path
     shutil.copytree(_RESULTS[key], results)
     (record,) = results.glob("*/record.json")
     return record.parent
+
+
+def only_record(results: Path) -> dict[str, Any]:
+    """The record of the one run in a results folder."""
+    (path,) = results.glob("*/record.json")
+    return load_record(path)

@@ -70,13 +70,14 @@ def calls(fake):
     return (fake / "calls.txt").read_text().splitlines()
 
 
-def test_the_runs_of_a_claim_are_copied_and_the_reader_is_deleted(fake):
+def test_the_runs_of_a_claim_are_copied_by_a_pod_that_only_reads(fake):
     target = fake / "here"
-    completed = collect(fake, "my-results", str(target))
+    completed = collect(fake, "my-results", str(target), image="example.com/box:1")
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.endswith(f"2 runs in {target}\n")
     assert sorted(path.name for path in target.iterdir()) == ["run1", "run2", "runs.csv"]
     pod = yaml.safe_load((fake / "pod.yaml").read_text())
+    kubernetes_validate.validate(pod, "1.37", strict=True)
     name = pod["metadata"]["name"]
     assert calls(fake) == [
         "apply -f -",
@@ -84,37 +85,26 @@ def test_the_runs_of_a_claim_are_copied_and_the_reader_is_deleted(fake):
         f"cp --retries=5 {name}:/results {target}",
         f"delete pod {name} --ignore-not-found --wait=false",
     ]
-
-
-def test_the_reader_is_a_pod_that_only_reads(fake):
-    assert collect(fake, "my-results", str(fake / "x"), image="example.com/box:1").returncode == 0
-    pod = yaml.safe_load((fake / "pod.yaml").read_text())
-    kubernetes_validate.validate(pod, "1.37", strict=True)
-    (container,) = pod["spec"]["containers"]
+    spec = pod["spec"]
+    (container,) = spec["containers"]
     assert container["image"] == "example.com/box:1"
-    assert container["volumeMounts"] == [
-        {"name": "results", "mountPath": "/results", "readOnly": True}
-    ]
-    assert pod["spec"]["volumes"] == [
-        {"name": "results", "persistentVolumeClaim": {"claimName": "my-results"}}
-    ]
-    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert pod["spec"]["activeDeadlineSeconds"] == 3600
+    mount = {"name": "results", "mountPath": "/results", "readOnly": True}
+    claim = {"name": "results", "persistentVolumeClaim": {"claimName": "my-results"}}
+    assert (container["volumeMounts"], spec["volumes"]) == ([mount], [claim])
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["activeDeadlineSeconds"] == 3600
 
 
-@pytest.mark.parametrize("namespace", [("--namespace", "team"), ("-n", "team")])
-def test_a_namespace_goes_with_every_call(namespace, fake):
-    assert collect(fake, *namespace, "my-results", str(fake / "x")).returncode == 0
-    assert len(calls(fake)) == 4
-    assert all(call.startswith("--namespace team ") for call in calls(fake))
-
-
-def test_a_claim_without_runs_is_a_failure(fake):
+def test_a_claim_without_runs_is_a_failure_and_every_call_has_the_namespace(fake):
     (fake / "volume").rename(fake / "gone")
-    completed = collect(fake, "my-results", str(fake / "x"))
+    completed = collect(fake, "--namespace", "team", "my-results", str(fake / "x"))
     assert completed.returncode == 1
     assert completed.stderr == "error: the claim my-results holds no record of a run\n"
-    assert calls(fake)[-1].startswith("delete pod results-reader-")
+    assert calls(fake)[-1].startswith("--namespace team delete pod results-reader-")
+    assert len(calls(fake)) == 4
+    assert all(call.startswith("--namespace team ") for call in calls(fake))
+    assert collect(fake, "-n", "team", "my-results").returncode == 1
+    assert calls(fake)[4] == "--namespace team apply -f -"
 
 
 @pytest.mark.parametrize("step", ["apply", "wait", "cp"])

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import benchmark
-from sdbench.engines import load_engine
 from sdbench.measure.watch import StepWatch
-from sdbench.record.store import RunFolder, load_record
+from sdbench.record.store import RunFolder
 from sdbench.tasks import pretrain
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
+from tests.runs import only_record
 
 # Each node would take all cores of this machine for its own, and the ranks wait for their threads.
 TINY = (
@@ -33,9 +33,7 @@ END_WITHIN_S = DIST_TIMEOUT_S + 25
 START_WITHIN_S = 120
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_is_imported_once():
-    load_engine("torch")
+pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
 def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
@@ -46,11 +44,6 @@ def run(folder: Path, dist_timeout_s: int = DIST_TIMEOUT_S) -> int:
 def two_nodes(program, folder: Path):
     """A rank on each of two nodes."""
     return forked_ranks(program, folder, num_nodes=2)
-
-
-def only_record(folder: Path) -> dict:
-    (path,) = folder.glob("*/record.json")
-    return load_record(path)
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path, monkeypatch):

@@ -19,12 +19,11 @@ import pytest
 
 import benchmark
 from sdbench.base.cause import LOST, VARIABLE, read_cause
-from sdbench.engines import load_engine
 from sdbench.measure.timer import StepTimer
-from sdbench.record.store import load_record
 from sdbench.run import runner
 from tests.forked import exit_codes, forked_ranks, log_of, wait_for_step
 from tests.ports import free_port
+from tests.runs import only_record
 
 BIN = Path(sys.executable).parent
 TINY = ("--model_name", "tiny", "--use_synth_data", "--num_workers", "0", "--no_measure_peak")
@@ -41,9 +40,7 @@ COMPOSER_2 = (str(BIN / "composer"), "-n", "2")
 TORCHRUN_2 = (str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_is_imported_once():
-    load_engine("torch")
+pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
 def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):
@@ -56,11 +53,6 @@ def run(launcher, *argv, results, timeout_s=TIMEOUT_S, stderr=subprocess.PIPE):
         timeout=timeout_s,
         check=False,
     )
-
-
-def only_record(results):
-    (path,) = results.glob("*/record.json")
-    return load_record(path)
 
 
 def estimate_gib(record):
@@ -253,24 +245,13 @@ def test_the_memory_estimate_of_the_full_model_is_near_its_peak(tmp_path, preset
 @pytest.mark.parametrize(
     ("launcher", "send", "number", "exit_code", "reason"),
     [
-        pytest.param(COMPOSER_2, os.killpg, signal.SIGINT, 130, ": Ctrl-C", id="composer-ctrl-c"),
-        pytest.param(
-            *(COMPOSER_2, os.kill, signal.SIGTERM, 130, "SIGTERM: "),
-            id="composer-kill",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(TORCHRUN_2, os.killpg, signal.SIGINT, 1, ": Ctrl-C"),
-            id="torchrun-ctrl-c",
-            marks=pytest.mark.slow,
-        ),
-        # With torchrun goes what ranks hear of each other by: they cannot tell that it was meant.
-        pytest.param(
-            *(TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by"),
-            id="torchrun-kill-9",
-            marks=pytest.mark.slow,
-        ),
+        (COMPOSER_2, os.killpg, signal.SIGINT, 130, ": Ctrl-C"),
+        (COMPOSER_2, os.kill, signal.SIGTERM, 130, "SIGTERM: "),
+        (TORCHRUN_2, os.killpg, signal.SIGINT, 1, ": Ctrl-C"),
+        # The ranks hear of each other by torchrun: they cannot tell that its end was meant.
+        (TORCHRUN_2, os.kill, signal.SIGKILL, -9, "torchrun, by"),
     ],
+    ids=["composer-ctrl-c", "composer-kill", "torchrun-ctrl-c", "torchrun-kill-9"],
 )
 def test_a_launcher_that_is_stopped_leaves_a_record_and_no_rank(
     tmp_path, launcher, send, number, exit_code, reason

@@ -20,12 +20,7 @@ from sdbench.statistics.intervals import between_runs_interval
 from tests.refusals import refusal_of
 
 FAKE = str(Path(__file__).with_name("fake_benchmark.py"))
-
-
-@pytest.fixture(autouse=True)
-def starts(tmp_path, monkeypatch):
-    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
-    return tmp_path / "starts"
+pytestmark = pytest.mark.usefixtures("starts")
 
 
 def repeat(tmp_path, times, *argv):
@@ -44,12 +39,6 @@ def test_each_run_is_fresh_and_three_have_an_interval(tmp_path, starts, capsys):
     assert len(list((tmp_path / "repeat").glob("*/*/record.json"))) == 3
     output = capsys.readouterr().out
     assert "run 3/3" in output and "95 % interval between runs: 8.75 to 8.75" in output
-
-
-def test_two_runs_have_no_interval(tmp_path, capsys):
-    _, summary = repeat(tmp_path, 2)
-    assert summary["images_per_second_interval"] is None
-    assert "it takes 3 that ended well" in capsys.readouterr().out
 
 
 def test_a_training_run_is_repeated_too(tmp_path, monkeypatch, capsys):
@@ -91,33 +80,47 @@ def test_two_commands_take_turns_and_are_compared(tmp_path, starts, capsys):
     assert "1.17x  1.167 to 1.167  faster" in output
 
 
-def test_a_comparison_that_is_refused_keeps_the_runs(tmp_path, capsys):
+def test_failed_runs_are_told_and_the_others_are_kept(tmp_path, capsys):
     folder = tmp_path / "repeat"
     argv = ["repeat", "1", "--folder", str(folder), "--against", f"python {FAKE} --seed 4"]
     assert main([*argv, "--", "python", FAKE]) == 1
-    assert "not compared: this folder holds no run" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "no run ended well" in printed.out
+    assert "it takes 3 that ended well" in printed.out
+    assert "not compared: this folder holds no run" in printed.err
+    baseline, candidate = (
+        json.loads((folder / name / "repeat.json").read_text())
+        for name in ("baseline", "candidate")
+    )
+    assert [run["status"] for run in baseline["runs"]] == ["failed"]
+    assert baseline["images_per_second_median"] is None
+    assert candidate["num_ok"] == 1 and candidate["images_per_second_interval"] is None
     assert len(list(folder.glob("candidate/1/*/record.json"))) == 1
 
 
-def test_a_failed_run_is_told_and_the_others_are_kept(tmp_path, capsys):
-    code, summary = repeat(tmp_path, 2, "--device_train_microbatch_size", "8")
-    assert code == 1
-    assert [run["status"] for run in summary["runs"]] == ["oom", "oom"]
-    assert summary["images_per_second_median"] is None
-    assert "no run ended well" in capsys.readouterr().out
+@pytest.fixture
+def start_repeat(tmp_path, repository):
+    """Start `repeat N -- COMMAND` in a process group of its own."""
+
+    def start(times, *command):
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sdbench", "repeat", times),
+                *("--folder", str(tmp_path / "repeat"), "--", "python", *command),
+            ],
+            cwd=repository,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return start
 
 
-def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, starts):
+def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, start_repeat, starts):
     folder = tmp_path / "repeat"
-    command = [sys.executable, "-m", "sdbench", "repeat", "50", "--folder", str(folder)]
-    process = subprocess.Popen(
-        [*command, "--", "python", FAKE, "--seed", "5"],
-        cwd=repository,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_repeat("50", FAKE, "--seed", "5")
     while len(list(folder.glob("*/*/record.json"))) < 2:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
@@ -131,17 +134,10 @@ def test_ctrl_c_ends_the_run_and_keeps_what_has_ended(tmp_path, repository, star
     assert len(starts.read_text().splitlines()) == num_started
 
 
-def test_the_output_of_a_stopped_run_is_kept_without_secrets(tmp_path, repository):
+def test_the_output_of_a_stopped_run_is_kept_without_secrets(tmp_path, start_repeat):
     folder = tmp_path / "repeat"
     program = "import time; print('https://host/a.tar?sig=mine', flush=True); time.sleep(600)"
-    command = [sys.executable, "-m", "sdbench", "repeat", "1", "--folder", str(folder)]
-    process = subprocess.Popen(
-        [*command, "--", "python", "-c", program],
-        cwd=repository,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = start_repeat("1", "-c", program)
     log = folder / "1" / "output.log"
     while not (log.exists() and "sig=mine" in log.read_text()):
         assert process.poll() is None

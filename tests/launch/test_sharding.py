@@ -30,9 +30,12 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 # bf16 keeps 8 bits of a gradient, and AdamW makes steps of about the learning rate, 0.01, of it.
 IN_BF16 = {"rtol": 0.02, "atol": 0.005}
 
-each_case = pytest.mark.parametrize("case", CASES)
+# Two ranks of one node with each engine, and two nodes of two ranks each.
+NODES = "nodes"
+ON_ONE_NODE = [(engine, case) for engine in ENGINES for case in CASES]
+ON_NODES = [(NODES, case) for case in CASES_OF_NODES]
 each_engine = pytest.mark.parametrize("engine", ENGINES)
-each_case_of_nodes = pytest.mark.parametrize("case", CASES_OF_NODES)
+each_run = pytest.mark.parametrize(("where", "case"), [*ON_ONE_NODE, *ON_NODES])
 
 
 def tolerance_of(case):
@@ -47,23 +50,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
-    """What each rank has seen: a list by rank of (engine, case) to results."""
+def results(folder, tmp_path_factory):
+    """What each rank has seen, by (engine, case) or (NODES, case)."""
     run_in_group(lambda rank: run_rank(rank, folder), folder)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    of_ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    found = {key: [one[key] for one in of_ranks] for key in ON_ONE_NODE}
 
-
-@pytest.fixture(scope="module")
-def of_nodes(tmp_path_factory):
-    """The same of two nodes of two ranks each, by case."""
-    folder = tmp_path_factory.mktemp("nodes")
-
-    def run(rank):
-        run_rank(rank, folder, engines=("torch",), cases=CASES_OF_NODES)
-
-    run_in_group(run, folder, num_ranks=4, num_nodes=2)
-    of_ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
-    return {case: [one["torch", case] for one in of_ranks] for case in CASES_OF_NODES}
+    nodes = tmp_path_factory.mktemp("nodes")
+    run_in_group(
+        lambda rank: run_rank(rank, nodes, engines=("torch",), cases=CASES_OF_NODES),
+        nodes,
+        num_ranks=4,
+        num_nodes=2,
+    )
+    of_ranks = [torch.load(nodes / f"rank{rank}.pt") for rank in range(4)]
+    return found | {(NODES, case): [one["torch", case] for one in of_ranks] for _, case in ON_NODES}
 
 
 @pytest.fixture(scope="module")
@@ -93,37 +94,18 @@ def copy_of(module):
     return {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
 
-@each_case
-@each_engine
-def test_losses_gradients_and_weights_are_those_of_one_process(engine, case, results, reference):
-    assert_alike([of_rank[engine, case] for of_rank in results], case, reference)
-
-
-@each_case_of_nodes
-def test_nodes_that_share_within_train_the_model_of_one_process(case, of_nodes, reference):
-    assert_alike(of_nodes[case], case, reference)
-
-
-def assert_alike(of_ranks, case, reference):
-    for result in of_ranks:
+@each_run
+def test_losses_gradients_and_weights_are_those_of_one_process(where, case, results, reference):
+    for result in results[where, case]:
         for name, expected in zip(("losses", "gradients", "weights"), reference, strict=True):
             torch.testing.assert_close(
                 result[name], expected, **tolerance_of(case), check_dtype=False
             )
 
 
-@each_case
-@each_engine
-def test_the_average_is_that_of_the_closed_form(engine, case, results):
-    assert_averaged([of_rank[engine, case] for of_rank in results])
-
-
-@each_case_of_nodes
-def test_the_average_of_nodes_is_that_of_the_closed_form(case, of_nodes):
-    assert_averaged(of_nodes[case])
-
-
-def assert_averaged(of_ranks):
+@each_run
+def test_the_average_is_that_of_the_closed_form(where, case, results):
+    of_ranks = results[where, case]
     first = of_ranks[0]
     assert set(first["average"]) == set(first["weights"][0])
     for name, average in first["average"].items():
@@ -134,8 +116,7 @@ def assert_averaged(of_ranks):
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
 
 
-@each_case
-@each_engine
+@pytest.mark.parametrize(("engine", "case"), ON_ONE_NODE)
 def test_an_average_that_two_ranks_have_saved_is_loaded_by_one(engine, case, results, folder):
     own = dict(make_model()[0].unet.named_parameters())
     weights = {f"unet.{name}": weight for name, weight in own.items()}
@@ -143,56 +124,40 @@ def test_an_average_that_two_ranks_have_saved_is_loaded_by_one(engine, case, res
     state = ema.state_dict()
     checkpoint.load(state, checkpoint_id=folder / f"{engine}-{case}", no_dist=True)
     ema.load_state_dict(state)
-    assert ema.state_dict()["num_steps"] == NUM_STEPS
-    averages = {
-        name.removeprefix("unet."): average
-        for name, average in ema.state_dict()["averages"].items()
-    }
-    for name, average in results[0][engine, case]["average"].items():
-        assert torch.equal(averages[name], average)
+    state = ema.state_dict()
+    assert state["num_steps"] == NUM_STEPS
+    for name, average in results[engine, case][0]["average"].items():
+        assert torch.equal(state["averages"][f"unet.{name}"], average)
 
 
 @each_engine
 def test_bf16_compression_does_something(engine, results):
-    result = results[0][engine, "bf16"], results[0][engine, "none"]
-    assert result[0]["losses"][1:] != result[1]["losses"][1:]
+    compressed, plain = (results[engine, case][0]["losses"] for case in ("bf16", "none"))
+    assert compressed[1:] != plain[1:]
 
 
-@each_engine
+ALL, PARTS = [(7, 8)] * 2, [(4, 8), (3, 8)]
+
+
 @pytest.mark.parametrize(
-    ("case", "rows"),
+    ("where", "case", "rows"),
     [
-        ("none", [(7, 8), (7, 8)]),
-        ("zero1", [(7, 8), (7, 8)]),
-        ("grad_op", [(4, 8), (3, 8)]),
-        ("full", [(4, 8), (3, 8)]),
+        *((engine, case, ALL) for engine in ENGINES for case in ("none", "zero1")),
+        *((engine, case, PARTS) for engine in ENGINES for case in ("grad_op", "full")),
+        *((NODES, case, PARTS * 2) for case in ("hybrid", "hybrid_grad_op")),
     ],
 )
-def test_a_rank_holds_its_part_of_the_weights(engine, case, rows, results):
-    assert [of_rank[engine, case]["shapes"]["2.0.weight"] for of_rank in results] == rows
+def test_a_rank_holds_its_part_of_the_weights(where, case, rows, results):
+    assert [of_rank["shapes"]["2.0.weight"] for of_rank in results[where, case]] == rows
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid_grad_op"])
-def test_a_node_holds_all_weights_and_its_ranks_a_part(name, of_nodes):
-    shapes = [of_rank["shapes"]["2.0.weight"] for of_rank in of_nodes[name]]
-    assert shapes == [(4, 8), (3, 8)] * 2
-
-
-@each_engine
-def test_weights_that_are_gathered_ahead_are_the_same(engine, results):
+@pytest.mark.parametrize(
+    ("where", "case"), [*((engine, "grad_op") for engine in ENGINES), (NODES, "hybrid_grad_op")]
+)
+def test_weights_that_are_gathered_ahead_are_the_same(where, case, results):
+    plain, ahead = (results[where, name][0] for name in (case, f"{case}-ahead"))
     # Two micro-batches a step: for the second one they are there already.
-    assert_gathered_ahead(
-        results[0][engine, "grad_op"], results[0][engine, "grad_op-ahead"], num_microbatches=2
-    )
-
-
-def test_nodes_gather_ahead_too(of_nodes):
-    plain, ahead = (of_nodes[name][0] for name in ("hybrid_grad_op", "hybrid_grad_op-ahead"))
-    assert_gathered_ahead(plain, ahead, num_microbatches=2)
-
-
-def assert_gathered_ahead(plain, ahead, *, num_microbatches):
-    assert ahead["was_gathering"] == ([True] + [False] * (num_microbatches - 1)) * NUM_STEPS
+    assert ahead["was_gathering"] == [True, False] * NUM_STEPS
     assert not any(plain["was_gathering"])
     for name in ("losses", "weights", "gradients", "average"):
         torch.testing.assert_close(ahead[name], plain[name], rtol=0, atol=0)
@@ -201,7 +166,7 @@ def assert_gathered_ahead(plain, ahead, *, num_microbatches):
 @pytest.mark.parametrize(("case", "type_held"), [("masters", "bf16"), ("grad_op-masters", "fp32")])
 @each_engine
 def test_what_is_updated_is_the_copy_in_fp32(engine, case, type_held, results):
-    result = results[0][engine, case]
+    result = results[engine, case][0]
     weights, held = result["weights"][-1], result["held"][-1]
     for name, weight in weights.items():
         assert weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[type_held]
@@ -216,25 +181,19 @@ def held_by(of_ranks):
 
 
 @each_engine
-def test_under_zero1_a_weight_is_averaged_by_one_rank_alone(engine, results):
-    first, second = held_by(of_rank[engine, "zero1"] for of_rank in results)
+def test_under_zero1_a_weight_is_updated_and_averaged_by_one_rank_alone(engine, results):
+    first, second = held_by(results[engine, "zero1"])
     assert first and second and not first & second
-    assert first | second == set(results[0][engine, "none"]["held"][0])
-
-
-@each_engine
-def test_under_zero1_weights_are_those_of_ddp(engine, results):
-    # Each is updated by one rank and sent to the other.
+    assert first | second == held_by(results[engine, "none"])[0]
+    # Weights are those of DDP: each is updated by one rank and sent to the other.
     for suffix, plain in (("", "none"), ("-masters", "masters")):
-        one, other = results[0][engine, f"zero1{suffix}"], results[0][engine, plain]
-        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
-        torch.testing.assert_close(
-            one["weights"], results[1][engine, f"zero1{suffix}"]["weights"], rtol=0, atol=0
-        )
+        for one in results[engine, f"zero1{suffix}"]:
+            other = results[engine, plain][0]
+            torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
 
 
-def test_under_hybrid_zero1_each_node_has_all_averages(of_nodes):
-    first, second, *other_node = held_by(of_nodes["hybrid_zero1"])
+def test_under_hybrid_zero1_each_node_has_all_averages(results):
+    first, second, *other_node = held_by(results[NODES, "hybrid_zero1"])
     assert first and second and not first & second
     assert other_node == [first, second]
 

@@ -20,13 +20,13 @@ import benchmark
 import train
 from sdbench.base.shared_memory import find_stale
 from sdbench.data.pipeline.loader import CheckedLoader
-from sdbench.engines import load_engine
-from sdbench.record.store import RunFolder, load_record
+from sdbench.record.store import RunFolder
 from sdbench.run.outcome import RunRecord
 from sdbench.state.writer import CheckpointWriter
 from sdbench.tasks import pretrain
 from tests.data import datasets
 from tests.forked import exit_codes, forked_ranks, log_of
+from tests.runs import only_record
 
 TINY = (
     *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
@@ -37,14 +37,7 @@ SAVING = ("--run_name", "saved", "--save_every_batches", "2", "--max_duration", 
 END_WITHIN_S = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_is_imported_once():
-    load_engine("torch")
-
-
-def only_record(results):
-    (path,) = results.glob("*/record.json")
-    return load_record(path)
+pytestmark = pytest.mark.usefixtures("torch_is_imported_once")
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,7 @@ QUICK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def starts(tmp_path, monkeypatch):
-    """The file with a line for each start of the fake benchmark."""
-    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
-    return tmp_path / "starts"
+pytestmark = pytest.mark.usefixtures("starts")
 
 
 def write_sweep(tmp_path, **content):
@@ -56,12 +52,6 @@ def sweep(tmp_path, *argv, **content):
         return code, []
     with table.open() as file:
         return code, list(csv.DictReader(file))
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """A short grace for what does not end."""
-    monkeypatch.setitem(child.run_guarded.__kwdefaults__, "grace_s", 0.2)
 
 
 @pytest.fixture
@@ -103,12 +93,17 @@ def test_every_cell_is_a_run_and_a_row(tmp_path, starts, capsys):
     assert "run 4/4: " in output and "s left" in output
 
 
-def test_out_of_memory_is_a_row_and_a_finding(tmp_path):
-    code, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [4, 8]})
+def test_out_of_memory_is_a_row_and_a_finding(tmp_path, starts):
+    grid = {"device_train_microbatch_size": [4, 8]}
+    code, rows = sweep(tmp_path, grid=grid)
     assert code == 0
     assert [row["status"] for row in rows] == ["ok", "oom"]
     assert "CUDA out of memory" in rows[1]["reason"] and rows[1]["micro_batch"] == "8"
     assert rows[1]["images_per_second"] == ""
+    # A second start repeats nothing, unless it is told to.
+    for argv, expected in (((), 2), (("--retry", "failed,timeout"), 2), (("--retry", "oom"), 3)):
+        assert sweep(tmp_path, *argv, grid=grid)[0] == 0
+        assert num_starts(starts) == expected
 
 
 def test_what_hangs_dies_or_is_refused_is_a_row_and_the_sweep_goes_on(
@@ -151,44 +146,26 @@ def test_a_budget_too_small_for_any_run_is_no_success(tmp_path, impatient):
     assert (code, rows) == (1, [])
 
 
-def test_a_second_start_repeats_nothing_and_retry_what_it_is_told(tmp_path, starts):
-    grid = {"device_train_microbatch_size": [4, 8]}
-    sweep(tmp_path, grid=grid)
-    assert sweep(tmp_path, grid=grid)[0] == 0
-    assert num_starts(starts) == 2
-    sweep(tmp_path, "--retry", "failed,timeout", grid=grid)
-    assert num_starts(starts) == 2
-    sweep(tmp_path, "--retry", "oom", grid=grid)
-    assert num_starts(starts) == 3
-
-
-def test_another_cell_in_the_file_is_the_only_one_that_runs(tmp_path, starts):
-    sweep(tmp_path, grid={"device_train_microbatch_size": [2]})
-    _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]})
-    assert len(rows) == 2 and num_starts(starts) == 2
-
-
 def test_repeats_come_round_by_round(tmp_path, starts):
     _, rows = sweep(tmp_path, grid={"device_train_microbatch_size": [2, 4]}, repeats=2)
     sizes = [line.split("=")[1] for line in starts.read_text().splitlines()]
     assert sizes == ["2", "4", "2", "4"] and len(rows) == 4
 
 
-def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path, starts, capsys):
-    code, rows = sweep(
-        tmp_path, "--dry_run", grid={"device_train_microbatch_size": [2, 4]}, timeout_s=600
-    )
-    assert (code, rows, num_starts(starts)) == (0, [], 0)
+def test_a_dry_run_shows_the_plan_and_another_cell_is_the_only_one_that_runs(
+    tmp_path, starts, capsys
+):
+    one, two = ({"device_train_microbatch_size": sizes} for sizes in ([2], [2, 4]))
+    assert sweep(tmp_path, "--dry_run", grid=two, timeout_s=600) == (0, [])
+    assert num_starts(starts) == 0
     output = capsys.readouterr().out
     assert "device_train_microbatch_size=2: to run" in output
     assert "not known before the first run has ended; at most 20 min" in output
-
-
-def test_an_estimate_comes_from_the_runs_that_are_done(tmp_path, capsys):
-    sweep(tmp_path, grid={"device_train_microbatch_size": [2]})
-    capsys.readouterr()
-    sweep(tmp_path, "--dry_run", grid={"device_train_microbatch_size": [2, 4]})
+    sweep(tmp_path, grid=one)
+    sweep(tmp_path, "--dry_run", grid=two)
     assert "about 0 min, from the runs that have ended" in capsys.readouterr().out
+    _, rows = sweep(tmp_path, grid=two)
+    assert len(rows) == 2 and num_starts(starts) == 2
 
 
 @pytest.mark.parametrize(
@@ -261,12 +238,15 @@ def test_a_guard_that_is_killed_leaves_no_rank(tmp_path, repository, number):
 
 
 LAUNCHER = """
-import sys
+import subprocess, sys
 sys.path.insert(0, {root!r})
 from sdbench.base.cause import report_cause
+reported = {reported!r}
+if reported == "traceback":
+    subprocess.run([sys.executable, "-c", "import no_such_module"])
+elif reported:
+    report_cause(*reported)
 print("the last line")
-if {reported!r}:
-    report_cause(*{reported!r})
 sys.exit({exit_code})
 """
 
@@ -279,6 +259,7 @@ sys.exit({exit_code})
         ((LOST, "rank 1 is silent"), 241, LOST, "rank 1 is silent"),
         ((), 247, KILLED, "the last line"),  # composer has 256 - 9 for SIGKILL
         ((), 143, None, "it was ended by signal 15 (SIGTERM): the last line"),
+        ("traceback", 1, None, "ModuleNotFoundError: No module named 'no_such_module'"),
         ((), 255, None, "it ended with exit code 255: the last line"),  # exit(-1), no SIGHUP
     ],
 )
@@ -292,24 +273,13 @@ def test_what_the_first_process_to_end_says_is_the_cause(
     assert outcome.reason.endswith(said)
 
 
-def test_an_error_before_the_run_is_told_by_its_traceback(tmp_path):
-    script = tmp_path / "launcher.py"
-    script.write_text(
-        "import subprocess, sys\n"
-        "subprocess.run([sys.executable, '-c', 'import no_such_module'])\n"
-        "sys.exit('rank 0 failed')\n"
-    )
-    outcome = child.run_child([sys.executable, str(script)], folder=tmp_path / "run")
-    assert outcome.reason.endswith("ModuleNotFoundError: No module named 'no_such_module'")
-
-
 def test_a_record_of_another_version_is_a_failed_row(tmp_path):
     code, (row,) = sweep(tmp_path, list=[{"seed": 6}])
     assert (code, row["status"]) == (1, "failed")
     assert "its record cannot be read" in row["reason"]
 
 
-def test_a_record_that_was_broken_after_its_run_is_refused(tmp_path, capsys):
+def test_a_record_that_was_broken_after_its_run_is_refused(tmp_path, starts, capsys):
     sweep(tmp_path, list=[{"seed": 1}])
     (file,) = (tmp_path / "sweep").glob("*/*/record.json")
     file.write_text(
@@ -318,36 +288,33 @@ def test_a_record_that_was_broken_after_its_run_is_refused(tmp_path, capsys):
     capsys.readouterr()
     assert sweep(tmp_path, list=[{"seed": 1}])[0] == 2
     assert "$.summary.images_per_second: nan is no finite number" in capsys.readouterr().err
-
-
-def test_a_run_whose_folder_is_gone_is_made_again(tmp_path, starts):
-    sweep(tmp_path, list=[{"seed": 1}])
-    (record,) = (tmp_path / "sweep").glob("*/*/record.json")
-    shutil.rmtree(record.parent)
+    shutil.rmtree(file.parent)  # without its folder the run is made again
     assert sweep(tmp_path, list=[{"seed": 1}])[0] == 0 and num_starts(starts) == 2
 
 
-def test_secrets_that_a_command_prints_stay_out(tmp_path, monkeypatch, capsys):
+SECRETS = ("hf_0123456789", "hunter2")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [
+        ("wandb_name", "hf_0123456789", "<HF_TOKEN>"),
+        ("remote", "http://me:hunter2@host/a.tar", "http://host/a.tar"),
+        ("remote", "pipe:curl -H 'X-Key: hunter2' http://host/a.tar", "pipe:curl"),
+    ],
+)
+def test_secrets_that_a_command_prints_stay_out(
+    tmp_path, starts, monkeypatch, capsys, setting, value, shown
+):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    sweep(tmp_path, list=[{"seed": 4, "wandb_name": "hf_0123456789"}])
-    (log,) = (tmp_path / "sweep").glob("*/output.log")
-    printed = capsys.readouterr().out
-    texts = [path.read_text() for path in (tmp_path / "sweep").rglob("*") if path.is_file()]
-    assert "<HF_TOKEN>" in log.read_text()
-    assert all("hf_0123456789" not in text for text in texts)
-    assert "hf_0123456789" not in printed
-
-
-def test_secrets_of_settings_reach_the_command_and_stay_out_of_the_rest(tmp_path, starts, capsys):
-    places = ["http://me:hunter2@host/a.tar", "pipe:curl -H 'X-Key: hunter2' http://host/a.tar"]
-    content = {"base": {"seed": 4}, "list": [{"remote": place} for place in places]}
+    content = {"base": {"seed": 4}, "list": [{setting: value}, {}]}
     assert sweep(tmp_path, **content)[0] == sweep(tmp_path, **content)[0] == 1
-    assert all(place in starts.read_text() for place in places)
+    assert value in starts.read_text()  # the command gets it
     assert num_starts(starts) == 2  # the second start knew the runs of the first
     texts = [path.read_text() for path in (tmp_path / "sweep").rglob("*") if path.is_file()]
     printed = "".join(capsys.readouterr())
-    assert all("hunter2" not in text for text in [*texts, printed])
-    assert "remote=http://host/a.tar" in printed and "remote=pipe:curl" in printed
+    assert not any(secret in text for secret in SECRETS for text in [*texts, printed])
+    assert f"--{setting}={shown}" in "".join(texts) and f"{setting}={shown}" in printed
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path, capsys):
