@@ -147,7 +147,7 @@ def find_program(command: Sequence[str]) -> list[str]:
             allowed="a command behind --, e.g. -- composer benchmark.py --use_synth_data",
             flag="COMMAND",
         )
-    if command[0] in ("python", "python3"):  # not another one with other packages
+    if command[0] in ("python", "python3"):  # not one with other packages
         return [sys.executable, *command[1:]]
     is_name = os.path.basename(command[0]) == command[0] != ""
     beside = Path(sys.executable).parent / command[0]
@@ -156,7 +156,7 @@ def find_program(command: Sequence[str]) -> list[str]:
         raise ConfigError(
             "this program is not installed",
             value=command[0],
-            allowed="composer, torchrun, python or another one on PATH",
+            allowed="composer, torchrun, python or a program on PATH",
             flag="COMMAND",
         )
     return [program, *command[1:]]
@@ -277,6 +277,50 @@ def run_guarded(
     return End(exit_code, time.perf_counter() - started_s, has_timed_out)
 
 
+def run_in_terminal(
+    command: Sequence[str], *, folder: Path, variables: Sequence[str] = (), grace_s: float = GRACE_S
+) -> tuple[int, str]:
+    """Run a command as `run_guarded`, one at a time in a folder, with this process's output.
+
+    Args:
+        command: As a person types it.
+        folder: Made for it.
+        variables: Assignments ``NAME=value`` for its environment.
+        grace_s: How long it may take to end when it is asked to.
+
+    Returns:
+        Its exit code, and how it ended in words.
+    """
+    found = find_program(command)
+    make_folder(folder)
+    cause_file = folder / CAUSE_NAME
+    cause_file.unlink(missing_ok=True)
+    end = run_guarded(
+        ["env", *variables, *found] if variables else found,
+        lock_file=folder / LOCK_NAME,
+        cause_file=cause_file,
+        grace_s=grace_s,
+    )
+    reported = read_cause(cause_file) or {}
+    return end.exit_code, reported.get("message") or describe_exit(end.exit_code)
+
+
+def check_suite_is_here(*names: str) -> None:
+    """Refuse to go on in a folder without these files of the suite.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    for name in names:
+        if not Path(name).is_file():
+            raise ConfigError(
+                f"this command needs {name}, which is not here",
+                value=str(Path.cwd()),
+                allowed="the folder that holds the suite",
+                flag="cd",
+            )
+
+
 def run_child(
     command: Sequence[str],
     *,
@@ -368,7 +412,7 @@ def _find_record(folder: Path) -> tuple[dict[str, Any] | None, Path | None, str 
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit code in words, as what a command did."""
+    """An exit code in words: "ended with exit code 1"."""
     number = _signal_of(exit_code)
     if number is None or exit_code == EXIT_INTERRUPTED:  # of a rank, after any stop signal
         return f"ended with exit code {exit_code}"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from sdbench import data
-from sdbench.base.cause import read_cause
 from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
@@ -25,12 +24,10 @@ from sdbench.base.stop import STOPS
 from sdbench.data.drawn import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
-    LOCK_NAME,
-    describe_exit,
-    find_program,
+    check_suite_is_here,
     only_one_in,
     refuse_flag,
-    run_guarded,
+    run_in_terminal,
     split_words,
 )
 from sdbench.launch.sweep_file import to_flags
@@ -46,7 +43,6 @@ from sdbench.settings.subject import DREAMBOOTH
 from sdbench.settings.training import ModelSettings
 
 FULL_CONFIG, LORA_CONFIG = "configs/dreambooth.yaml", "configs/dreambooth_lora.yaml"
-PROGRAMS = ("train.py", "generate.py", FULL_CONFIG, LORA_CONFIG)
 CLASS, RUN = "class", "train"
 MODEL, LORA, LORA_NAME = "model", "lora", "pytorch_lora_weights.safetensors"
 EXPORTED_NAME = "exported.json"
@@ -289,14 +285,7 @@ def _train(flags: DreamboothFlags, rest: Sequence[str], *, folder: Path) -> tupl
 def _check(request: Request[DreamboothFlags], *, folder: Path) -> int:
     """Find mistakes before anything is started; returns the side of all pictures in pixels."""
     flags = request.config
-    missing = [name for name in PROGRAMS if not Path(name).is_file()]
-    if missing:
-        raise ConfigError(
-            f"the steps are programs of the suite, and {missing[0]} is not here",
-            value=str(Path.cwd()),
-            allowed="the folder that holds the suite",
-            flag="cd",
-        )
+    check_suite_is_here("train.py", "generate.py", FULL_CONFIG, LORA_CONFIG)
     _check_prompts(request)
     with blamed_on("SUBJECT"):
         data.check(
@@ -384,18 +373,10 @@ def _run(steps: Sequence[Step], *, folder: Path) -> int:
         if step.target is not None and _is_made(step.target, folder):
             print(f"{step.target} is there already, from the newest checkpoint.")
             continue
-        cause_file = folder / ".cause.json"
-        cause_file.unlink(missing_ok=True)
-        end = run_guarded(
-            find_program(step.command),
-            lock_file=folder / LOCK_NAME,
-            cause_file=cause_file,
-            grace_s=SAVING_GRACE_S,
-        )
-        if end.exit_code != 0:
-            reason = (read_cause(cause_file) or {}).get("message") or describe_exit(end.exit_code)
+        exit_code, reason = run_in_terminal(step.command, folder=folder, grace_s=SAVING_GRACE_S)
+        if exit_code != 0:
             print(f"error: {step.what}: {for_terminal(reason)}", file=sys.stderr)
-            return end.exit_code
+            return exit_code
     print(f"\nAll is in {folder}; before and after: {folder / SHEET_NAME}")
     return 0
 

@@ -3,8 +3,8 @@
 Run as a script between the two: `python guard.py GRACE_S COMMAND...`. Its standard input is a pipe
 from the program. When the pipe closes (the program asks for an end, or has died) or a signal to
 stop arrives, the command and all its descendants are asked to end, and are killed after the grace.
-The program hands it a locked file, which stays open, and so locked, until all of them are gone:
-what is measured next waits for that lock.
+The program hands it a locked file, which stays locked until all of them are gone: the next
+measurement waits for that lock.
 """
 
 from __future__ import annotations

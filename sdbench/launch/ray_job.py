@@ -230,8 +230,8 @@ class _Driver:
         free = ray_cluster.resources_in_words(ray.available_resources())
         needed = ray_cluster.resources_in_words(resources_per_worker(self._config))
         print(
-            f"Waiting for Ray to start the ranks, each of which needs {needed}; free in the "
-            f"cluster: {free} (--num_ray_workers, --ray_worker_resources)",
+            f"Waiting for Ray to start the ranks. Each needs {needed}; free in the cluster: {free} "
+            "(--num_ray_workers, --ray_worker_resources)",
             file=sys.stderr,
             flush=True,
         )
@@ -256,7 +256,7 @@ class _Driver:
         return EXIT_FAILED
 
     def _complete_record(self, status: str, reason: str) -> str:
-        """Put the reason before that of a rank in the record, if there is one on this node."""
+        """Add the reason to the record, if this node sees one; returns it with a rank's own."""
         folder = self._heard.folder
         if folder is None or not (folder / store.RECORD_NAME).is_file():
             return reason

@@ -14,17 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sdbench.base.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from sdbench.base.errors import EXIT_OK, ConfigError
 from sdbench.base.escape import for_terminal, without_controls
-from sdbench.base.stop import STOPS
 from sdbench.data.command_output import PIPE
-from sdbench.launch.child import (
-    CAUSE_NAME,
-    LOCK_NAME,
-    find_program,
-    make_folder,
-    run_guarded,
-)
+from sdbench.launch.child import check_suite_is_here, run_in_terminal
 from sdbench.launch.rerun_here import (
     DATA,
     ONE_RANK,
@@ -154,10 +147,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentences:
             lines = [heading, *(f"  {for_terminal(sentence)}" for sentence in sentences)]
             print("\n".join(lines), file=sys.stderr)
-    print(without_controls(rerun.printed), flush=True)  # each blank as it is: it is to be copied
+    print(without_controls(rerun.printed), flush=True)  # unchanged, to be copied
     if flags.dry_run:
         return EXIT_OK
-    return _run(rerun, folder=folder, path=flags.record, record=record)
+    exit_code, _ = run_in_terminal(rerun.command, folder=folder, variables=rerun.environment)
+    is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
+    if exit_code == EXIT_OK and is_comparable:
+        before = flags.record if flags.record.is_dir() else flags.record.parent
+        words = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
+        print(f"\nbeside the record: {without_controls(words)}")
+    return exit_code
 
 
 def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
@@ -171,18 +170,12 @@ def plan(record: dict[str, Any], rest: Sequence[str], *, folder: Path) -> Rerun:
             flag="RECORD",
         )
     program, config_type = PROGRAMS[kind].name, pkgutil.resolve_name(PROGRAMS[kind].settings)
-    if not Path(program).is_file():
-        raise ConfigError(
-            f"the run is one of {program}, which is not here",
-            value=str(Path.cwd()),
-            allowed="the folder that holds the suite",
-            flag="cd",
-        )
+    check_suite_is_here(program)
     given = parse(config_type, rest, description="", epilog="", prog=program)
     replaced = {name for name, origin in given.origin.items() if origin == "flag"}
     if "results_dir" in replaced:
         raise ConfigError(
-            "the folder of the new run is said before --",
+            "the folder of the new run is given before --",
             value=given.config.results_dir,
             allowed="--folder",
             flag="--results_dir",
@@ -378,22 +371,3 @@ def _environment(record: Mapping[str, Any], *, hides_gpus: bool) -> tuple[list[s
         told.append(f"this machine has GPUs and the run had none: {CHOOSES_GPUS} hides them")
         assigned[CHOOSES_GPUS] = ""
     return [f"{name}={value}" for name, value in sorted(assigned.items())], told
-
-
-def _run(rerun: Rerun, *, folder: Path, path: Path, record: Mapping[str, Any]) -> int:
-    command = find_program(rerun.command)
-    make_folder(folder)
-    try:
-        end = run_guarded(
-            ["env", *rerun.environment, *command],
-            lock_file=folder / LOCK_NAME,
-            cause_file=folder / CAUSE_NAME,
-        )
-    except STOPS:
-        return EXIT_INTERRUPTED
-    is_comparable = kind_of(record) == BENCHMARK and record["status"] == OK
-    if end.exit_code == EXIT_OK and is_comparable:
-        before = path if path.is_dir() else path.parent
-        words = shlex.join(["python", "-m", "sdbench", "compare", str(before), str(folder)])
-        print(f"\nbeside the record: {without_controls(words)}")
-    return end.exit_code

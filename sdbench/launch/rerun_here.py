@@ -15,7 +15,7 @@ from sdbench.record.provenance import git_state, other_versions, package_version
 from sdbench.settings.ray import RAY
 from sdbench.settings.setting import GPU
 
-# For a record without ranks: data.py has none, unless Ray starts them.
+# For a record without ranks: data.py is one process, unless Ray starts its trainers.
 ONE_RANK = {"world_size": 1, "num_nodes": 1, "ranks_per_node": 1, "launcher": NO_LAUNCHER}
 DATA, WEIGHTS = "data set is", "weights are"
 
@@ -139,9 +139,9 @@ def tell_unknown_facts(record: Mapping[str, Any], *, has_data: bool) -> list[str
     """Sentences on facts other than settings that this record lacks."""
     sentences = []
     if has_data and record.get("data") is None:
-        sentences.append("a hash of its data set: that here is taken for the same")
+        sentences.append("a hash of its data set: the one here is taken for the same")
     if record.get("workload", {}).get("weights") == "loaded" and not record["workload"]["revision"]:
-        sentences.append("a hash of its weights: those here are taken for the same")
+        sentences.append("a hash of its weights: the ones here are taken for the same")
     if "other_versions" not in record:
         sentences.append(f"the versions of packages other than the {len(record['versions'])} named")
     if record["git"]["commit"] is None:

@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunsFlags:
-    """Flags of every command that runs another one several times."""
+    """Flags of every command that runs a measuring command several times."""
 
     folder: Path | None = setting(PATH, None, "for the runs (default: runs/<command>_<time>)")
     timeout_s: float | None = setting(SECONDS, None, "end a run after so many seconds")
@@ -118,7 +118,7 @@ def new_folder(given: Path | None, *, prefix: str) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            time.sleep(0.1)  # another one began within the same second
+            time.sleep(0.1)  # another command began within the same second
         else:
             return folder
     make_folder(given)

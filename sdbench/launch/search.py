@@ -1,6 +1,6 @@
 """The command `python -m sdbench search`: finds the largest and the fastest micro-batch.
 
-Every probe is a process of its own, so that none finds memory that a failed one has left behind.
+Every probe is a process of its own, and so never meets memory that a failed one still holds.
 The fastest is measured once more in a fresh process, with the settings of the command.
 """
 

@@ -198,7 +198,7 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
     """Find mistakes; returns the global batch on the fewest nodes if it grows with the nodes."""
     if not flags.nodes:
         raise ConfigError(
-            "nothing says on how many nodes to measure",
+            "the numbers of nodes are missing",
             value="",
             allowed="numbers of nodes, or --folder with the jobs of an earlier start",
             flag="--nodes",
@@ -227,7 +227,7 @@ def _check(flags: SubmitFlags, arguments: Sequence[str]) -> int | None:
             )
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "this machine is no part of a Slurm cluster",
+            "this machine is not part of a Slurm cluster",
             value="no sbatch on PATH",
             allowed="a login or head node",
             flag="PATH",

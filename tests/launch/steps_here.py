@@ -13,8 +13,7 @@ import generate
 import train
 from sdbench.base.cause import VARIABLE
 from sdbench.cli import main as sdbench
-from sdbench.launch import dreambooth
-from sdbench.launch.child import End
+from sdbench.launch import child
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
     "train.py": train.main,
@@ -26,14 +25,14 @@ def run_steps_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From now on steps are calls; the list gets what they were called with."""
     commands: list[str] = []
 
-    def run(command: Sequence[str], *, cause_file: Path, **others: object) -> End:
+    def run(command: Sequence[str], *, cause_file: Path, **others: object) -> child.End:
         python, program, *arguments = command
         assert python == sys.executable
         commands.append(shlex.join([program, *arguments]))
         monkeypatch.setenv(VARIABLE, str(cause_file))
         if program == "-m":
             assert arguments.pop(0) == "sdbench"
-        return End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
+        return child.End(PROGRAMS.get(program, sdbench)(arguments), 0.0, has_timed_out=False)
 
-    monkeypatch.setattr(dreambooth, "run_guarded", run)
+    monkeypatch.setattr(child, "run_guarded", run)
     return commands

@@ -42,10 +42,16 @@ LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
 
+README = (ROOT / "README.md").read_text()
+
+
+def blocks_of(text: str, language: str = "bash") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
 def commands() -> list[str]:
     """Lines of the README's bash blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    return [line for block in blocks_of(README) for line in block.splitlines() if line.strip()]
 
 
 def launched() -> list[str]:
@@ -127,13 +133,13 @@ def make_data(folder: Path) -> None:
 
 
 def test_the_readme_has_its_commands():
-    assert "composer benchmark.py --use_synth_data --device_train_microbatch_size 8" in commands()
-    assert (
-        "composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4"
-        in commands()
-    )
+    composer = "composer benchmark.py"
+    assert f"{composer} --use_synth_data --device_train_microbatch_size 8" in commands()
+    assert f"{composer} --use_ema --use_synth_data --device_train_microbatch_size 4" in commands()
     assert len([command for command in launched() if is_quick(command)]) >= 6
     assert len([command for command in commands() if is_on_ray(command)]) == 3
+    folders = re.findall(r"^python generate\.py .*--folder (\S+)", README, flags=re.MULTILINE)
+    assert len(folders) == len(set(folders)) == 4  # no two draw into one
 
 
 @pytest.mark.parametrize(
@@ -238,18 +244,12 @@ def test_a_command_on_ray_runs_as_it_stands(command, workplace):
 
 
 @pytest.fixture
-def ray_environment(tmp_path) -> dict[str, str]:
-    """With a token of its own."""
+def ray_head(tmp_path) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """The head of a Ray cluster: its port, that of its dashboard, and an environment for both."""
     environment = {**ENVIRONMENT, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path / "home")}
     (tmp_path / "home").mkdir()
     completed = run("ray get-auth-token --generate", folder=tmp_path, env=environment)
     assert completed.returncode == 0, completed.stderr
-    return environment
-
-
-@pytest.fixture
-def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
-    """The head of a Ray cluster with ports of its own: those of the cluster and its dashboard."""
     ports = [free_port() for _ in range(4)]
     names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
     # By its own folder nobody else finds it; the names of sockets have to be short.
@@ -259,12 +259,12 @@ def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
     # All that it starts ends with it: `ray stop` would end the clusters of others as well.
     head = subprocess.Popen(
         [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", *options],
-        env=ray_environment,
+        env=environment,
         stdout=(tmp_path / "head.log").open("wb"),
         stderr=subprocess.STDOUT,
     )
     try:
-        yield ports[0], ports[1]
+        yield ports[0], ports[1], environment
     finally:
         head.terminate()
         head.wait(60)
@@ -273,10 +273,9 @@ def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_cluster_is_joined_and_given_a_job(ray_head, ray_environment, workplace):
-    port, dashboard_port = ray_head
-    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    (block,) = (block for block in blocks if "ray job submit" in block)
+def test_a_cluster_is_joined_and_given_a_job(ray_head, workplace):
+    port, dashboard_port, environment = ray_head
+    (block,) = (block for block in blocks_of(README, "text") if "ray job submit" in block)
     export, token, start, joining, job, stop = block.splitlines()
     assert (export, token) == ("export RAY_AUTH_MODE=token", "ray get-auth-token --generate")
     assert (start, stop) == ("ray start --head", "ray stop")
@@ -284,7 +283,7 @@ def test_a_cluster_is_joined_and_given_a_job(ray_head, ray_environment, workplac
     joining = joining.replace("--ray_address auto", f"--ray_address 127.0.0.1:{port}")
     job = job.replace("8265", str(dashboard_port)).replace("$PWD", str(workplace))
     for number, command in enumerate((joining, job), start=1):
-        completed = run(command, folder=workplace, env=ray_environment)
+        completed = run(command, folder=workplace, env=environment)
         assert completed.returncode == 0, completed.stdout + completed.stderr
         assert "images/s" in completed.stdout
         records = [load_record(path) for path in (workplace / "runs").glob("*/record.json")]
@@ -302,12 +301,6 @@ def wait_for(port: int) -> None:
         except OSError:
             assert time.monotonic() < end_s
             time.sleep(0.5)
-
-
-def test_commands_in_order_do_not_draw_into_one_folder():
-    text = (ROOT / "README.md").read_text()
-    folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
-    assert len(folders) == len(set(folders)) == 4
 
 
 @pytest.mark.slow
@@ -401,7 +394,7 @@ def test_every_variable_of_the_cluster_guide_is_read_by_a_file_that_it_is_for():
     "command",
     [
         line
-        for block in re.findall(r"```bash\n(.*?)```", CLUSTER_GUIDE.read_text(), flags=re.DOTALL)
+        for block in blocks_of(CLUSTER_GUIDE.read_text())
         for line in block.splitlines()
         if line.startswith(("composer ", "torchrun ")) and " benchmark.py" in line
     ],

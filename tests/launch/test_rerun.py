@@ -17,7 +17,7 @@ import pytest
 import benchmark
 import data as feed
 from sdbench.cli import main
-from sdbench.launch import rerun
+from sdbench.launch import child
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import resolve
 from sdbench.ranks.distributed import Ranks
@@ -113,7 +113,7 @@ def test_a_run_is_repeated_from_its_record_alone(run_of_folder, tmp_path, capfd)
 def test_a_run_that_failed_is_not_compared(run_of_folder, tmp_path, capsys, monkeypatch):
     for exit_code in (0, 1):
         end = SimpleNamespace(exit_code=exit_code)
-        monkeypatch.setattr(rerun, "run_guarded", lambda *_, end=end, **__: end)
+        monkeypatch.setattr(child, "run_guarded", lambda *_, end=end, **__: end)
         folder = tmp_path / str(exit_code)
         assert main(["rerun", str(run_of_folder[0]), "--folder", str(folder)]) == exit_code
         assert ("sdbench compare" in capsys.readouterr().out) == (exit_code == 0)
@@ -224,7 +224,7 @@ def test_an_older_record_is_repeated_and_what_it_lacks_is_said(run_of_folder, tm
         "The record does not say:",
         "  what started its 2 ranks: torchrun is taken",
         "  settings, which have this version's values: dist_timeout",
-        "  a hash of its data set: that here is taken for the same",
+        "  a hash of its data set: the one here is taken for the same",
         f"  the versions of packages other than the {num_named} named",
         "  its commit",
         "  the changes to its commit, with which it ran",

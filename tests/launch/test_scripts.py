@@ -167,11 +167,8 @@ TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "MASTER_ADDR": "a", "MA
         # Kubeflow's Trainer.
         (
             {
-                "PET_NNODES": "2",
-                "PET_NPROC_PER_NODE": "4",
-                "PET_NODE_RANK": "0",
-                "PET_MASTER_ADDR": "b",
-                "PET_MASTER_PORT": "29400",
+                **{"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0"},
+                **{"PET_MASTER_ADDR": "b", "PET_MASTER_PORT": "29400"},
             },
             "composer --nproc 4 --world_size 8 --node_rank 0 --master_addr b --master_port 29400 "
             "benchmark.py --seed 1",
@@ -179,11 +176,8 @@ TWO_NODES = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "MASTER_ADDR": "a", "MA
         # Kubeflow's elastic PyTorchJob: torchrun reads the rest from PET_* by itself.
         (
             {
-                "LAUNCHER": "torchrun",
-                "PET_RDZV_ENDPOINT": "job-worker-0:23456",
-                "PET_RDZV_BACKEND": "c10d",
-                "PET_NNODES": "2:2",
-                "NUM_GPUS_PER_NODE": "8",
+                **{"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"},
+                **{"LAUNCHER": "torchrun", "PET_NNODES": "2:2", "NUM_GPUS_PER_NODE": "8"},
             },
             "torchrun --nproc_per_node 8 benchmark.py --seed 1",
         ),

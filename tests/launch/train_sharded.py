@@ -144,40 +144,32 @@ def shape_here(weight):
 
 
 class WeightRecorder:
-    """Keeps the whole weights behind each step, and the shapes of what this rank holds of them.
+    """Keeps the whole weights before and after each step, and the shapes of this rank's parts.
 
-    `held` has those of them that this rank updates and averages, or their copies in fp32.
+    `held` has the weights that this rank updates and averages, or their copies in fp32.
     """
 
     def __init__(self, module):
         self.module = module
-        self.weights = []
-        self.shapes = {}
-        self.updated = {}
-        self.held = []
+        self.weights, self.held = [], []
+        self.shapes, self.updated = {}, {}
 
     def loop_begins(self):
-        """The weights before the first step."""
-        self.record()
-
-    def step_ends(self, **_):
-        """The weights behind a step."""
-        self.record()
-
-    def record(self):
         """Put together what the ranks hold; under DDP each holds all."""
         weights = dict(self.module.named_parameters())
         self.weights.append({name: whole(weight) for name, weight in weights.items()})
         self.held.append({name: whole(weight) for name, weight in self.updated.items()})
         self.shapes = {name: shape_here(weight) for name, weight in weights.items()}
 
+    def step_ends(self, **_):
+        """Record the weights again."""
+        self.loop_begins()
+
 
 def train(engine, case, *, folder):
-    """One case with one engine. Saves the average's state in the folder.
+    """Train a case with an engine, and save the state of the average in the folder.
 
-    Returns:
-        Losses, gradients of each step, weights before the first and behind each, all of them and
-        those that this rank updates, the average, and the shapes of what it holds of each weight.
+    Returns what the rank has seen of each step; `held` has the weights that it updates.
     """
     module = importlib.import_module(f"sdbench.engines.{engine}")
     kept = []

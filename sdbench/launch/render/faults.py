@@ -44,12 +44,12 @@ def walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _find_in(place: Place, value: Any) -> Iterator[tuple[str, str]]:
-    """The faults of one part, each with what is allowed there."""
+    """The faults of one part, each with the allowed values."""
     key = place[-1]
     # Braces may be meant in arguments, as in the name of many tars; the kubelet fills in $(NAME).
     unfilled = r"\$[{(]" if {"args", "command", "entrypoint"} & set(place[-2:]) else r"[{}$]"
     if value is None or value == "":
-        yield "nothing stands there, as after a variable that was not set", "a value"
+        yield "the value is empty, as after a variable that was not set", "a value"
     elif isinstance(value, str) and re.search(unfilled, value):
         yield "a variable was left unfilled", "text without braces and dollar signs"
     elif key in COUNT_KEYS and (isinstance(value, bool) or not isinstance(value, int)):
@@ -66,4 +66,4 @@ def _find_in(place: Place, value: Any) -> Iterator[tuple[str, str]]:
     elif key == "env" and isinstance(value, list):
         names = [variable.get("name") for variable in value]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"the variable {name} stands there twice", "each variable once"
+            yield f"the variable {name} is listed twice", "each variable once"

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "multi-node"
 # Where the pods mount the volume that collect-results.sh reads.
 RESULTS_DIR = "/results"
 ARGUMENTS = re.compile(r"^( *)args:\n(?:\1 .*\n)+", flags=re.MULTILINE)
-# Those of a RayJob stand in a line of a shell, behind this one.
+# The arguments of a RayJob are part of a shell command, after this one.
 ENTRYPOINT_ARGUMENTS = re.compile(
     rf"^( *)--results_dir={RESULTS_DIR}\n(?:\1\S.*\n)*", flags=re.MULTILINE
 )
@@ -163,9 +163,9 @@ def _replace_arguments(text: str, arguments: Sequence[str], path: Path) -> str:
     refuse_flag("--results_dir", arguments, why=why, flag="ARGUMENTS")
     if len(ARGUMENTS.findall(text)) + len(ENTRYPOINT_ARGUMENTS.findall(text)) != 1:
         raise ConfigError(
-            "the template has no one place for arguments of a program",
+            "the template does not have exactly one place for arguments of a program",
             value=" ".join(arguments),
-            allowed="none, or a template with one list `args:` or one entrypoint with "
+            allowed="no arguments, or a template with one list `args:` or one entrypoint with "
             f"--results_dir={RESULTS_DIR}",
             flag=f"ARGUMENTS or the template {path}",
         )
@@ -219,14 +219,14 @@ def _parse_checked(text: str, path: Path) -> list[dict[str, Any]]:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"the manifest is no YAML ({' '.join(str(error).split())})",
+            f"the manifest is not YAML ({' '.join(str(error).split())})",
             value=str(path),
             allowed="a template that gives YAML",
             flag=flag,
         ) from None
     if not documents or not all(isinstance(one, dict) and "kind" in one for one in documents):
         raise ConfigError(
-            "this is no manifest", value=text[:40], allowed="documents with a kind", flag=flag
+            "this is not a manifest", value=text[:40], allowed="documents with a kind", flag=flag
         )
     for fault in find_faults(documents, flag=flag):
         raise fault
@@ -258,14 +258,14 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(
             f"the file cannot be written ({error.strerror})",
             value=str(path),
-            allowed="a file in a folder that is there",
+            allowed="a file in an existing folder",
             flag="--out",
         ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Flags of every kind, beside those of its variables."""
+    """Flags of every kind; each variable adds one."""
 
     template: Path | None = setting(PATH, None, "your copy instead of the suite's")
     out: Path | None = setting(PATH, None, "where it goes (default: standard output)")

@@ -70,7 +70,7 @@ def _decoders_of_seeds(values: Values) -> str:
 PORT = f"a port from {MIN_PORT} to {MAX_PORT}"
 VARIABLES: dict[str, Variable] = {
     "REGISTRY": Variable(
-        "where the image is, with the slash behind it",
+        "where the image is, with a slash at the end",
         "a registry that ends with a slash, e.g. registry.example.com/team/",
         r"[a-zA-Z0-9.-]+(:[0-9]+)?/([a-z0-9._-]+/)*",
     ),
@@ -134,7 +134,7 @@ VARIABLES: dict[str, Variable] = {
     "RDZV_HOST": Variable("where they meet", "the name of a service", DNS_NAME, _rendezvous_host),
     "RDZV_PORT": Variable("port there", PORT, (MIN_PORT, MAX_PORT), _rendezvous_port),
     "RUN_ID": Variable(
-        "name of the run at the etcd, another one for each job",
+        "name of the run at the etcd, a new one for each job",
         "letters, digits and dashes",
         r"[A-Za-z0-9-]{1,63}",
         _name_run,
@@ -149,7 +149,7 @@ VARIABLES: dict[str, Variable] = {
 SIZES = ("NUM_NODES", "NUM_GPUS_PER_NODE")
 # Variables that follow from the sizes of the job, and have no flag.
 COMPUTED: dict[str, Callable[[int, int], int]] = {
-    "NUM_WORKERS": lambda num_nodes, _: num_nodes - 1,  # pods beside that of node 0
+    "NUM_WORKERS": lambda num_nodes, _: num_nodes - 1,  # pods other than node 0
     "WORLD_SIZE": lambda num_nodes, num_gpus: num_nodes * num_gpus,
 }
 
@@ -171,7 +171,7 @@ def find_values(names: set[str], given: Values) -> dict[str, str]:
             raise ConfigError(
                 f"the template has no variable {name}",
                 value=given[name],
-                allowed=", ".join(name for name in VARIABLES if name in wanted) or "none",
+                allowed=", ".join(name for name in VARIABLES if name in wanted) or "no variable",
                 flag=flag_of(name),
             )
     values: dict[str, str] = {}
