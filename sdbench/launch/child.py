@@ -82,11 +82,7 @@ class Outcome:
 
 
 def split_words(text: str, *, flag: str) -> list[str]:
-    """The words of a text, as a shell splits it.
-
-    Raises:
-        ConfigError: A quote is not closed.
-    """
+    """The words of a text, as a shell splits it; refuses a quote that is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -109,37 +105,22 @@ def values_of(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def refuse_flag(name: str, arguments: Sequence[str], *, why: str, flag: str) -> None:
-    """Refuse arguments with a flag that the command sets itself.
+    """Refuse arguments with the flag `name`, which the command sets itself.
 
-    Args:
-        name: The flag that they must not have.
-        arguments: For a program of ours.
-        why: What the command does with it, as the start of a sentence.
-        flag: What the user can change.
-
-    Raises:
-        ConfigError: They have it.
+    `why` is the start of the sentence; `flag` is what the user can change.
     """
     if values_of(arguments, name):
         raise ConfigError(why, value=name, allowed=f"arguments without {name}", flag=flag)
 
 
 def measuring_command(command: Sequence[str]) -> list[str]:
-    """A user's command for `run_child`, with its program as `find_program` finds it.
-
-    Raises:
-        ConfigError: There is no command, it names a results folder, or its program is not there.
-    """
+    """A user's command for `run_child`: found, and without a results folder of its own."""
     refuse_flag("--results_dir", command, why="each run gets a folder of its own", flag="COMMAND")
     return find_program(command)
 
 
 def find_program(command: Sequence[str]) -> list[str]:
-    """The command with its program as a path: this Python, beside it, or on PATH.
-
-    Raises:
-        ConfigError: There is no command, or its program is not there.
-    """
+    """The command with its program as a path: this Python, beside it, or on PATH."""
     if not command:
         raise ConfigError(
             "there is no command to run",
@@ -163,11 +144,7 @@ def find_program(command: Sequence[str]) -> list[str]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder of the user's choice.
-
-    Raises:
-        ConfigError: It cannot be made.
-    """
+    """Make a folder of the user's choice, or refuse it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,11 +158,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def only_one_in(folder: Path, *, what: str) -> Iterator[None]:
-    """Make the folder, and keep a second program (`what`) out of it during the block.
-
-    Raises:
-        ConfigError: Another one is at work there.
-    """
+    """Make the folder, and keep a second program (`what`) out of it during the block."""
     import filelock
 
     make_folder(folder)
@@ -282,14 +255,7 @@ def run_in_terminal(
 ) -> tuple[int, str]:
     """Run a command as `run_guarded`, one at a time in a folder, with this process's output.
 
-    Args:
-        command: As a person types it.
-        folder: Made for it.
-        variables: Assignments ``NAME=value`` for its environment.
-        grace_s: How long it may take to end when it is asked to.
-
-    Returns:
-        Its exit code, and how it ended in words.
+    Returns its exit code and how it ended in words; `variables` are assignments ``NAME=value``.
     """
     found = find_program(command)
     make_folder(folder)
@@ -306,11 +272,7 @@ def run_in_terminal(
 
 
 def check_suite_is_here(*names: str) -> None:
-    """Refuse to go on in a folder without these files of the suite.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Refuse to go on in a working folder without these files of the suite."""
     for name in names:
         if not Path(name).is_file():
             raise ConfigError(

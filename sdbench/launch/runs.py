@@ -103,15 +103,7 @@ def in_rounds(items: Iterable[Item], *, times: int) -> list[tuple[int, Item]]:
 
 
 def new_folder(given: Path | None, *, prefix: str) -> Path:
-    """Make an empty folder for runs that belong together.
-
-    Args:
-        given: The user's; None makes ``runs/<prefix>_<time>``.
-        prefix: What the runs are for.
-
-    Raises:
-        ConfigError: The user's folder holds something, or cannot be made.
-    """
+    """Make an empty folder: the user's, or ``runs/<prefix>_<time>``."""
     while given is None:
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         folder = Path("runs") / f"{prefix}_{now}"

@@ -183,12 +183,7 @@ def without_flags(command: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def summarize(outcomes: Mapping[int, Outcome], final: Outcome | None) -> dict[str, Any]:
-    """The content of search.json.
-
-    Args:
-        outcomes: Of the probes; at least one fits.
-        final: The fastest, measured again; None if the search ended before.
-    """
+    """The content of search.json; `final` is the outcome of the fastest, measured again."""
     summary = {} if final is None else final.summary
     fits = fitting(outcomes)
     return {

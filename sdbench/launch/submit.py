@@ -24,7 +24,7 @@ from sdbench.base.stop import STOPS
 from sdbench.launch.child import refuse_flag, values_of
 from sdbench.launch.runs import in_rounds, new_folder
 from sdbench.record.store import FAILED, OK, RECORD_NAME, load_record
-from sdbench.report.tables import Cell, Column, Table, make_cell, to_terminal
+from sdbench.report.tables import Cell, Table, make_table, to_terminal
 from sdbench.report.terminal import format_rates
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.kinds import PATH, POSITIVE, REPEATS, TEXT, list_of, one_of
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     ended_well, failures = _collect(jobs)
     if ended_well:
-        table = make_table(ended_well)
+        table = tabulate_nodes(ended_well)
         print(f"\n{table.caption}\n{to_terminal(table)}")
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def make_table(records: Sequence[dict[str, Any]]) -> Table:
+def tabulate_nodes(records: Sequence[dict[str, Any]]) -> Table:
     """Throughput of good runs by number of nodes.
 
     The efficiency is images/s of a rank over images/s of a rank on the fewest nodes.
@@ -131,21 +131,17 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
         base = base or per_rank
         flags = sorted({flag for one in summaries for flag in one.get("flags", [])})
         rows.append(
-            [
-                make_cell(num_nodes),
-                make_cell(runs[0]["ranks"]["world_size"]),
-                make_cell(runs[0]["config"]["batch_size"]),
-                make_cell(len(runs)),
-                Cell(format_rates(summaries), per_rank),
-                make_cell(100 * per_rank / base),
-                make_cell(", ".join(flags)),
-            ]
+            {
+                "nodes": num_nodes,
+                "ranks": runs[0]["ranks"]["world_size"],
+                "global batch": runs[0]["config"]["batch_size"],
+                "runs": len(runs),
+                "images/s": Cell(format_rates(summaries), per_rank),
+                "efficiency, %": 100 * per_rank / base,
+                "notes": ", ".join(flags),
+            }
         )
-    columns = [
-        Column(name, is_number=name != "notes")
-        for name in ("nodes", "ranks", "global batch", "runs", "images/s", "efficiency, %", "notes")
-    ]
-    return Table("nodes", describe_scaling(records), columns, rows)
+    return make_table(rows, name="nodes", caption=describe_scaling(records))
 
 
 def describe_scaling(records: Sequence[dict[str, Any]]) -> str:

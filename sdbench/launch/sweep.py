@@ -202,11 +202,7 @@ def _make_rows(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
 
 def _row_without_record(run: SweepRun) -> dict[str, Any]:
     settings = {COLUMN_OF_SETTING.get(name, name): v for name, v in run.cell.settings.items()}
-    return {
-        **{column: settings.get(column) for column in COLUMNS},
-        "source": run.folder.name,
-        "kind": "measured",
-    }
+    return {**settings, "source": run.folder.name, "kind": "measured"}
 
 
 def _say_what_is_missing(runs: Sequence[SweepRun]) -> None:

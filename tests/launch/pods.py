@@ -27,7 +27,7 @@ class Pod:
         command: Program and arguments.
         environment: Variables of the manifest with their values.
         secrets: Variables of the manifest that come from a secret, and from which.
-        from_operator: Variables that the operator adds; they replace those of the same name.
+        from_operator: Variables that the operator adds; they replace variables of the same name.
     """
 
     name: str

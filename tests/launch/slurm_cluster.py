@@ -97,7 +97,7 @@ class SlurmCluster:
         self._run("slurmd", "-N", node)
 
     def wait_until_idle(self) -> None:
-        """Wait until every node can take a job, and is done with those that it had."""
+        """Wait until every node has ended its jobs and can take another."""
         deadline_s = time.monotonic() + START_WITHIN_S
         while self.run("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * len(NODES):
             assert time.monotonic() < deadline_s, self.logs()

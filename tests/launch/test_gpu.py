@@ -36,7 +36,7 @@ def test_the_estimate_is_near_the_peak_of_the_real_model(tmp_path):
     assert record["summary"]["peak_memory_gib"] == pytest.approx(estimate_gib, rel=0.15)
 
 
-# Each speed-up that only a GPU has, those that have another kernel there, and some together.
+# Each speed-up for GPUs alone, speed-ups with another kernel there, and some together.
 SWITCHES = [
     *(
         describe_flags({**rung.needs, **rung.settings})
@@ -69,5 +69,5 @@ def test_a_switch_of_a_gpu_gives_the_losses_of_the_plain_recipe(tmp_path, flags)
         with path.open() as file:
             losses.append([float(row["loss"]) for row in csv.DictReader(file)])
     plain, switched = losses
-    # bf16 keeps 8 bits (4e-3 an operation), of which a mean over many numbers loses most.
+    # bf16 keeps 8 bits (4e-3 an operation); a mean over many numbers loses most of them.
     assert switched == pytest.approx(plain, rel=2e-2)

@@ -1,8 +1,7 @@
 """The manifests are what a cluster takes, and their pods run what they should.
 
-Schemas are those of Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, made from
-the models of its packages. That of a RayJob is written down in job_schemas. tests/kubernetes/ asks
-a server.
+Schemas come from Kubernetes 1.37 (kubernetes-validate) and, for the kinds of Kubeflow, from the
+models of its packages; job_schemas has the schema of a RayJob. tests/kubernetes/ asks a server.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def test_ray_itself_reads_what_each_group_offers():
         "trainers": {"CPU": 8, "GPU": 8, "trainer": 8},
         "encoders": {"CPU": 7, "GPU": 1, "encoder": 1, "memory": 24 * 2**30},
     }
-    # The head counts as none.
+    # The head is not counted.
     assert [(group["min_workers"], group["max_workers"]) for group in groups.values()] == [
         (0, 0),
         (3, 3),

@@ -107,7 +107,7 @@ def test_launchers_fail_on_bad_input_too(tmp_path, launcher, exit_code):
 
 
 def flags_of_a_bad_picture(folder, rank):
-    """Of a run in whose first batch this rank has a picture that is none."""
+    """Flags of a run in which this rank meets a broken picture in its first batch."""
     (folder / f"{rank}.png").write_bytes(b"no picture")
     flags = ("--model_name", "tiny", "--remote", str(folder), "--num_workers", "0")
     return (*LEAN, *flags, "--no_shuffle", "--no_measure_peak", "--batch_size", "2")

@@ -59,7 +59,7 @@ def launched() -> list[str]:
 
 
 def is_on_ray(command: str) -> bool:
-    """Whether it starts a Ray cluster."""
+    """Return True if it starts a Ray cluster."""
     return "--engine ray" in command
 
 
@@ -100,17 +100,17 @@ def workplace(tmp_path, picture_folder) -> Path:
 
 
 def is_tool(command: str) -> bool:
-    """Whether it works on the output of another one, from a folder of images to latents."""
+    """Return True for a step from a folder of images to latents, which needs the one before."""
     return any(f"-m sdbench {name} " in command for name in DATA_TOOLS)
 
 
 def is_of_subject(command: str) -> bool:
-    """Whether it teaches a model a subject, or draws what it has learned."""
+    """Return True if it teaches a model a subject, or draws that subject."""
     return "unqtkn" in command
 
 
 def is_of_training(command: str) -> bool:
-    """Whether it is a step from pictures to a picture drawn; each needs the one before."""
+    """Return True for a step from pictures to a drawing, which needs the one before."""
     names = ("train.py", "generate.py", "-m sdbench export")
     return any(name in command for name in names) and not is_of_subject(command)
 

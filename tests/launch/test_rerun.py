@@ -1,4 +1,4 @@
-"""What a record says, run once more through the command line."""
+"""A run repeated from its record, through the command line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def changed(run, tmp_path, **changes):
 
 
 def planned(capsys, *argv):
-    """The words of the command that is printed, and what is said before."""
+    """The words of the printed command, and the sentences before it."""
     capsys.readouterr()
     assert main(["rerun", *map(str, argv[:1]), "--dry_run", *argv[1:]]) == 0
     printed = capsys.readouterr()
@@ -249,7 +249,7 @@ def test_what_is_not_as_in_the_record_is_said_before_the_run(run_of_folder, tmp_
     name = "two  blanks, 'quoted'"  # the printed command can be copied
     words, told = planned(capsys, record, "--", "--remote", str(more), "--wandb_name", name)
     start = words.index("python")
-    # A record of a stranger chooses no program and no variable but those of speed.
+    # A stranger's record chooses no program, and only variables of speed.
     assert words[0] == "env" and "OMP_NUM_THREADS=3" in words[1:start]
     assert not [word for word in words[1:start] if word.startswith(("PATH=", "BASH_ENV="))]
     assert words[start : start + 2] == ["python", "benchmark.py"]

@@ -185,7 +185,7 @@ def test_under_zero1_a_weight_is_updated_and_averaged_by_one_rank_alone(engine, 
     first, second = held_by(results[engine, "zero1"])
     assert first and second and not first & second
     assert first | second == held_by(results[engine, "none"])[0]
-    # Weights are those of DDP: each is updated by one rank and sent to the other.
+    # DDP has the same weights; here one rank updates a weight and sends it to the other.
     for suffix, plain in (("", "none"), ("-masters", "masters")):
         for one in results[engine, f"zero1{suffix}"]:
             other = results[engine, plain][0]

@@ -55,7 +55,7 @@ def make_run(num_nodes: int, batch_size: int, rate: float) -> dict:
     ],
 )
 def test_strong_and_weak_scaling_are_told_apart(batches, caption):
-    table = submit.make_table([make_run(1, batches[0], 400.0), make_run(2, batches[1], 600.0)])
+    table = submit.tabulate_nodes([make_run(1, batches[0], 400.0), make_run(2, batches[1], 600.0)])
     assert table.caption == caption
     # 300 images/s of each node are 75 % of 400.
     assert [row[5].value for row in table.rows] == [100.0, 75.0]
