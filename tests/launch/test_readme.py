@@ -1,4 +1,4 @@
-"""Every command of the README that needs no GPU: what is quick is run, the rest is planned.
+"""Every command of the guides that needs no GPU: what is quick is run, the rest is planned.
 
 A command on the full model is planned here (`--print_config` goes through every check that comes
 before the weights are built) and run to its end by the tests marked slow.
@@ -27,13 +27,22 @@ from sdbench.record.store import load_record
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (
+# In the order in which one reads them.
+GUIDES = (
     "README.md",
+    "docs/measure.md",
+    "docs/data.md",
+    "docs/train.md",
+    "docs/subject.md",
+    "docs/results.md",
+    "multi-node/ray.md",
+)
+DOCUMENTS = (
+    *GUIDES,
     "single-node/README.md",
     "multi-node/README.md",
-    "multi-node/ray.md",
     "CONTRIBUTING.md",
-    "FAULTS.md",
+    "docs/faults.md",
     "results/README.md",
 )
 BIN = Path(sys.executable).parent
@@ -42,16 +51,16 @@ LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
 
-README = (ROOT / "README.md").read_text()
-
-
-def blocks_of(text: str, language: str = "bash") -> list[str]:
+def blocks(language: str) -> list[str]:
+    """The code blocks of the guides in a language."""
+    text = "".join((ROOT / guide).read_text() for guide in GUIDES)
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def commands() -> list[str]:
-    """Lines of the README's bash blocks."""
-    return [line for block in blocks_of(README) for line in block.splitlines() if line.strip()]
+    """Lines of the guides' bash blocks, each once."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
 
 
 def launched() -> list[str]:
@@ -111,8 +120,8 @@ def is_of_subject(command: str) -> bool:
 
 def is_of_training(command: str) -> bool:
     """Return True for a step from pictures to a drawing, which needs the one before."""
-    names = ("train.py", "generate.py", "-m sdbench export")
-    return any(name in command for name in names) and not is_of_subject(command)
+    starts = ("python train.py", "python generate.py", "python -m sdbench export")
+    return command.startswith(starts) and not is_of_subject(command)
 
 
 def is_quick(command: str) -> bool:
@@ -120,7 +129,7 @@ def is_quick(command: str) -> bool:
 
 
 def make_data(folder: Path) -> None:
-    """Do what the README's tools do, in its order, with the small model."""
+    """Do what the tools of the guide to data do, in its order, with the small model."""
     from sdbench.cli import main
 
     tools = [shlex.split(command) for command in launched() if is_tool(command)]
@@ -132,14 +141,14 @@ def make_data(folder: Path) -> None:
         assert main(argv) == 0
 
 
-def test_the_readme_has_its_commands():
-    composer = "composer benchmark.py"
-    assert f"{composer} --use_synth_data --device_train_microbatch_size 8" in commands()
-    assert f"{composer} --use_ema --use_synth_data --device_train_microbatch_size 4" in commands()
+def test_the_guides_have_their_commands():
+    assert "composer benchmark.py --use_synth_data --device_train_microbatch_size 8" in commands()
+    assert (
+        "composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4"
+        in commands()
+    )
     assert len([command for command in launched() if is_quick(command)]) >= 6
     assert len([command for command in commands() if is_on_ray(command)]) == 3
-    folders = re.findall(r"^python generate\.py .*--folder (\S+)", README, flags=re.MULTILINE)
-    assert len(folders) == len(set(folders)) == 4  # no two draw into one
 
 
 @pytest.mark.parametrize(
@@ -170,11 +179,12 @@ def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypat
 def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
     training = [command for command in launched() if is_of_training(command)]
-    assert len(training) == 3
+    assert len(training) == 6
     for command in training:
         assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
-    drawn = list((workplace / "circle" / "pictures").iterdir())
-    assert [path.name for path in drawn] == ["00000.png"]
+    for folder in ("circle", "square"):
+        drawn = list((workplace / folder / "pictures").iterdir())
+        assert [path.name for path in drawn] == ["00000.png"]
 
 
 @pytest.fixture
@@ -275,7 +285,7 @@ def ray_head(tmp_path) -> Iterator[tuple[int, int, dict[str, str]]]:
 @pytest.mark.timeout(600)
 def test_a_cluster_is_joined_and_given_a_job(ray_head, workplace):
     port, dashboard_port, environment = ray_head
-    (block,) = (block for block in blocks_of(README, "text") if "ray job submit" in block)
+    (block,) = (block for block in blocks("text") if block.startswith("export RAY_AUTH_MODE"))
     export, token, start, joining, job, stop = block.splitlines()
     assert (export, token) == ("export RAY_AUTH_MODE=token", "ray get-auth-token --generate")
     assert (start, stop) == ("ray start --head", "ray stop")
@@ -301,6 +311,16 @@ def wait_for(port: int) -> None:
         except OSError:
             assert time.monotonic() < end_s
             time.sleep(0.5)
+
+
+def test_commands_in_order_do_not_draw_into_one_folder():
+    text = "".join((ROOT / guide).read_text() for guide in GUIDES)
+    folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
+    assert len(folders) == len(set(folders)) == 5
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.slow
@@ -347,7 +367,7 @@ def test_every_file_that_a_document_names_is_there(document):
 
 
 def test_every_test_that_the_table_of_faults_names_is_there():
-    rows = [line for line in (ROOT / "FAULTS.md").read_text().splitlines() if line[:2] == "| "]
+    rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line[:2] == "| "]
     faults = [row for row in rows if row != "| fault | what happens | test |"]
     assert len(faults) > 100
     for row in faults:
@@ -394,7 +414,7 @@ def test_every_variable_of_the_cluster_guide_is_read_by_a_file_that_it_is_for():
     "command",
     [
         line
-        for block in blocks_of(CLUSTER_GUIDE.read_text())
+        for block in re.findall(r"```bash\n(.*?)```", CLUSTER_GUIDE.read_text(), flags=re.DOTALL)
         for line in block.splitlines()
         if line.startswith(("composer ", "torchrun ")) and " benchmark.py" in line
     ],
