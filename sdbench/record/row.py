@@ -8,7 +8,6 @@ with an apostrophe.
 from __future__ import annotations
 
 import csv
-import errno
 import fcntl
 import io
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
+from sdbench.base.files import append_bytes
 from sdbench.record.configuration import describe_model, describe_other_settings, place_of_encoders
 
 COLUMNS = (
@@ -175,10 +175,7 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                 continue
             text = format_csv([make_row(record)], columns=COLUMNS)
             text = text if header is None else text.partition("\n")[2]
-            size = os.fstat(file.fileno()).st_size
-            if os.write(file.fileno(), content := text.encode()) < len(content):
-                os.ftruncate(file.fileno(), size)  # no part of a row
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            append_bytes(file.fileno(), text.encode())
             return
 
 
