@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from sdbench.engines import load_engine
+from sdbench.measure import hardware
 from sdbench.measure.phases import PHASES, PhaseClock
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.record.store import load_record
@@ -148,6 +149,22 @@ def test_nobody_on_the_network_can_join_them(tmp_path):
         ]
     listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
+
+
+def test_nodes_that_choose_different_settings_end_with_a_record_that_names_them(tmp_path):
+    def program():
+        flags = ((), ("avx512_bf16",))[int(os.environ["RANK"])]
+        hardware.read_cpu = lambda: ("CPU", flags)
+        return run(tmp_path, *FIVE_STEPS)
+
+    with forked_ranks(program, tmp_path, num_nodes=2) as ranks:
+        assert exit_codes(ranks, timeout_s=END_WITHIN_S) == [1, 1]
+    record = only_record(tmp_path)
+    assert record["status"] == "failed"
+    difference = "--precision: 'fp32' on rank 0 on node 0, 'amp_bf16' on rank 1 on node 1"
+    assert difference in record["reason"]
+    assert difference in log_of(tmp_path, 0).read_text()
+    assert log_of(tmp_path, 1).read_text() == ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])

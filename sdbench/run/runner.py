@@ -153,7 +153,6 @@ def garbage_collection_paused() -> Iterator[None]:
 def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> None:
     """Resolve the request on every rank and connect the ranks; all raise the error of one."""
     from sdbench.measure.hardware import check_gpu_code
-    from sdbench.run.outcome import explain
 
     if ranks.world_size > 1 and not task.is_distributed:
         raise ConfigError(
@@ -175,22 +174,51 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
     try:
         distributed.connect(ranks, device_type=machine.device_type, timeout_s=task.timeout_s)
     except RunError as absence:
-        if error is None and ranks.rank == 0:
-            num_restarts = distributed.num_restarts()
-            folder = task.make_folder()
-            record = _make_record(task, folder, command=command, num_restarts=num_restarts)
-            record.end_badly(explain(absence, rank=0))
+        if error is None:
+            _record_failure(task, absence, ranks=ranks, command=command)
         raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
     if errors:
         _SHARED.append(errors[0])
         raise errors[0]
+    differences = _find_differences(task, ranks)
+    if differences:
+        failure = RunError(
+            f"the ranks, whose machines differ, chose different settings ({differences}): give "
+            "each flag a value that suits all of them"
+        )
+        _SHARED.append(failure)
+        _record_failure(task, failure, ranks=ranks, command=command)
+        raise failure
+
+
+def _find_differences(task: Task, ranks: Ranks) -> str:
+    """Name the settings that ranks chose differently, with the first rank of each value."""
     # These follow from the number of cores, which may differ between nodes.
-    of_node = {"num_workers", "num_threads"}
-    config = task.for_record(num_restarts=0)["config"]
-    config = {name: value for name, value in config.items() if name not in of_node}
-    configs = distributed.gather(config, ranks)
-    assert configs == [config] * ranks.world_size, "ranks resolved the same flags differently"
+    of_node = ("num_workers", "num_threads")
+    configs = distributed.gather(task.for_record(num_restarts=0)["config"], ranks)
+    differences = []
+    for name in configs[0]:
+        first_ranks: dict[str, int] = {}
+        for rank, config in enumerate(configs):
+            first_ranks.setdefault(repr(config[name]), rank)
+        if len(first_ranks) > 1 and name not in of_node:
+            values = (
+                f"{value} on {distributed.name_ranks([rank], ranks)}"
+                for value, rank in first_ranks.items()
+            )
+            differences.append(f"--{name}: {', '.join(values)}")
+    return "; ".join(differences)
+
+
+def _record_failure(task: Task, failure: RunError, *, ranks: Ranks, command: list[str]) -> None:
+    """Write the record of a run that fails before the ranks agree on it; on the first rank."""
+    from sdbench.run.outcome import explain
+
+    if ranks.rank == 0:
+        num_restarts = distributed.num_restarts()
+        record = _make_record(task, task.make_folder(), command=command, num_restarts=num_restarts)
+        record.end_badly(explain(failure, rank=0))
 
 
 def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
