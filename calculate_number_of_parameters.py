@@ -1,4 +1,4 @@
-"""Count the parameters of a model, and those of them that are trained."""
+"""Count the parameters of a model, and the trained ones."""
 
 # PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
 
@@ -33,14 +33,7 @@ class CountFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the number of parameters of a model.
-
-    Args:
-        argv: Command-line arguments without the program's name; None takes the process's own.
-
-    Returns:
-        The exit code: 0, or 2 for a model that cannot be had.
-    """
+    """Print the number of parameters of a model; returns 2 for a model that cannot be had."""
     try:
         flags = parse(CountFlags, argv, description=__doc__, epilog=EPILOG).config
         # Heavy imports come after the parser so that --help answers at once.

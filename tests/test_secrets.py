@@ -150,8 +150,7 @@ def test_no_error_holds_the_secret_of_a_place_that_cannot_be_read(
 
 
 def test_no_record_of_a_failure_holds_the_secret_of_its_place(tmp_path, monkeypatch, served, capfd):
-    """Streaming, which copies the shards, knows no http."""
-    place = f"http://me:{SECRET}@{served['host']}/pairs"
+    place = f"http://me:{SECRET}@{served['host']}/pairs"  # Streaming copies shards, but not by http
     exit_code, record = run(data.main, tmp_path, monkeypatch, *FEED, "--remote", place)
     assert (exit_code, record["status"]) == (1, "failed")
     assert f"http://{served['host']}/pairs" in record["reason"]

@@ -107,15 +107,11 @@ def test_they_train_as_one_run(spied):
     assert "Model has" not in log_of(spied, 1).read_text()
 
 
-def test_communication_that_nothing_hides_is_told_apart_from_the_backward_pass(spied):
-    seconds = only_record(spied)["summary"]["breakdown"]["seconds"]
-    # Each clock stands still while its rank waits for the other.
-    expected = {"other": sum(FORWARD_S) / 2, "gradient_communication": COMMUNICATION_S}
-    assert seconds == {**dict.fromkeys(PHASES, 0), **expected}
-
-
 def test_a_rank_that_is_slower_than_the_other_is_named(spied):
     summary = only_record(spied)["summary"]
+    # Each clock stands still while its rank waits for the other.
+    expected = {"other": sum(FORWARD_S) / 2, "gradient_communication": COMMUNICATION_S}
+    assert summary["breakdown"]["seconds"] == {**dict.fromkeys(PHASES, 0), **expected}
     assert summary["stragglers"] == [
         {
             "rank": 1,
@@ -134,11 +130,9 @@ def test_they_draw_different_noise_and_see_different_samples(spied):
     first, second = ((spied / f"seen-by-{rank}.txt").read_text().splitlines() for rank in (0, 1))
     assert len(first) == len(second) == 5
     for one, other in zip(first, second, strict=True):
-        noise, sample, weights = one.split()
-        other_noise, other_sample, other_weights = other.split()
-        assert noise != other_noise
-        assert sample != other_sample
-        assert weights == other_weights  # gradients are averaged: both ranks keep one model
+        is_same = [a == b for a, b in zip(one.split(), other.split(), strict=True)]
+        # Noise, sample, weights: gradients are averaged, so both ranks keep one model.
+        assert is_same == [False, False, True]
 
 
 def test_nobody_on_the_network_can_join_them(tmp_path):

@@ -1,4 +1,4 @@
-"""The machine and its device: names, memory, peak rates."""
+"""Reads facts of the machine and its device: names, memory, peak rates, driver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
-from sdbench.measure.cpu import num_cpu_cores, read_cpu
-from sdbench.measure.nvml import ask, open_nvml
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
@@ -20,14 +18,14 @@ CUDA_CONTEXT_GIB = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Hardware of a machine. Unknown is None. The host name is left out, since records are public.
+    """Hardware of a machine, without its host name, since records are public. Unknown is None.
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.
         device_name: Name of the GPU model, or of the CPU.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
-        free_memory_gib: Device memory that no process uses.
+        free_memory_gib: Free device memory.
         held_memory_gib: Device memory that this process uses.
         num_cpu_cores: Cores that this process may run on.
         cpu_name: Name of the CPU.
@@ -35,7 +33,7 @@ class Machine:
         cpu_flags: Vector instruction sets that matter to training.
         compute_capability: Of the GPU, e.g. ``9.0``.
         driver: Version of the GPU's driver.
-        cudnn_version: As `torch.backends.cudnn.version` has it: 91501 is 9.15.1. None on a CPU.
+        cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
         platform: Operating system and architecture.
     """
 
@@ -72,7 +70,7 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether bf16 matrix products have their own instructions, and are not done in fp32."""
+        """Whether the device has instructions for bf16 matrix products."""
         if self.device_type == "cpu":
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
@@ -81,9 +79,9 @@ class Machine:
         """The shortest type in which encoders are known to be fast.
 
         Args:
-            device_type: What they run on: cpu or cuda.
-            on_ray: Whether that may be on other machines of a cluster. What their GPUs can do is
-                not known here, but all have fp16; their CPUs are taken to be like this one's.
+            device_type: Where they run: cpu or cuda.
+            on_ray: Whether they may run on other machines of a cluster, whose GPUs are unknown but
+                all have fp16, and whose CPUs are taken to be like this one's.
         """
         is_known = device_type == self.device_type and not (on_ray and device_type == "cuda")
         if is_known and self.has_fast_bf16:
@@ -91,14 +89,7 @@ class Machine:
         return "fp16" if device_type == "cuda" else "fp32"
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Peak rate of dense matrix products on one device.
-
-        Args:
-            precision: A value of --precision.
-
-        Returns:
-            TFLOP/s from peaks.json, or None for a device that is not listed there.
-        """
+        """Peak TFLOP/s of dense matrix products on one device, from peaks.json, if listed."""
         rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
         for row in rows:
             if self.device_name in row["devices"]:
@@ -149,7 +140,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 
 
 def check_gpu_code(machine: Machine) -> None:
-    """Refuse a GPU that the installed torch has no code for: else its first kernel fails.
+    """Raise ConfigError for a GPU that the installed torch has no code for.
 
     Code for sm_XY runs on GPUs of the same X with this Y or a larger one, sm_XYa on sm_XY alone,
     and compute_XY is compiled by the driver for any GPU from sm_XY on.
@@ -176,7 +167,7 @@ def check_gpu_code(machine: Machine) -> None:
 
 
 def num_page_faults() -> int:
-    """Pages that the kernel has given to this process so far, without reading a disk."""
+    """Page faults of this process so far that needed no disk."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -192,7 +183,7 @@ def peak_memory_gib() -> float:
 
 
 def peak_resident_memory_gib() -> float:
-    """Largest resident size of this process so far, as the kernel counted it, in GiB."""
+    """Largest resident size of this process so far, in GiB."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / BYTES_PER_GIB  # KiB on Linux
@@ -204,6 +195,47 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         key: round(value, 2) if isinstance(value, float) else value
         for key, value in dataclasses.asdict(machine).items()
     } | {"slug": machine.slug}
+
+
+def num_cpu_cores() -> int:
+    """Cores that this process may run on."""
+    import psutil
+
+    return len(psutil.Process().cpu_affinity() or []) or psutil.cpu_count()
+
+
+def read_cpu() -> tuple[str, tuple[str, ...]]:
+    """Name of the CPU and flags that matter, from /proc/cpuinfo; elsewhere the name only."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine(), ()
+    text = info.read_text()
+    fields = dict(re.findall(r"^(model name|flags)\s*:\s*(.*)$", text, flags=re.MULTILINE))
+    name = re.sub(r"\((R|TM)\)", "", fields.get("model name", platform.machine()))
+    flags = set(fields.get("flags", "").split())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+    return " ".join(name.split()), tuple(flag for flag in wanted if flag in flags)
+
+
+def open_nvml() -> Any | None:
+    """The initialised module ``pynvml``, which opens no CUDA context; None without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def ask(nvml: Any, name: str, *arguments: Any) -> Any:
+    """Call a function of NVML; None if the GPU, the driver or this pynvml does not support it."""
+    try:
+        return getattr(nvml, name)(*arguments)
+    except (nvml.NVMLError, AttributeError, TypeError):
+        return None
 
 
 def _read_driver_version() -> str | None:

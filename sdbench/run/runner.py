@@ -57,17 +57,16 @@ def run(
     began: Callable[[Path], None] | None = None,
     launch: Callable[..., int] | None = None,
 ) -> int:
-    """Run a task as a command line asks, as one rank of it or as the driver of its ranks.
+    """Run a task as a command line asks, as one of its ranks or as the driver of its ranks.
 
     A stop signal before there is a record is the caller's, see `stop.stoppable`.
 
     Args:
-        entry: A value of `TASKS`, imported when the command line is found valid.
+        entry: A value of `TASKS`, imported once the command line is found valid.
         parse: Makes the task's request from arguments.
         argv: Command-line arguments; None takes those of the process.
         began: Called with the folder of the run, on the first rank.
-        launch: Starts the ranks of a request for the engine ray where no launcher has, as
-            `ray_job.launch_ranks`.
+        launch: `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
 
     Returns:
         The exit code: 0 ok, 1 the run failed, 2 bad input, 130 stopped.
@@ -261,7 +260,7 @@ def _work(
     """Begin the record, do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
     from sdbench.record.store import TIMEOUT
-    from sdbench.run.outcome import Failure, explain, explain_among_ranks
+    from sdbench.run.outcome import Failure, explain
     from sdbench.run.task import Run
 
     record: RunRecord | None = None
@@ -292,12 +291,10 @@ def _work(
         ignore_terminations(STOP_SIGNALS)  # a signal no longer loses what has been measured
     except BaseException as error:  # also Ctrl-C: the record has to say why
         if record is None or (isinstance(error, ConfigError) and not has_begun):
-            raise  # there is no place for a record
+            raise  # without a record
         ignore_terminations(STOP_SIGNALS)  # until the record is written
-        if task.is_distributed:
-            failure = explain_among_ranks(error, heartbeat=heartbeat, rank=ranks.rank)
-        else:
-            failure = explain(error)
+        rank = ranks.rank if task.is_distributed else None
+        failure = explain(error, rank=rank, heartbeat=heartbeat)
         exit_code = end_badly(failure)
         keep_exit_code(exit_code)
         heartbeat.end(failure.status, failure.reason)
