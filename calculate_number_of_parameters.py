@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -47,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if note is not None:
         print(note, file=sys.stderr)
     from sdbench.models.parameters import ParameterCount, count_parameters
+    from sdbench.record.row import format_csv
 
     rows = count_parameters(architecture)
     total = ParameterCount(
         "total", sum(row.total for row in rows), sum(row.trainable for row in rows)
     )
     if flags.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(ParameterCount._fields)
-        writer.writerows([*rows, total])
+        table = [row._asdict() for row in (*rows, total)]
+        print(format_csv(table, columns=ParameterCount._fields), end="")
     else:
         print(
             f"Model has {total.total / 1e6} M parameters and "

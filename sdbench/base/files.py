@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sdbench.base.secrets import redact_environment, redact_values
 
@@ -33,8 +33,6 @@ def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
         yield new
         if is_private:
             new.chmod(0o600)
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
         new.replace(path)
 
 
@@ -56,17 +54,21 @@ def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = Non
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     data = redact_environment(content).encode() if isinstance(content, str) else content
     try:
-        with new_file(path, is_private=False) as new:
-            new.write_bytes(data)
+        with new_file(path, is_private=False) as new, new.open("wb") as file:
+            _write_through(file, data)
     except OSError as error:
         if reserve is None or not reserve.exists():
             raise OSError(error.errno, error.strerror, str(path)) from error
         # Overwritten, not deleted first: another process could take the freed space.
         with reserve.open("r+b") as file:
-            file.write(data)
-            file.truncate()
-            os.fsync(file.fileno())
+            _write_through(file, data)
         reserve.replace(path)
+
+
+def _write_through(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.truncate()
+    os.fsync(file.fileno())
 
 
 def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:

@@ -9,7 +9,6 @@ one, and disk space is reserved for its last version. A log that cannot be writt
 from __future__ import annotations
 
 import contextlib
-import csv
 import datetime
 import functools
 import io
@@ -27,6 +26,7 @@ from sdbench.base.escape import without_controls
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
+from sdbench.record.row import format_csv
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 
@@ -142,11 +142,8 @@ class RunFolder:
 
     def write_steps(self, steps: Iterable[Any]) -> None:
         """Write steps.csv with a row for each step."""
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(STEP_COLUMNS)
-        writer.writerows([getattr(step, column) for column in STEP_COLUMNS] for step in steps)
-        replace_file(self.path / STEPS_NAME, buffer.getvalue())
+        text = format_csv(map(vars, steps), columns=STEP_COLUMNS)
+        replace_file(self.path / STEPS_NAME, text)
 
     def claim_failure(self) -> bool:
         """Return True on the first rank to report a failure, which has to write the reason."""
