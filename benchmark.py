@@ -31,14 +31,7 @@ exit codes: 0 ok, 1 the run failed (its record says why), 2 bad input, 130 stopp
 @protected_output()
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run the benchmark with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.launch.ray_job import launch_ranks
     from sdbench.run.runner import run

@@ -1,10 +1,9 @@
-"""Count the parameters of a model, and those of them that are trained."""
+"""Count the parameters of a model, and the trained ones."""
 
 # PYTHON_ARGCOMPLETE_OK: a shell may start this to complete a command line.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -33,14 +32,7 @@ class CountFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the number of parameters of a model.
-
-    Args:
-        argv: Command-line arguments without the program's name; None takes the process's own.
-
-    Returns:
-        The exit code: 0, or 2 for a model that cannot be had.
-    """
+    """Print the number of parameters of a model; returns 2 for a model that cannot be had."""
     try:
         flags = parse(CountFlags, argv, description=__doc__, epilog=EPILOG).config
         # Heavy imports come after the parser so that --help answers at once.
@@ -54,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if note is not None:
         print(note, file=sys.stderr)
     from sdbench.models.parameters import ParameterCount, count_parameters
+    from sdbench.record.row import format_csv
 
     rows = count_parameters(architecture)
     total = ParameterCount(
         "total", sum(row.total for row in rows), sum(row.trainable for row in rows)
     )
     if flags.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(ParameterCount._fields)
-        writer.writerows([*rows, total])
+        table = [row._asdict() for row in (*rows, total)]
+        print(format_csv(table, columns=ParameterCount._fields), end="")
     else:
         print(
             f"Model has {total.total / 1e6} M parameters and "

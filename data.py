@@ -55,14 +55,7 @@ def __getattr__(name: str) -> type:
 @protected_output()
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the command line says, print and record the result.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Measure with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.launch.ray_job import launch_ranks
     from sdbench.run.runner import run

@@ -29,14 +29,7 @@ exit codes: 0 ok, 1 the run failed (generate.json says why), 2 bad input, 130 st
 @protected_output()
 @stoppable
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw as the command line says.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Draw with these arguments, or those of the process; returns the exit code."""
     # Not before: a stop signal may arrive meanwhile.
     from sdbench.run.runner import run
     from sdbench.settings.request import parse

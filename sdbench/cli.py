@@ -129,11 +129,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        argv: The command and its arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0 ok, 1 failed, 2 bad input, 130 stopped.
+    The exit code is 0 ok, 1 failed, 2 bad input or 130 stopped.
     """
     try:
         command, arguments = choose_command(

@@ -54,12 +54,9 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def modes_below(folder: Path) -> dict[bool, set[int]]:
-    """The modes of all files (False) and folders (True)."""
-    modes: dict[bool, set[int]] = {False: set(), True: {mode_of(folder)}}
-    for path in folder.rglob("*"):
-        modes[path.is_dir()].add(mode_of(path))
-    return modes
+def modes_below(folder: Path) -> set[tuple[bool, int]]:
+    """Whether it is a folder, and its mode, of all that is below a folder and of itself."""
+    return {(path.is_dir(), mode_of(path)) for path in (folder, *folder.rglob("*"))}
 
 
 @pytest.fixture
@@ -124,31 +121,36 @@ def test_a_folder_that_others_could_exchange_is_refused(home, tars, refused):
     assert feed(tars) == 0
 
 
-@pytest.mark.parametrize("home", ["/dev/null", ""])
-def test_without_a_home_no_other_folder_is_taken(home, tars, refused, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("home", "named"),
+    [
+        ("/dev/null", "/dev/null/sdbench"),
+        ("", "/proc/nobody/.cache/sdbench"),
+        ("relative", "relative"),
+    ],
+)
+def test_without_a_home_no_other_folder_is_taken(home, named, tars, refused, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setenv("HOME", "/proc/nobody")
-    refused(tars, Path(home or "/proc/nobody/.cache") / "sdbench")
+    refused(tars, named)
+    assert not (tmp_path / "relative").exists()
 
 
-def test_a_relative_cache_folder_is_refused(tars, refused, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    refused(tars, "cache")
-    assert not (tmp_path / "cache").exists()
+ONE_STEP = (
+    *("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"),
+    *("--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"),
+    *("--batch_size", "1", "--profile_batches", "0", "--results_dir", "runs"),
+)
 
 
-def test_training_goes_on_without_a_cache_unless_it_compiles(tars, monkeypatch, tmp_path):
+def test_training_goes_on_without_a_cache_unless_it_compiles(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    argv = ["--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"]
-    argv += ["--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"]
-    argv += ["--batch_size", "1", "--profile_batches", "0"]
-    argv += ["--results_dir", "runs"]
-    assert benchmark.main(argv) == 0
+    assert benchmark.main(ONE_STEP) == 0
     (path,) = Path("runs").glob("*/record.json")
     (note,) = load_record(path)["notes"]
     assert "'/dev/null/sdbench'" in note and "XDG_CACHE_HOME" in note
-    assert benchmark.main([*argv, "--compile", "unet"]) == 2
+    assert benchmark.main([*ONE_STEP, "--compile", "unet"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,10 +171,7 @@ def test_compiled_code_is_kept_in_the_users_cache(named, kept, monkeypatch, tmp_
     if named is not None:  # torch 2.11 names its own as it is imported
         monkeypatch.setenv(name, default_cache_dir() if named == "torch's own" else named)
     torch.compiler.set_stance("force_eager")
-    argv = ["--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--num_workers", "0"]
-    argv += ["--warmup_batches", "0", "--measure_batches", "1", "--no_measure_peak"]
-    argv += ["--batch_size", "1", "--profile_batches", "0"]
-    assert benchmark.main([*argv, "--compile", "unet", "--results_dir", "runs"]) == 0
+    assert benchmark.main([*ONE_STEP, "--compile", "unet"]) == 0
     torch.compiler.set_stance("default")
     folder = os.environ[name]
     assert folder == kept or Path(folder).parent == tmp_path / kept / "sdbench"
@@ -184,24 +183,18 @@ def pipe(tars) -> str:
     return f"pipe:cat {tars}/00000.tar"
 
 
-def test_a_link_at_a_temporary_name_that_could_be_foreseen_is_not_followed(
-    pipe, home, victim, tmp_path
+def test_a_link_at_a_name_that_could_be_foreseen_is_not_followed(
+    pipe, home, victim, tmp_path, capsys
 ):
     first, second = tmp_path / "first", tmp_path / "second"
     assert feed(pipe, "--local", str(first)) == 0
-    (copy,) = first.glob("*-pipe")
+    (copy,), (lock,) = first.glob("*-pipe"), first.glob(".*.lock")
     second.mkdir()
     for name in (f".{copy.name}.partial", f"{copy.name}.partial", f"{copy.name}.tmp"):
         (second / name).symlink_to(victim)
     assert feed(pipe, "--local", str(second)) == 0
     assert (second / copy.name).read_bytes() == copy.read_bytes()
-
-
-def test_a_link_at_the_name_of_a_lock_is_not_followed(pipe, home, victim, tmp_path, capsys):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert feed(pipe, "--local", str(first)) == 0
-    (lock,) = first.glob(".*.lock")
-    second.mkdir()
+    (second / lock.name).unlink()
     (second / lock.name).symlink_to(victim)
     assert feed(pipe, "--local", str(second)) == 1
     assert lock.name in capsys.readouterr().err
@@ -216,9 +209,9 @@ def test_copies_and_indexes_are_for_this_user_alone(pipe, home, tmp_path):
         assert feed(pipe, "--local", str(tmp_path / "given")) == 0
     finally:
         os.umask(before)
-    assert modes_below(home / "sdbench") == {False: {0o600}, True: {0o700}}
-    assert modes_below(tmp_path / "made") == {False: {0o600}, True: {0o700}}
-    assert modes_below(tmp_path / "given") == {False: {0o600}, True: {0o755}}
+    private = {(False, 0o600), (True, 0o700)}
+    assert modes_below(home / "sdbench") == modes_below(tmp_path / "made") == private
+    assert modes_below(tmp_path / "given") == {(False, 0o600), (True, 0o755)}
     # A copy, the indexes of all three, and a lock for each of these.
     assert len([path for path in home.rglob("*") if path.is_file()]) == 8
 

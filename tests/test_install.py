@@ -1,4 +1,4 @@
-"""`pip install .` gives a command that needs no checkout."""
+"""`pip install .` gives a command that works without a checkout."""
 
 from __future__ import annotations
 

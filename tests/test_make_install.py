@@ -35,63 +35,51 @@ install.trusted-host='one two:8080'
 """
 
 
-def test_settings_of_pip_become_those_of_uv(uv_install):
-    variables, flags = uv_install.translate(uv_install.parse_pip_settings(LISTED), {})
-    assert flags == []
-    assert variables == {
-        "UV_DEFAULT_INDEX": "https://of.install/simple",
-        "UV_INDEX": "file:///mirror/simple file:///more/simple",
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_FIND_LINKS": "/wheels",
-        "UV_CONSTRAINT": "/etc/constraints.txt",
-        "UV_INSECURE_HOST": "one two:8080",
-        "UV_HTTP_TIMEOUT": "180",
-        "SSL_CERT_FILE": "/etc/company.crt",
-        "ALL_PROXY": "http://proxy:3128",
-    }
+PLACES = {
+    "UV_DEFAULT_INDEX": "https://of.install/simple",
+    "UV_INDEX": "file:///mirror/simple file:///more/simple",
+    "UV_INDEX_STRATEGY": "unsafe-best-match",
+    "UV_FIND_LINKS": "/wheels",
+}
+OTHERS = {
+    "UV_CONSTRAINT": "/etc/constraints.txt",
+    "UV_INSECURE_HOST": "one two:8080",
+    "UV_HTTP_TIMEOUT": "180",
+    "SSL_CERT_FILE": "/etc/company.crt",
+    "ALL_PROXY": "http://proxy:3128",
+}
 
 
-def test_pip_without_settings_changes_nothing(uv_install):
-    assert uv_install.translate(uv_install.parse_pip_settings(""), {}) == ({}, [])
+@pytest.mark.parametrize(
+    ("listed", "pip", "environ", "variables", "flags"),
+    [
+        (LISTED, {}, {}, PLACES | OTHERS, []),
+        ("", {}, {}, {}, []),
+        ("", {"index-url": "https://p/x"}, {}, {"UV_DEFAULT_INDEX": "https://p/x"}, []),
+        (
+            *("", {"no-index": "1", "find-links": "/one /two"}, {}),
+            *({"UV_FIND_LINKS": "/one,/two"}, ["--no-index"]),
+        ),
+        # Places that the user gave uv are the only ones, and a variable that is set stays.
+        *(
+            (LISTED, {"no-index": "true"}, {name: "https://mine"}, OTHERS, [])
+            for name in ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS")
+        ),
+        (
+            *(LISTED, {}, {"SSL_CERT_FILE": "a", "https_proxy": "b", "UV_HTTP_TIMEOUT": "9"}),
+            *(PLACES | {name: OTHERS[name] for name in ("UV_CONSTRAINT", "UV_INSECURE_HOST")}, []),
+        ),
+        # pip reads a bundle of certificates, too.
+        ("", {}, {"REQUESTS_CA_BUNDLE": "/ca.crt"}, {"SSL_CERT_FILE": "/ca.crt"}, []),
+        ("", {"cert": "/a.crt"}, {"REQUESTS_CA_BUNDLE": "b"}, {"SSL_CERT_FILE": "/a.crt"}, []),
+    ],
+)
+def test_settings_of_pip_become_those_of_uv(uv_install, listed, pip, environ, variables, flags):
+    pip = uv_install.parse_pip_settings(listed) | pip
+    assert uv_install.translate(pip, environ) == (variables, flags)
 
 
-def test_one_index_needs_no_strategy(uv_install):
-    pip = {"index-url": "https://proxy/simple"}
-    assert uv_install.translate(pip, {}) == ({"UV_DEFAULT_INDEX": "https://proxy/simple"}, [])
-
-
-def test_folders_without_an_index(uv_install):
-    pip = {"no-index": "1", "find-links": "/one /two"}
-    assert uv_install.translate(pip, {}) == ({"UV_FIND_LINKS": "/one,/two"}, ["--no-index"])
-
-
-@pytest.mark.parametrize("variable", ["UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS"])
-def test_places_that_the_user_gave_uv_are_the_only_ones(uv_install, variable):
-    pip = uv_install.parse_pip_settings(LISTED) | {"no-index": "true"}
-    variables, flags = uv_install.translate(pip, {variable: "https://mine"})
-    assert flags == []
-    assert {*variables} == {
-        *("UV_CONSTRAINT", "UV_INSECURE_HOST", "UV_HTTP_TIMEOUT", "SSL_CERT_FILE", "ALL_PROXY")
-    }
-
-
-def test_a_variable_that_is_set_stays(uv_install):
-    pip = uv_install.parse_pip_settings(LISTED)
-    environ = {"SSL_CERT_FILE": "/mine.crt", "https_proxy": "http://mine", "UV_HTTP_TIMEOUT": "9"}
-    variables, _ = uv_install.translate(pip, environ)
-    assert not {"SSL_CERT_FILE", "ALL_PROXY", "UV_HTTP_TIMEOUT"} & {*variables}
-
-
-def test_a_bundle_of_certificates_that_pip_reads_is_told(uv_install):
-    environ = {"REQUESTS_CA_BUNDLE": "/ca.crt"}
-    assert uv_install.translate({}, environ) == ({"SSL_CERT_FILE": "/ca.crt"}, [])
-    assert uv_install.translate({"cert": "/pip.crt"}, environ) == (
-        {"SSL_CERT_FILE": "/pip.crt"},
-        [],
-    )
-
-
-# Stands for pip and uv: notes what it was asked for, and fails where a file says so.
+# Stands for pip and uv: logs its arguments, and fails if a file says so.
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$LOG"
 case "$*" in
@@ -103,7 +91,7 @@ esac
 
 @pytest.fixture
 def make(tmp_path, repository):
-    """Run make in a folder with a Python that installs nothing; gives what that was asked for."""
+    """Run make in a folder with a Python that installs nothing; returns the calls of Python."""
     for path in [repository / "Makefile", *repository.glob("*.txt")]:
         shutil.copy(path, tmp_path)
     python, log = tmp_path / "python", tmp_path / "log"
@@ -139,14 +127,9 @@ def test_nothing_is_installed_twice(make):
     ]
     assert not installs(make("settings"))
     # The rest is added once, and serves the others.
-    assert len(installs(make("test-ray"))) == 1
-    assert not installs(make("test")) and not installs(make("settings"))
-
-
-def test_a_bare_machine_installs_all_in_one_go(make):
-    (line,) = installs(make("test"))
+    (line,) = installs(make("test-ray"))
     assert line.count("-r ") == 3
-    assert not installs(make("settings"))
+    assert not installs(make("test")) and not installs(make("settings"))
 
 
 def test_an_installation_that_was_cut_off_is_made_again_from_nothing(make, tmp_path):

@@ -56,13 +56,6 @@ def test_what_was_left_out_is_no_part_of_the_pace_but_of_the_time_left(clock, ca
     assert shown.rate == pytest.approx(1.0)
 
 
-def test_each_result_is_a_line(clock, capsys):
-    with Progress(2, unit="run") as shown:
-        clock[0] = 3.0
-        shown.report("ok")
-    assert capsys.readouterr().out == "run 1/2: ok, 3 s/run, about 3 s left\n"
-
-
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
     with Progress(8, unit="image") as shown:
@@ -72,8 +65,10 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     assert "8/8" in captured.err and captured.out == ""
 
 
-def test_a_rank_that_shows_nothing_is_silent(clock, capsys):
-    with Progress(2, unit="step", enabled=False) as shown:
+def test_each_result_is_a_line_and_another_rank_is_silent(clock, capsys):
+    with Progress(2, unit="run") as shown, Progress(2, unit="step", enabled=False) as silent:
+        clock[0] = 3.0
+        shown.report("ok")
         clock[0] = 60.0
-        shown.advance()
-    assert capsys.readouterr() == ("", "")
+        silent.advance()
+    assert capsys.readouterr() == ("run 1/2: ok, 3 s/run, about 3 s left\n", "")

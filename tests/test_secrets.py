@@ -82,13 +82,18 @@ def files_with_secret(*folders: Path) -> list[Path]:
     return [path for path in paths if SECRET.encode() in path.read_bytes()]
 
 
-def run(main, tmp_path, monkeypatch, *argv):
-    """Run in this process, as from the command line; the exit code and the record, if any."""
-    command = [*argv, "--results_dir", str(tmp_path / "runs")]
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *command])
-    exit_code = main(command)
-    found = list((tmp_path / "runs").glob("*/record.json"))
-    return exit_code, json.loads(found[0].read_text()) if found else None
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs in this process, as from the command line; returns the exit code and the record."""
+
+    def run(main, *argv):
+        command = [*argv, "--results_dir", str(tmp_path / "runs")]
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", *command])
+        exit_code = main(command)
+        found = list((tmp_path / "runs").glob("*/record.json"))
+        return exit_code, json.loads(found[0].read_text()) if found else None
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def run(main, tmp_path, monkeypatch, *argv):
     ),
 )
 def test_no_output_of_a_run_holds_the_secret_of_its_place(
-    program, kind, tmp_path, monkeypatch, served, capfd
+    program, kind, tmp_path, run, served, capfd
 ):
     place, kept = (text.format(**served) for text in PLACES[kind])
     main, argv = (benchmark.main, RUN) if program == "benchmark" else (data.main, FEED)
@@ -107,7 +112,7 @@ def test_no_output_of_a_run_holds_the_secret_of_its_place(
     has_wandb = program == "benchmark" and kind == "user"
     argv += ("--wandb_project", "p") * has_wandb
     place_flags = ("--data_format", "webdataset", f"--remote={place}")
-    exit_code, record = run(main, tmp_path, monkeypatch, *argv, *place_flags)
+    exit_code, record = run(main, *argv, *place_flags)
     assert exit_code == 0
     assert record["config"]["remote"] == kept
     assert f"--remote={kept}" in record["command"]
@@ -135,36 +140,35 @@ def test_no_output_of_a_run_holds_the_secret_of_its_place(
 )
 @pytest.mark.parametrize("program", ["benchmark", "data", "verify-data"])
 def test_no_error_holds_the_secret_of_a_place_that_cannot_be_read(
-    program, place, named, tmp_path, monkeypatch, capfd
+    program, place, named, tmp_path, run, capfd
 ):
     flags = ("--data_format", "webdataset")
     if program == "verify-data":
         assert cli.main(["verify-data", place, *flags]) == 1
     else:
         main, argv = (benchmark.main, RUN) if program == "benchmark" else (data.main, FEED)
-        exit_code, record = run(main, tmp_path, monkeypatch, *argv, *flags, "--remote", place)
+        exit_code, record = run(main, *argv, *flags, "--remote", place)
         assert exit_code == 1 and named in record["reason"]
         assert files_with_secret(tmp_path / "runs") == []
     printed = "".join(capfd.readouterr())
     assert named in printed and SECRET not in printed
 
 
-def test_no_record_of_a_failure_holds_the_secret_of_its_place(tmp_path, monkeypatch, served, capfd):
-    """Streaming, which copies the shards, knows no http."""
-    place = f"http://me:{SECRET}@{served['host']}/pairs"
-    exit_code, record = run(data.main, tmp_path, monkeypatch, *FEED, "--remote", place)
+def test_no_record_of_a_failure_holds_the_secret_of_its_place(tmp_path, run, served, capfd):
+    place = f"http://me:{SECRET}@{served['host']}/pairs"  # Streaming copies shards, but not by http
+    exit_code, record = run(data.main, *FEED, "--remote", place)
     assert (exit_code, record["status"]) == (1, "failed")
     assert f"http://{served['host']}/pairs" in record["reason"]
     assert files_with_secret(tmp_path / "runs") == []
     assert SECRET not in "".join(capfd.readouterr())
 
 
-def test_a_wrong_value_and_the_config_are_printed_without_it(tmp_path, monkeypatch, capfd):
+def test_a_wrong_value_and_the_config_are_printed_without_it(run, capfd):
     streams = f"http://me:{SECRET}@host/a=0.7,http://me:{SECRET}@host/b=0.3"
     flags = ("--data_format", "webdataset", "--streams", streams)
-    assert run(benchmark.main, tmp_path, monkeypatch, *RUN, *flags)[0] == 2
+    assert run(benchmark.main, *RUN, *flags)[0] == 2
     flags = ("--use_synth_data", "--class_prompts", f"pipe:a {'b ' * 60}{SECRET}")
-    assert run(benchmark.main, tmp_path, monkeypatch, *RUN, *flags, "--print_config")[0] == 0
+    assert run(benchmark.main, *RUN, *flags, "--print_config")[0] == 0
     assert benchmark.main([f"http://me:{SECRET}@host"]) == 2
     out, err = capfd.readouterr()
     assert SECRET not in out + err

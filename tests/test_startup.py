@@ -1,4 +1,4 @@
-"""What a run imports, and the start-up times in its record."""
+"""The imports of a run, and the start-up times in its record."""
 
 from __future__ import annotations
 

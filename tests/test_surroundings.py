@@ -1,4 +1,4 @@
-"""What a machine has of its own: another user's checkout, or none; a terminal without accents."""
+"""Machines with another user's checkout, without one, or with an ASCII terminal."""
 
 from __future__ import annotations
 

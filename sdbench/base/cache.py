@@ -1,4 +1,4 @@
-"""`private_folder`: the user's private cache folder."""
+"""`private_folder` makes the user's private cache folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from sdbench.base.errors import ConfigError
 
 
 def private_folder(name: str = ".") -> Path:
-    """A folder in ``$XDG_CACHE_HOME/sdbench`` or ``~/.cache/sdbench``; made if there is none.
+    """Make and return the folder `name` in ``$XDG_CACHE_HOME/sdbench`` or ``~/.cache/sdbench``.
 
     Only this user can read and write it. It may be deleted whenever no run is in progress.
-
-    Args:
-        name: Of the folder; by default the folder of all of them.
 
     Raises:
         ConfigError: It cannot be made, is another user's, or can be replaced by another user.

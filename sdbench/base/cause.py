@@ -1,4 +1,4 @@
-"""What ended a program badly, as values for the program that started it."""
+"""Tells the program that started this one why this one ends badly."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sdbench.base.secrets import redact
 
 # Names the file. Every process that the command starts inherits the variable.
 VARIABLE = "SDBENCH_CAUSE"
-# torchrun's, of each rank; the last lines that it prints have what is written there.
+# torchrun sets it for each rank, and prints the content of the file last.
 TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# Causes that are no errors: SIGKILL ended the command, as the out-of-memory killer does; a rank
-# ended without a word, and the other ranks have noticed its silence.
+# Causes without an exception: SIGKILL ended the command, as the out-of-memory killer does; a rank
+# ended silently, and the other ranks have noticed.
 KILLED, LOST = "Killed", "Lost"
 
 
 def report_cause(error: str, message: str) -> None:
     """Write why this process ends badly, if the program that started the command asks for it.
 
-    The first process to do so is the one that counts: others end because of it.
+    The first process to do so counts: others end because of it.
 
     Args:
         error: Class of the error, or `LOST`.
-        message: What is about to be printed.
+        message: The message that is about to be printed.
     """
     message = redact(message)
     for_torchrun = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -37,11 +37,11 @@ def report_cause(error: str, message: str) -> None:
 def _write(variable: str, content: object) -> None:
     path = os.environ.get(variable)
     if path is not None:
-        # Without the file the exit code and the printed error still tell it.
+        # Without the file the exit code and the printed error remain.
         with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
             json.dump(content, file)
 
 
 def read_cause(path: Path) -> dict[str, str] | None:
-    """``error`` and ``message`` as they were reported; None if nothing was."""
+    """``error`` and ``message`` as reported, or None."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""Errors that a person reads, with the exit code of each.
+"""Errors for people, with the exit code of each.
 
 Every message about bad input carries four facts: what was wrong, the value received, what is
 allowed, and the flag that changes it. `ConfigError` is for people; our own invariants are asserts.
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from sdbench.base.escape import without_controls
 
-# Of a longer value the beginning and the end are shown.
+# A longer value is shown by its beginning and its end.
 MAX_SHOWN = 400
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -55,11 +55,11 @@ class MemoryEstimateError(ConfigError):
 
 @contextlib.contextmanager
 def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
-    """Let errors of the block name the flag of a command where they name flags of training.
+    """Let errors of the block name the flag of a command in place of flags of training.
 
     Args:
-        flag: The command's for what the block reads.
-        own: Flags of training that the command has, too; what names these alone stays.
+        flag: The command's flag for what the block reads.
+        own: Flags of training that the command has too; an error of these alone stays as it is.
     """
     try:
         yield
@@ -71,20 +71,20 @@ def blamed_on(flag: str, *, own: Collection[str] = ()) -> Iterator[None]:
 
 
 def add_remark(error: BaseException, remark: str) -> None:
-    """Have the reason of a run's end say more about its error: the end of a sentence."""
+    """Add the end of a sentence to an error, for the reason of the run's end."""
     error.remark = remark  # type: ignore[attr-defined]
 
 
 def remark_of(error: BaseException) -> str:
-    """What `add_remark` has added; empty if nothing."""
+    """The text that `add_remark` has added, or an empty one."""
     return getattr(error, "remark", "")
 
 
 class RunError(RuntimeError):
-    """A run that began well and cannot end well.
+    """A failure of a run that has begun.
 
     Attributes:
-        status: The status that goes into the run's record, ``failed``, ``invalid`` or ``timeout``.
+        status: Of the run's record: ``failed``, ``invalid`` or ``timeout``.
     """
 
     exit_code = EXIT_FAILED

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# What Excel, LibreOffice and Google Sheets take for the beginning of a formula (OWASP, "CSV
-# Injection"); the last four are the full-width forms. A leading apostrophe makes it text again.
+# Excel, LibreOffice and Google Sheets take these for the beginning of a formula (OWASP, "CSV
+# Injection"); the last four are the full-width forms. A leading apostrophe makes a text of it.
 FORMULA_BEGINNINGS = (*"=+-@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 MARKDOWN_MARKS = {
     "\\": "\\\\",
@@ -23,8 +23,8 @@ MARKDOWN_MARKS = {
     "~": "\\~",
     "$": "\\$",  # formulas, on GitHub
 }
-# ECMA-48: colours, moves of the cursor, the title of the window; then what is left of C0 and C1,
-# and the marks that change the direction of writing.
+# ECMA-48: colours, moves of the cursor, the title of the window; then the rest of C0 and C1, and
+# the marks that change the direction of writing.
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 HTML_MARKS = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -49,15 +49,14 @@ def for_terminal(value: Any) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Lines of text as they are, but without what would act on a terminal."""
+    """Lines of text without characters that act on a terminal."""
     return as_utf8(CONTROL.sub("?", CONTROL_SEQUENCE.sub("", text)))
 
 
 def as_utf8(text: str) -> str:
-    """A text as UTF-8 can hold it.
+    """A text that UTF-8 can encode: a lone surrogate becomes its number.
 
-    Half of a character comes out as its number: Python has one for a byte of a file name that is
-    no character.
+    Python stands one for a byte of a file name that is not UTF-8.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -11,15 +11,33 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sdbench.base.secrets import redact_environment, redact_values
 
 READ_BYTES = 2**24
 
 
+@contextlib.contextmanager
+def new_file(path: Path, *, is_private: bool = True) -> Iterator[Path]:
+    """Yield a path in a temporary folder; the file written there replaces `path` at the end.
+
+    The temporary path cannot be guessed, and a link at `path` is replaced, not followed.
+
+    Args:
+        path: Of the file.
+        is_private: Let only this user read it.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
+        new = Path(folder, f"new.{path.name}")
+        yield new
+        if is_private:
+            new.chmod(0o600)
+        new.replace(path)
+
+
 def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = None) -> None:
-    """Write a file atomically.
+    """Write a file atomically, as `new_file` does.
 
     In a text secrets of the environment are replaced by their names. Other secrets are the caller's
     to remove (`redact`), who knows where a value ends and which URL is a link.
@@ -35,39 +53,22 @@ def replace_file(path: Path, content: str | bytes, *, reserve: Path | None = Non
     if not path.name:  # `/`, or the working folder
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     data = redact_environment(content).encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _replace(path, data, temporary, mode="wb")
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with new_file(path, is_private=False) as new, new.open("wb") as file:
+            _write_through(file, data)
+    except OSError as error:
         if reserve is None or not reserve.exists():
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         # Overwritten, not deleted first: another process could take the freed space.
-        _replace(path, data, reserve, mode="r+b")
+        with reserve.open("r+b") as file:
+            _write_through(file, data)
+        reserve.replace(path)
 
 
-def _replace(path: Path, data: bytes, temporary: Path, *, mode: str) -> None:
-    try:
-        with temporary.open(mode) as file:
-            file.write(data)
-            file.truncate()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:  # an error of `write` has no file name
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def crc32_of(path: Path) -> tuple[int, int]:
-    """CRC-32 and number of bytes of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    crc32 = 0
-    with path.open("rb") as file:
-        while read := file.read(READ_BYTES):
-            crc32 = zlib.crc32(read, crc32)
-        return crc32, file.tell()
+def _write_through(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.truncate()
+    os.fsync(file.fileno())
 
 
 def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:
@@ -86,35 +87,34 @@ def write_json(path: Path, content: Any, *, reserve: Path | None = None) -> Any:
     return content
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file written there replaces `path` when the block ends.
+def crc32_of(path: Path) -> tuple[int, int]:
+    """CRC-32 and number of bytes of a file."""
+    crc32 = 0
+    with path.open("rb") as file:
+        while read := file.read(READ_BYTES):
+            crc32 = zlib.crc32(read, crc32)
+        return crc32, file.tell()
 
-    Only this user can read the file. Its temporary name cannot be guessed, and a link at `path` is
-    replaced, not followed.
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".sdbench-") as folder:
-        new = Path(folder, path.name)
-        yield new
-        new.chmod(0o600)
-        new.replace(path)
+
+def append_bytes(file: int, content: bytes) -> None:
+    """Append all of the content to a file descriptor, or raise OSError and append nothing."""
+    size = os.fstat(file).st_size
+    if os.write(file, content) < len(content):  # the disk had room for a part
+        os.ftruncate(file, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class GrowingFile:
-    """A text file that grows by whole lines; what the disk does not take is kept for later."""
+    """A text file that grows by whole lines; lines that the disk does not take are kept."""
 
     def __init__(self, path: Path) -> None:
-        """Write nothing yet.
-
-        Args:
-            path: Of the file; it may exist.
-        """
+        """Prepare; the file may exist, and nothing is written yet."""
         self.path = path
         self._kept = b""
         self._has_whole_lines = False
 
     def append(self, lines: str) -> None:
-        """Append lines behind those that are kept; the first time that fails, a warning is printed.
+        """Append the kept lines and these; the first time that fails, a warning is printed.
 
         They are written at once: a kill leaves whole lines. Nothing waits for the device, so a
         power failure may take the last ones.
@@ -122,10 +122,11 @@ class GrowingFile:
         warns = not self._kept
         self._kept += lines.encode()
         try:
-            if not self._has_whole_lines:  # what a kill has cut off is no part of the next line
+            if not self._has_whole_lines:  # a line that a kill has cut off ends before the next
                 self._kept = _end_of_cut_line(self.path) + self._kept
                 self._has_whole_lines = True
-            _append(self.path, self._kept)
+            with self.path.open("ab", buffering=0) as file:
+                append_bytes(file.fileno(), self._kept)
         except OSError as error:
             if warns:
                 print(
@@ -137,7 +138,7 @@ class GrowingFile:
             self._kept = b""
 
     def close(self) -> None:
-        """Try once more to write the lines that are kept, and tell of those that are lost."""
+        """Try once more to write the kept lines, and print how many are lost."""
         if not self._kept:
             return
         self.append("")
@@ -147,22 +148,10 @@ class GrowingFile:
 
 
 def _end_of_cut_line(path: Path) -> bytes:
-    """A line feed where the last line of a file has none."""
+    """A line feed if the last line of the file has none."""
     try:
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return b"" if file.read(1) == b"\n" else b"\n"
     except OSError:  # no such file, or an empty one
         return b""
-
-
-def _append(path: Path, content: bytes) -> None:
-    """Append all of the content, or raise OSError and leave the file as it was."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        if os.write(file, content) < len(content):  # the disk took what it had room for
-            os.ftruncate(file, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(file)

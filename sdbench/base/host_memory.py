@@ -15,15 +15,14 @@ M_MMAP_MAX, NO_MMAP = -4, 0
 
 
 def can_keep_freed_memory() -> bool:
-    """Whether the C library is glibc, whose allocator has this setting."""
+    """Return True if the C library is glibc, whose allocator has this setting."""
     return hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in this process; to be called before weights are allocated.
 
-    All blocks are allocated on the heap, which grows in large steps and never shrinks; none is
-    mapped, and so unmapped, by itself.
+    All blocks are allocated on the heap, which grows in large steps and never shrinks.
     """
     mallopt = ctypes.CDLL(None).mallopt
     settings = ((M_MMAP_MAX, NO_MMAP), (M_TRIM_THRESHOLD, NEVER_TRIM), (M_TOP_PAD, TOP_PAD_BYTES))

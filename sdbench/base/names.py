@@ -1,4 +1,4 @@
-"""`by_likeness` and `nearest`: which of the names that there are was meant by one that is none."""
+"""`nearest` finds the known name that an unknown one was meant for."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import functools
 import re
 from collections.abc import Iterable
 
-# Less is no likeness. Two letters of three in the same order are 0.67.
-MIN_LIKENESS = 0.65
-# Of being like some words of a longer name, against being like the whole of one.
+# Two letters of three in the same order are 0.67.
+MIN_SIMILARITY = 0.65
+# Weight of a match with some words of a longer name; a match with the whole name has 1.
 PART = 0.9
-# Of the names that are compared; more takes too long.
+# Longer names are cut off, since comparing them takes too long.
 MAX_LETTERS = 100
 
 
-def by_likeness(name: str, names: Iterable[str]) -> list[str]:
-    """Names in the order of their likeness to another one, the most alike first.
+def by_similarity(name: str, names: Iterable[str]) -> list[str]:
+    """Sort names by their similarity to `name`, the most similar first.
 
-    A name may be meant by some of its words, as ``device_train_microbatch_size`` is by
-    ``micro_batch``.
+    Some words of a name may match, as ``micro_batch`` matches ``device_train_microbatch_size``.
     """
-    return sorted(names, key=functools.partial(_likeness, name), reverse=True)
+    return sorted(names, key=functools.partial(_similarity, name), reverse=True)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name most like another one; None if none is like it."""
-    first = next(iter(by_likeness(name, names)), "")
-    return first if _likeness(name, first)[0] >= MIN_LIKENESS else None
+    """The most similar name; None if no name is similar."""
+    first = next(iter(by_similarity(name, names)), "")
+    return first if _similarity(name, first)[0] >= MIN_SIMILARITY else None
 
 
-def _likeness(name: str, other: str) -> tuple[float, float]:
-    """From 0 to 1, of the other name or words in it; and of the whole of it, for equals."""
+def _similarity(name: str, other: str) -> tuple[float, float]:
+    """Similarity from 0 to 1 to the other name or words of it; then, for ties, to all of it."""
     given, words = _words(name), _words(other)
     matcher = difflib.SequenceMatcher(None, b="".join(given), autojunk=False)
 

@@ -1,4 +1,4 @@
-"""Standard streams without secrets, harmless to terminals, without errors; and their width."""
+"""Protects the standard streams: no secrets, no control characters, no errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from sdbench.base.escape import without_controls
 from sdbench.base.secrets import redact
 
-# Columns of an output that is no terminal.
+# Columns of an output other than a terminal.
 PLAIN_WIDTH = 100
 
 
@@ -26,8 +26,8 @@ def terminal_width() -> int:
 def protected_output() -> Iterator[None]:
     """Protect stdout and stderr during the block, or the decorated function.
 
-    Secrets are removed from the output, and on a terminal what would act on it: a record, a table
-    or a file name may hold it. Output that cannot be written is dropped: to a pipe without a
+    Secrets are removed from the output, and on a terminal control characters, which a record, a
+    table or a file name may hold. Output that cannot be written is dropped: to a pipe without a
     reader, a full disk, or a stream that was closed before the start (``>&-``). A character that
     the stream's encoding lacks comes out as its number.
     """
@@ -66,16 +66,16 @@ class _ProtectedStream:
         shown = redact(text)
         if self._stream.isatty():
             shown = without_controls(shown)
-        with self._loss_ignored():
+        with self._errors_ignored():
             self._stream.write(shown)
         return len(text)
 
     def flush(self) -> None:
-        with self._loss_ignored():
+        with self._errors_ignored():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _loss_ignored(self) -> Iterator[None]:
+    def _errors_ignored(self) -> Iterator[None]:
         """If the stream cannot be written, redirect it to /dev/null."""
         try:
             yield

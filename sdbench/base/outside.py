@@ -1,15 +1,14 @@
-"""Bounds of what comes from outside: numbers, and files of others, which may hold anything.
+"""Reads numbers, texts, tables and JSON of others, which may hold anything.
 
 A number is finite, at most `LARGEST` and, unless it is 0, at least `SMALLEST`: what is computed
-from a few of them is finite too. A file has a bounded length, and its content a bounded depth, no
-key twice, and only texts that can be written as UTF-8.
+from a few of them is finite too. A file has a bounded length, and its content a bounded depth,
+unique keys, and only texts that can be written as UTF-8.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from typing import Any
 SMALLEST, LARGEST = 1e-100, 3e38
 # Records have 5 levels, and the deepest config files of others 8.
 MAX_DEPTH = 32
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+# A sweep of 16,000 cells that are written out has 200,000.
+MAX_VALUES = 1_000_000
 MAX_FILE_BYTES = 4 * 2**20  # records take about 10 KB
 MAX_TABLE_BYTES = 64 * 2**20  # a row of a record takes 1 KB, an event of a training run 200 bytes
 
@@ -27,19 +29,19 @@ def is_bounded(number: float) -> bool:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "strict") -> str:
-    """Read a text in UTF-8, with or without a byte order mark.
+    """Read a UTF-8 text, with or without a byte order mark.
 
     Args:
         path: Of the file.
         max_bytes: Longest file that is read.
-        errors: ``replace`` takes bytes that are no UTF-8 as well, as `bytes.decode` has it.
+        errors: As of `bytes.decode`, e.g. ``replace``.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no file, longer than `max_bytes`, or no UTF-8.
+        ValueError: It is not a file, longer than `max_bytes`, or not UTF-8.
     """
     if path.exists() and not path.is_file():
-        raise ValueError("it is no file")  # a pipe would be waited for
+        raise ValueError("it is no file")  # reading a pipe would block
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -48,22 +50,12 @@ def read_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES, errors: str = "str
 
 
 def open_table(path: Path) -> io.StringIO:
-    """Read a table in CSV, as `csv.reader` takes it.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: As `read_text`.
-    """
+    """Read a CSV table for `csv.reader`; raises as `read_text`."""
     return io.StringIO(read_text(path, max_bytes=MAX_TABLE_BYTES), newline="")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: As `read_json`, or it holds something else.
-    """
+    """Read a JSON file that holds an object; raises as `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
@@ -75,49 +67,57 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: As `read_text`; it is no JSON, or a value of it is out of bounds.
+        ValueError: As of `read_text` and `parse_json`.
     """
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: It is none, or a value of it is out of bounds.
-    """
+    """Parse JSON; raises ValueError if it is invalid, or a value is out of bounds."""
     try:
         value = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except RecursionError:
-        raise ValueError(too_deep()) from None
+        raise ValueError(TOO_DEEP) from None
     check_values(value)
     return value
 
 
-def check_values(value: Any) -> None:
-    """Check what was read from a file.
+def check_values(value: Any, *, max_values: int = MAX_VALUES) -> None:
+    """Check the content of a JSON or YAML file.
 
     Args:
-        value: Mappings, lists, texts, numbers; others are left to their reader.
+        value: Mappings, lists, texts, numbers; values of other types are not checked.
+        max_values: Bound on their number.
 
     Raises:
-        ValueError: It is too deep, or a number or a text is out of bounds; says where.
+        ValueError: It is too deep or has too many values, or a number or a text is out of bounds;
+            names the key.
     """
-    left = [("$", value, 0)]
-    while left:
-        place, one, depth = left.pop()
-        if isinstance(one, dict | list) and depth == MAX_DEPTH:
-            raise ValueError(too_deep())
+    # By depth, of lists and mappings: in YAML several keys may share one, and the sum is huge.
+    sizes: dict[tuple[int, int], int] = {}
+
+    def size_of(one: Any, place: str, depth: int) -> int:
+        if not isinstance(one, dict | list):
+            _check_leaf(place, one)
+            return 1
+        if depth == MAX_DEPTH:
+            raise ValueError(TOO_DEEP)
+        if (id(one), depth) in sizes:
+            return sizes[id(one), depth]
+        size = 1
         if isinstance(one, dict):
-            for name in one:
+            for name, part in one.items():
                 _check_leaf(place, name)
-        left += ((inner, part, depth + 1) for inner, part in _parts_of(place, one))
-        _check_leaf(place, one)
+                size += size_of(part, f"{place}.{name}", depth + 1)
+        else:
+            for index, part in enumerate(one):
+                size += size_of(part, f"{place}[{index}]", depth + 1)
+        if size > max_values:
+            raise ValueError(f"it has more than {max_values:,} values, aliases included")
+        sizes[id(one), depth] = size
+        return size
 
-
-def too_deep() -> str:
-    """What is wrong with a file that is nested too deeply."""
-    return f"it is nested more than {MAX_DEPTH} levels deep"
+    size_of(value, "$", 0)
 
 
 def shorten(text: str, *, length: int = 60) -> str:
@@ -125,16 +125,9 @@ def shorten(text: str, *, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def _parts_of(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{place}.{name}", part) for name, part in value.items())
-    elif isinstance(value, list):
-        yield from ((f"{place}[{index}]", part) for index, part in enumerate(value))
-
-
 def _check_leaf(place: str, value: Any) -> None:
     if isinstance(value, int | float) and not is_bounded(value):
-        # The text of a longer integer is refused by Python.
+        # Python refuses to write a longer integer as text.
         shown = "an integer" if isinstance(value, int) and value.bit_length() > 1000 else value
         raise ValueError(
             f"{place}: {shorten(str(shown))} is no finite number from {SMALLEST:g} to "

@@ -1,4 +1,4 @@
-"""Shows progress: a bar on a terminal, elsewhere lines with pace and time left."""
+"""`Progress` shows a bar on a terminal, and elsewhere lines with pace and time left."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import collections
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 LINE_PERIOD_S = 10.0
 NOTE_PERIOD_S = 1.0
-# The pace is that of the last advances, so that a slow first one soon does not count.
+# The pace is that of the last advances, so that a slow first one is soon forgotten.
 NUM_RECENT = 10
 
 Item = TypeVar("Item")
@@ -25,14 +24,9 @@ def show_progress(
     num_done: int = 0,
     count: Callable[[Item], int] = lambda item: 1,
 ) -> Iterator[Item]:
-    """Yield items as they are finished, and show how many there have been.
+    """Yield finished pieces of work, and show a `Progress` of their units.
 
-    Args:
-        items: Finished pieces of work.
-        total: As of `Progress`.
-        unit: As of `Progress`.
-        num_done: As of `Progress`.
-        count: Number of units of an item.
+    `count` gives the number of units of an item.
     """
     with Progress(total, unit=unit, num_done=num_done) as progress:
         for item in items:
@@ -41,13 +35,13 @@ def show_progress(
 
 
 class Progress:
-    """Shows how much is done; short work, done before a first line is due, shows nothing."""
+    """Shows how much is done; work that ends before the first line is due shows nothing."""
 
     def __init__(self, total: int, *, unit: str, num_done: int = 0, enabled: bool = True) -> None:
         """Begin now.
 
         Args:
-            total: Number of units in all; may be changed later.
+            total: Number of units; may be changed later.
             unit: Name of a unit, e.g. ``step``.
             num_done: Units that an earlier run has done.
             enabled: Whether to show anything.
@@ -68,12 +62,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -85,12 +74,9 @@ class Progress:
     def advance(
         self, count: int = 1, *, note: Callable[[], str] | None = None, is_due: bool = False
     ) -> None:
-        """Count finished units, and show them if a line is due.
+        """Count finished units, and show them if a line is due or `is_due` says so.
 
-        Args:
-            count: Number of units.
-            note: Returns a text to add; called only if the advance is shown.
-            is_due: Show it now.
+        `note` returns a text to add, and is called only for a line.
         """
         self.count(count)
         period_s = LINE_PERIOD_S if self._bar is None else NOTE_PERIOD_S
@@ -106,7 +92,7 @@ class Progress:
             self._bar.update(count)
 
     def show(self, note: Callable[[], str] | None = None) -> None:
-        """Show now how much is done; `note` as of `advance`."""
+        """Show now how much is done, with a `note` as of `advance`."""
         if not self._enabled:
             return
         self._shown_s = time.perf_counter()
@@ -117,7 +103,7 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=False)
 
     def leave_out(self, seconds: float) -> None:
-        """The work has stood still for so long: no part of the pace, but of the time left."""
+        """Take seconds out of the pace, but not out of the time left."""
         self._left_out_s += seconds
         recent = ((time_s + seconds, num_done) for time_s, num_done in self._recent)
         self._recent = collections.deque(recent, maxlen=NUM_RECENT + 1)

@@ -30,9 +30,9 @@ URL_PASSWORD = re.compile(r"^\w[\w+.-]*://[^/@:\s]*:([^/@\s]+)@")
 # Shorter values, such as `true` or `0`, are no secrets and occur in any text.
 MIN_SECRET_LENGTH = 8
 
-# Patterns in the order of replacement, each with its replacement. Those with a name are secrets by
-# their form. Packages that find secrets (detect-secrets, gitleaks) also go by entropy, which takes
-# a commit or a digest for one, read source code line by line, and replace nothing.
+# Patterns in the order of replacement, each with its replacement; a name marks a form of secrets.
+# Packages that find secrets (detect-secrets, gitleaks) also go by entropy, which takes a commit or
+# a digest for one, read source code line by line, and replace nothing.
 SHAPES: tuple[tuple[str | None, re.Pattern[str], str], ...] = (
     (
         "user info of a URL",
@@ -79,8 +79,8 @@ SHAPES: tuple[tuple[str | None, re.Pattern[str], str], ...] = (
         "<secret>",
     ),
 )
-# A command in quotes, as repr, JSON, CSV and a shell write them, ends with the quote; another one
-# may go on to the end of its line. COMMAND stands for a command in our own help texts.
+# A command in quotes, as repr, JSON, CSV and a shell write them, ends with the quote; without
+# quotes it ends with its line. COMMAND stands for a command in our own help texts.
 COMMAND = re.compile(
     r"(?m)(?P<quote>[\"'])(?P<flag>--?[\w-]+=)?pipe:"
     r"(?P<quoted>(?:\\.|(?P=quote){2}|(?P=quote)(?:\"'\"|\\')'|(?!(?P=quote))[^\\\n])*)"
@@ -88,7 +88,7 @@ COMMAND = re.compile(
     r"|(?<![\w.])(?<!Broken )pipe:(?!COMMAND\b)(?P<line>.*)"
 )
 COMMAND_VALUE = re.compile(r"(?s)(?P<flag>--?[\w-]+=)?pipe:(?P<command>.*)")
-# The name at the end of a path. An assignment, as in `TOKEN=... curl`, is none.
+# The name at the end of a path; an assignment, as in `TOKEN=... curl`, does not match.
 PROGRAM = re.compile(r"\s*(?:[\w.+-]*/)*([\w.+-]+)(?=[\s\"'|;]|$)")
 
 
@@ -100,14 +100,12 @@ def is_secret_name(name: str) -> bool:
 def redact(text: str) -> str:
     """The text without secrets.
 
-    Args:
-        text: E.g. a line of a log or an error. A ``pipe:`` command without quotes is taken to end
-            with its line, so a message that continues after one has to quote it (``!r``).
+    URLs lose user info, query and fragment, and ``pipe:`` commands their arguments; ``<secret>``
+    replaces known forms of secrets, and ``<NAME>`` the secret in the environment variable NAME.
 
-    Returns:
-        The text with URLs without user info, query and fragment, ``pipe:`` commands without
-        arguments, ``<secret>`` in place of known forms of secrets, and ``<NAME>`` in place of the
-        secret in the environment variable NAME.
+    Args:
+        text: E.g. a line of a log or an error. A ``pipe:`` command without quotes ends with its
+            line, so a message that continues after one has to quote it (``!r``).
     """
     return _redact(text, _secrets())
 

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-# Several runs of one user tell their shared memory apart by asking for the next free number. Tests,
-# which also look at what is left behind, get numbers of their own: the first one of NUM_OWN.
+# The runs of a user take the next free number. Tests, which look at what is left, get NUM_OWN
+# numbers of their own, beginning with this one.
 VARIABLE = "SDBENCH_SHARED_MEMORY"
 NUM_OWN, NUM_ALL = 1_000, 1_000_000
 # streaming/base/constant.py, which cannot be imported without torch; data/compat.py compares them.
@@ -42,11 +42,7 @@ def numbers() -> range:
 
 
 def remove_stale_shared_memory() -> int:
-    """Remove stale shared memory of this user, and the lock files that belong to it.
-
-    Returns:
-        Number of pieces of shared memory.
-    """
+    """Remove stale shared memory of this user with its lock files; returns the number of pieces."""
     stale = find_stale()
     for path in stale:
         path.unlink(missing_ok=True)
@@ -62,7 +58,7 @@ def find_stale() -> list[Path]:
     if not FOLDER.is_dir():
         return []
     pattern = re.compile(rf"(\d{{6}})_({'|'.join(SHARED_NAMES)})")
-    in_use, ours = mapped_prefixes(), numbers()
+    in_use, ours = _mapped_prefixes(), numbers()
     matches = ((path, pattern.fullmatch(path.name)) for path in FOLDER.iterdir())
     return [
         path
@@ -78,7 +74,7 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def mapped_prefixes() -> set[str]:
+def _mapped_prefixes() -> set[str]:
     """The six-digit prefixes of Streaming's shared memory that living processes have mapped."""
     prefixes = set()
     device = FOLDER.stat().st_dev
@@ -89,7 +85,7 @@ def mapped_prefixes() -> set[str]:
         try:
             text = maps.read_text(errors="replace")
         except OSError:
-            # The process has ended meanwhile, or is another user's, whose files we leave alone.
+            # The process has ended meanwhile, or is another user's, whose files stay.
             continue
         prefixes.update(pattern.findall(text))
     return prefixes

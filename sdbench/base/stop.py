@@ -25,18 +25,14 @@ STOP_SIGNALS = (signal.SIGINT, *TERMINATIONS)
 # A terminal or a scheduler signals both launcher and ranks, and the launcher passes the signal on:
 # signals within this time are the same request.
 SAME_REQUEST_S = 1.0
-# What has not ended by then is broken off, unless who began it knows how long it takes.
+# A block that has not ended by then is broken off, unless its caller knows how long it takes.
 PATIENCE_S = 10.0
-# By then the code that drops exceptions has most likely ended; if not, it drops the next as well.
+# By then the code that drops exceptions has most likely ended; if not, the signal comes again.
 SEND_AGAIN_S = 0.01
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived. No `except Exception` on the way may swallow it.
-
-    Attributes:
-        number: Which of them.
-    """
+    """SIGTERM or SIGHUP arrived; not an Exception, which code on the way may swallow."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -46,10 +42,6 @@ class Terminated(BaseException):
 STOPS = (KeyboardInterrupt, Terminated)
 
 
-def _usual_patience_s() -> float:
-    return PATIENCE_S
-
-
 class StopRequest:
     """The request to end a loop.
 
@@ -57,12 +49,8 @@ class StopRequest:
         number: The signal that asked for it; None until one arrives.
     """
 
-    def __init__(self, patience_s: Callable[[], float] = _usual_patience_s) -> None:
-        """Wait for a signal.
-
-        Args:
-            patience_s: Asked when it arrives: seconds until the loop is broken off.
-        """
+    def __init__(self, patience_s: Callable[[], float] = lambda: PATIENCE_S) -> None:
+        """Wait for a signal; `patience_s` then gives the seconds until the loop is broken off."""
         self._patience_s = patience_s
         self.number: signal.Signals | None = None
         self._since_s = 0.0
@@ -77,7 +65,7 @@ class StopRequest:
         """Take a signal as the request; False if it has to raise at once."""
         if self.number is None:
             self.note(number)
-            # One that came earlier would be taken for the same request.
+            # A reminder that comes earlier would count as the same request.
             patience_s = max(self._patience_s(), 1.1 * SAME_REQUEST_S)
             self._reminder = threading.Timer(patience_s, os.kill, (os.getpid(), number))
             self._reminder.daemon = True
@@ -92,7 +80,7 @@ class StopRequest:
 
 
 _request: StopRequest | None = None
-# The process whose main thread is stopped by exceptions; a process that it forks is another one.
+# The process whose main thread is stopped by exceptions; not that of a forked worker.
 _process_id: int | None = None
 # When the exception of a signal was raised.
 _stopped_s: float | None = None
@@ -103,8 +91,7 @@ _asked: int | None = None
 def ask_to_stop(number: int) -> None:
     """End the loop of this process, or one that begins later, as a first stop signal does.
 
-    For a process whose main thread is not ours, which gets no signals: a worker of Ray. A step that
-    does not end is not aborted.
+    For a worker of Ray, whose main thread is not ours. A step that does not end is not aborted.
     """
     global _asked
     _asked = number
@@ -113,7 +100,7 @@ def ask_to_stop(number: int) -> None:
 
 
 def stoppable(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorate the `main` of a program: a stop signal ends it with exit code 130.
+    """Decorate the `main` of a program, which a stop signal ends with exit code 130.
 
     A run that has begun writes its record first, and ends by itself.
     """
@@ -136,11 +123,11 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a `stoppable` main, and end the process with its exit code, which no signal changes."""
     for number in TERMINATIONS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            # One that comes before main is obeyed where a run begins, one behind it has no effect.
+            # A signal before main is obeyed where a run begins, a later one has no effect.
             signal.signal(number, lambda number, _: ask_to_stop(number))
     exit_code = main()
     keep_exit_code(exit_code)
-    gc.freeze()  # or Python looks for garbage in all that was imported before it ends: 0.8 s
+    gc.freeze()  # or Python ends with a search for garbage in all modules: 0.8 s
     sys.exit(exit_code)
 
 
@@ -160,16 +147,13 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_ask(
-    patience_s: Callable[[], float] = _usual_patience_s,
+    patience_s: Callable[[], float] = lambda: PATIENCE_S,
 ) -> Iterator[StopRequest]:
     """During the block a first stop signal becomes a request, and only a second one raises.
 
-    The block has to look at the request and end. If it has not ended after its patience, the signal
-    is sent again. When it has, the exception of the signal is raised, also in place of an error:
-    the signal may have ended processes that the block depends on.
-
-    Args:
-        patience_s: As `StopRequest` takes it.
+    The block has to look at the request and end. If it has not ended within `patience_s`, the
+    signal is sent again. When it has, the exception of the signal is raised, also in place of an
+    error: the signal may have ended processes that the block depends on.
     """
     global _request
     _request = request = StopRequest(patience_s)
@@ -190,9 +174,9 @@ def stop_signals_ask(
 
 @contextlib.contextmanager
 def _dropped_stops_come_again() -> Iterator[None]:
-    """During the block the signal of a stop that Python drops is sent again.
+    """During the block a stop whose exception Python drops is sent again.
 
-    Python drops what is raised in a destructor, or in a callback of a fork: a Ctrl-C while worker
+    Python drops exceptions of destructors and of callbacks of a fork: a Ctrl-C while worker
     processes are started would have no effect.
     """
     reminders: list[threading.Timer] = []
@@ -231,7 +215,7 @@ def keep_handlers() -> Iterator[None]:
 def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
     """Ignore further signals, since the record keeps the first reason of an end.
 
-    When a rank ends, its launcher signals the others, which may be ending for that reason.
+    When a rank ends, its launcher signals the others, which may be ending for the same reason.
     """
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
@@ -239,17 +223,17 @@ def ignore_terminations(numbers: Sequence[int] = TERMINATIONS) -> None:
 
 
 def stopped_by(number: int) -> BaseException:
-    """The exception of a signal; a later one raises again: code in between may drop exceptions."""
+    """The exception of a signal; a later signal raises again, in case this one is dropped."""
     global _stopped_s
     _stopped_s = time.monotonic()
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 def obey_parent_alone() -> None:
-    """In a worker process: end by SIGTERM of the parent, and ignore that of anybody else.
+    """In a worker process, obey SIGTERM of the parent alone.
 
     A scheduler sends SIGTERM to all processes of a job, and a trainer that is told to stop still
-    needs its workers for the step under way. Linux only: elsewhere a process cannot tell who sent a
+    needs its workers for the current step. Linux only: elsewhere a process cannot tell who sent a
     signal.
     """
     if not hasattr(signal, "sigwaitinfo"):
@@ -279,7 +263,7 @@ def _obey(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _process_id:
         if number == signal.SIGTERM:
             raise stopped_by(number)
-        return  # all processes of a terminal get it; for a forked worker its parent decides
+        return  # all processes of a terminal get it; the parent decides for a forked worker
     if _stopped_s is not None and time.monotonic() - _stopped_s < SAME_REQUEST_S:
         return
     if _request is not None and _request.takes(number):

@@ -7,8 +7,7 @@ from typing import Any
 
 from sdbench import data
 from sdbench.base.errors import ConfigError
-from sdbench.measure.cpu import num_cpu_cores, read_cpu
-from sdbench.measure.nvml import ask, open_nvml
+from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 from sdbench.models.architecture import resolve_architecture
 from sdbench.ranks.launcher import NO_LAUNCHER
 from sdbench.record.provenance import git_state, other_versions, package_versions

@@ -1,6 +1,6 @@
-"""`AttentionLog`: which kernels of attention torch ran in a step.
+"""`AttentionLog` records which kernels of attention torch runs in a step.
 
-`sdpa` leaves the choice to torch, which differs by GPU, by its version and by cuDNN's.
+`sdpa` leaves the choice to torch, which depends on the GPU and on the versions of torch and cuDNN.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-# The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each while they are added up.
+# The U-Net alone makes some 20,000 events a micro-batch, of 1 to 2 KB each until they are counted.
 MAX_MICROBATCHES = 32
 # Of libkineto's levels, 3 is that of errors.
 ABOVE_ERRORS = "5"
@@ -21,7 +21,7 @@ _OPERATOR = re.compile(
 
 
 class AttentionLog:
-    """Runs torch's profiler over a step and keeps what it says of attention."""
+    """Runs torch's profiler over a step and keeps the kernels of attention."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
@@ -29,7 +29,7 @@ class AttentionLog:
 
     @property
     def is_running(self) -> bool:
-        """Whether a step is being looked at."""
+        """Whether a step is being profiled."""
         return self._profiler is not None
 
     def start(self) -> None:
@@ -45,8 +45,8 @@ class AttentionLog:
     def stop(self) -> None:
         """The step has ended: sets `kernels`, the record's `attention_kernels`.
 
-        Eager matrices, kernels of other libraries, what a CUDA graph replays and those of images
-        that were encoded in the step before are not among them.
+        Eager attention, kernels of other libraries, CUDA graphs and images that were encoded in
+        the step before are not included.
         """
         self._profiler.__exit__(None, None, None)
         # Not `function_events`, which makes a tree of Python objects of all events: 32,000 in a

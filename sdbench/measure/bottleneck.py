@@ -1,4 +1,4 @@
-"""Names what makes a step long: a slow rank, or its largest phase and a flag for that."""
+"""Names the bottleneck of a step: a slow rank, or its largest phase with a flag that helps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sdbench.measure import phases
 from sdbench.settings.subject import PRETRAIN
 
-# With a larger share outside all phases the breakdown does not explain the step.
+# With a larger share outside all phases, the breakdown does not explain the step.
 MAX_OTHER = 0.05
 
 NAMES = {
@@ -26,8 +26,8 @@ NAMES = {
 }
 PRECOMPUTED = "--latents precomputed trains on what `python -m sdbench precompute` has encoded once"
 LARGER_BATCH = "a larger --batch_size has fewer of them per image"
-# What may shorten each phase: setting, value (None: any other) and advice. The first that the run
-# does not use yet is named.
+# What may shorten each phase: setting, value (None: any other) and advice. The first setting that
+# the run does not use yet is named.
 ADVICE: dict[str, list[tuple[str, Any, str]]] = {
     phases.DATA_WAIT: [
         ("num_workers", None, "more --num_workers; `python data.py` tells what limits the source")
@@ -66,15 +66,10 @@ def name_bottleneck(
     *,
     stragglers: Sequence[Mapping[str, Any]],
 ) -> str:
-    """What makes a step long, and what may shorten it, in a sentence.
+    """Say in a sentence what makes a step long, and what may shorten it.
 
-    A rank that is slower than the others goes before the largest phase: no flag helps all others
-    as much as not to wait for it.
-
-    Args:
-        breakdown: The record's `breakdown`.
-        config: The record's `config`.
-        stragglers: The record's `stragglers`.
+    A rank that is slower than the others comes before the largest phase, since all wait for it.
+    The arguments are the record's fields of these names.
     """
     if stragglers:
         return _name_slowest(stragglers[0], step_time_s=breakdown["step_time_s"])

@@ -1,25 +1,36 @@
-"""Measures the ceilings of this device: the fastest of several kernels, for arithmetic and memory.
+"""Measures the ceilings of this device: the rates of its fastest kernels.
 
-A single kernel is none: on a CPU convolutions are faster than products of square matrices, and a
-kernel that writes where it reads moves more bytes than a copy, for which a CPU reads the lines that
-it is about to write. Counted are the bytes that a kernel reads and writes, as in STREAM (McCalpin,
-"Memory Bandwidth and Machine Balance", 1995).
+No program reaches the vendor's peak. The rate of one large product of square matrices says what
+this device does with its clocks and libraries at that moment. It is no ceiling: on a CPU
+convolutions are faster, and a kernel that writes where it reads moves more bytes than a copy, for
+which a CPU reads the lines that it is about to write. Counted are the bytes that a kernel reads and
+writes, as in STREAM (McCalpin, "Memory Bandwidth and Machine Balance", 1995).
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sdbench.measure.matmul import make_matrices, make_numbers
-from sdbench.measure.timing import median_time_s
+if TYPE_CHECKING:
+    import torch
 
+# 2 x 8192^3 is 1.1 TFLOP, 1.4 ms on an H100; 2 x 2048^3 is 17 GFLOP, 20 ms on two cores with AMX.
+MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
 # Bytes of each of three arrays. A GPU's last cache holds some 50 MB, a server CPU's up to 0.5 GB.
 ARRAY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 29}
 # Images of the largest convolution of SD2's U-Net at 256 px: 640 channels, 32 x 32 numbers each.
 # 2 x 2 x 1024 x 9 x 640^2 is 15 GFLOP on a CPU; 64 of them 0.48 TFLOP on a GPU.
 CONVOLUTION_IMAGES = {"cuda": 64, "cpu": 2}
 CONVOLUTION_CHANNELS, CONVOLUTION_SIZE = 640, 32
+
+MIN_REPEATS = 5
+# Under load a GPU first runs at its boost clock, and then slower at its power cap.
+MIN_S = {"cuda": 1.0, "cpu": 0.0}
+# Several calls at a time, since waiting for a GPU after each call would be timed too.
+CALLS_PER_REPEAT = {"cuda": 20, "cpu": 1}
 
 
 class Ceiling(NamedTuple):
@@ -29,8 +40,31 @@ class Ceiling(NamedTuple):
     rate: float
 
 
+def measure_matmul_tflops(precision: str, *, device_type: str) -> float:
+    """Time a product of large matrices.
+
+    Args:
+        precision: A value of --precision; decides the type of the matrices. torch's global switch
+            decides whether fp32 may use TF32.
+        device_type: ``cuda`` (the current one) or ``cpu``.
+
+    Returns:
+        TFLOP/s, a multiply-add counted as two.
+    """
+    import torch
+
+    left, right = _make_matrices(precision, device_type=device_type)
+    product = torch.empty_like(left)
+    time_s = _median_time_s(lambda: torch.matmul(left, right, out=product), device_type=device_type)
+    num_operations = 2 * len(left) ** 3
+    if device_type == "cuda":
+        del left, right, product
+        torch.cuda.empty_cache()  # memory that torch keeps would count as memory of the run
+    return num_operations / time_s / 1e12
+
+
 def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
-    """Time products of large matrices, each of them as it is or transposed, and a convolution.
+    """Time products of large matrices, as they are and transposed, and a convolution.
 
     Args:
         precision: As of `measure_matmul_tflops`.
@@ -41,12 +75,12 @@ def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
     """
     import torch
 
-    left, right = make_matrices(precision, device_type=device_type)
+    left, right = _make_matrices(precision, device_type=device_type)
     size = len(left)
     product = torch.empty_like(left)
     channels, width = CONVOLUTION_CHANNELS, CONVOLUTION_SIZE
     images, weights = (
-        make_numbers(shape, precision, device_type=device_type).contiguous(
+        _make_numbers(shape, precision, device_type=device_type).contiguous(
             memory_format=torch.channels_last
         )
         for shape in (
@@ -81,9 +115,6 @@ def measure_arithmetic(precision: str, *, device_type: str) -> Ceiling:
 def measure_bandwidth(*, device_type: str) -> Ceiling:
     """Time a copy, an addition and a scaling in place of arrays larger than any cache.
 
-    Args:
-        device_type: ``cuda`` (the current one) or ``cpu``.
-
     Returns:
         The fastest, in GB/s.
     """
@@ -109,9 +140,52 @@ def measure_bandwidth(*, device_type: str) -> Ceiling:
 def _fastest(
     kernels: dict[str, tuple[int, Callable[[], object]]], *, unit: float, device_type: str
 ) -> Ceiling:
-    """The fastest of kernels, by name the amount of work of a call and the call."""
+    """The fastest of kernels, given by name with the amount of work of a call and the call."""
     rates = (
-        Ceiling(name, amount / median_time_s(work, device_type=device_type) / unit)
+        Ceiling(name, amount / _median_time_s(work, device_type=device_type) / unit)
         for name, (amount, work) in kernels.items()
     )
     return max(rates, key=lambda ceiling: ceiling.rate)
+
+
+def _make_matrices(precision: str, *, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    size = MATRIX_SIZE[device_type]
+    left, right = _make_numbers((2, size, size), precision, device_type=device_type)
+    return left, right
+
+
+def _make_numbers(shape: tuple[int, ...], precision: str, *, device_type: str) -> torch.Tensor:
+    """Random numbers in the type in which a --precision multiplies; ones would take less power."""
+    import torch
+
+    # A separate generator, so that the run's random numbers do not change.
+    generator = torch.Generator(device_type).manual_seed(0)
+    numbers = torch.randn(shape, device=device_type, generator=generator)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return numbers.to(dtypes.get(precision.removeprefix("amp_"), torch.float32))
+
+
+def _median_time_s(
+    work: Callable[[], object],
+    *,
+    device_type: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Time one call of the work: the median over the second half of the repeats.
+
+    The first call, which loads and chooses kernels, is not timed.
+    """
+    import torch
+
+    synchronize = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    num_calls = CALLS_PER_REPEAT[device_type]
+    work()
+    times_s: list[float] = []
+    while len(times_s) < MIN_REPEATS or sum(times_s) < MIN_S[device_type]:
+        synchronize()
+        start_s = clock()
+        for _ in range(num_calls):
+            work()
+        synchronize()
+        times_s.append(clock() - start_s)
+    return statistics.median(times_s[len(times_s) // 2 :]) / num_calls

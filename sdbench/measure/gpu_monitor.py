@@ -1,4 +1,4 @@
-"""Clocks, power and other users of this rank's GPU during the measured window.
+"""`GpuMonitor` reads clocks, power and other users of this rank's GPU in the measured window.
 
 A thread reads NVML once a second, so that the training loop never waits. Values that the GPU or its
 driver does not report are None.
@@ -7,11 +7,12 @@ driver does not report are None.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sdbench.measure.nvml import ask, open_nvml
+from sdbench.measure.host import ask, open_nvml
 
 PERIOD_S = 1.0
 
@@ -28,6 +29,27 @@ CLOCK_REASONS = {
 NORMAL_REASON = "power cap"
 
 
+def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({one for several in values for one in several}))
+
+
+# How the samples of a window become one reading, and the readings of all ranks one of the run.
+OVER_SAMPLES: dict[str, Callable[[list[Any]], Any]] = {
+    "utilization_percent": statistics.fmean,
+    "power_w": statistics.fmean,
+    "temperature_c": max,
+    "sm_clock_mhz": statistics.fmean,
+    "throttle_reasons": _union,
+    "num_other_processes": max,
+}
+OVER_RANKS = OVER_SAMPLES | {
+    "power_limit_w": min,
+    "default_power_limit_w": min,
+    "energy_j": sum,
+    "max_sm_clock_mhz": statistics.fmean,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuReadings:
     """Readings of NVML over a window. Unknown is None.
@@ -36,12 +58,12 @@ class GpuReadings:
         utilization_percent: Share of the time with a kernel running, mean.
         power_w: Board power, mean.
         power_limit_w: Power limit of the board now.
-        default_power_limit_w: Power limit as the maker has set it.
+        default_power_limit_w: Power limit that the maker has set.
         energy_j: Energy of the board over the window.
         temperature_c: Highest.
         sm_clock_mhz: Mean.
         max_sm_clock_mhz: Highest clock of this model.
-        throttle_reasons: Reasons for a lower clock that were seen; empty if there was none.
+        throttle_reasons: Reasons for a lower clock, if any.
         num_other_processes: Largest number of other processes on the GPU.
     """
 
@@ -74,78 +96,63 @@ class GpuReadings:
 
 
 def merge_readings(ranks: Sequence[GpuReadings | None]) -> GpuReadings | None:
-    """The readings of all GPUs of a run as one, None where a rank has none."""
-    known = [rank for rank in ranks if rank is not None]
-    if not known:
+    """Merge the readings of all GPUs of a run; a value that one of them lacks is None."""
+    if all(rank is None for rank in ranks):
         return None
-
-    def over(combine: Callable[[list[Any]], Any], name: str) -> Any:
-        values = [getattr(rank, name) for rank in known]
-        # A total or a mean over some of the GPUs would pass for one over all.
-        return None if None in values or len(known) < len(ranks) else combine(values)
-
-    return GpuReadings(
-        utilization_percent=over(_mean, "utilization_percent"),
-        power_w=over(_mean, "power_w"),
-        power_limit_w=over(min, "power_limit_w"),
-        default_power_limit_w=over(min, "default_power_limit_w"),
-        energy_j=over(sum, "energy_j"),
-        temperature_c=over(max, "temperature_c"),
-        sm_clock_mhz=over(_mean, "sm_clock_mhz"),
-        max_sm_clock_mhz=over(_mean, "max_sm_clock_mhz"),
-        throttle_reasons=over(_union, "throttle_reasons"),
-        num_other_processes=over(max, "num_other_processes"),
-    )
+    merged = {}
+    for name, combine in OVER_RANKS.items():
+        values = [getattr(rank, name, None) for rank in ranks]
+        merged[name] = None if None in values else combine(values)
+    return GpuReadings(**merged)
 
 
 class GpuMonitor:
-    """Samples one GPU from `start` to `stop`; without NVML it stays empty."""
+    """Samples one GPU from `start` to `stop`; without NVML it has no readings."""
 
     def __init__(self, *, device_uuid: str, period_s: float = PERIOD_S) -> None:
         """Open the GPU.
 
         Args:
-            device_uuid: Of the GPU, as torch gives it: NVML may count the GPUs in another order.
+            device_uuid: Of the GPU, from torch: NVML may count the GPUs in another order.
             period_s: From one sample to the next.
         """
         self._period_s = period_s
         self._samples: list[dict[str, Any]] = []
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._device = _open_device(device_uuid)
+        self._nvml = open_nvml()
+        self._handle: Any = None
+        if self._nvml is not None:
+            self._handle = ask(self._nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{device_uuid}")
         self._start_energy_j: float | None = None
 
     def start(self) -> None:
         """Begin to sample; drops earlier samples."""
-        if self._device is None:
+        if self._handle is None:
             return
         self._samples = []
-        self._start_energy_j = self._device.energy_j()
+        self._start_energy_j = self._energy_j()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
     def read(self) -> GpuReadings | None:
         """The readings since `start`, or None without NVML; sampling goes on."""
-        if self._device is None:
+        if self._handle is None:
             return None
-        energies_j = [self._device.energy_j(), self._start_energy_j]
-        # A window shorter than a period has no other sample than this one.
-        samples = [*self._samples, self._device.sample()]
-
-        def over(combine: Callable[[list[Any]], Any], name: str) -> Any:
+        energies_j = [self._energy_j(), self._start_energy_j]
+        # In a window shorter than a period this sample is the only one.
+        samples = [*self._samples, self._sample()]
+        readings = {}
+        for name, combine in OVER_SAMPLES.items():
             values = [sample[name] for sample in samples if sample[name] is not None]
-            return combine(values) if values else None
-
+            readings[name] = combine(values) if values else None
         return GpuReadings(
-            utilization_percent=over(_mean, "utilization_percent"),
-            power_w=over(_mean, "power_w"),
+            **readings,
             energy_j=None if None in energies_j else energies_j[0] - energies_j[1],
-            temperature_c=over(max, "temperature_c"),
-            sm_clock_mhz=over(_mean, "sm_clock_mhz"),
-            throttle_reasons=over(_union, "throttle_reasons"),
-            num_other_processes=over(max, "num_other_processes"),
-            **self._device.limits(),
+            power_limit_w=_from_milli(self._ask("EnforcedPowerLimit")),
+            default_power_limit_w=_from_milli(self._ask("PowerManagementDefaultLimit")),
+            max_sm_clock_mhz=self._ask("MaxClockInfo", self._nvml.NVML_CLOCK_SM),
         )
 
     def stop(self) -> None:
@@ -154,29 +161,19 @@ class GpuMonitor:
         if self._thread is not None:
             self._thread.join()
 
-    def _sample(self) -> None:
-        assert self._device is not None
+    def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
-            self._samples.append(self._device.sample())
+            self._samples.append(self._sample())
 
-
-class _Device:
-    """One GPU as NVML knows it, in our units."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-
-    def sample(self) -> dict[str, Any]:
-        nvml = self._nvml
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        processes = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        utilization = self._ask("nvmlDeviceGetUtilizationRates")
+    def _sample(self) -> dict[str, Any]:
+        reasons = self._ask("CurrentClocksThrottleReasons")
+        processes = self._ask("ComputeRunningProcesses")
+        utilization = self._ask("UtilizationRates")
         return {
             "utilization_percent": None if utilization is None else float(utilization.gpu),
-            "power_w": _scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
-            "temperature_c": self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            "power_w": _from_milli(self._ask("PowerUsage")),
+            "temperature_c": self._ask("Temperature", self._nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": self._ask("ClockInfo", self._nvml.NVML_CLOCK_SM),
             "throttle_reasons": None
             if reasons is None
             else [name for bit, name in CLOCK_REASONS.items() if reasons & bit],
@@ -185,35 +182,12 @@ class _Device:
             "num_other_processes": len(processes) - 1 if processes else None,
         }
 
-    def energy_j(self) -> float | None:
-        return _scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
-
-    def limits(self) -> dict[str, float | None]:
-        return {
-            "power_limit_w": _scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-            "default_power_limit_w": _scaled(
-                self._ask("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3
-            ),
-            "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM),
-        }
+    def _energy_j(self) -> float | None:
+        return _from_milli(self._ask("TotalEnergyConsumption"))
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        return ask(self._nvml, name, self._handle, *arguments)
+        return ask(self._nvml, f"nvmlDeviceGet{name}", self._handle, *arguments)
 
 
-def _open_device(uuid: str) -> _Device | None:
-    nvml = open_nvml()
-    handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
-    return None if handle is None else _Device(nvml, handle)
-
-
-def _union(values: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({one for several in values for one in several}))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _from_milli(value: float | None) -> float | None:
+    return None if value is None else value * 1e-3

@@ -1,4 +1,4 @@
-"""The machine and its device: names, memory, peak rates."""
+"""Reads facts of the machine and its device: names, memory, peak rates, driver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.units import BYTES_PER_GIB
-from sdbench.measure.cpu import num_cpu_cores, read_cpu
-from sdbench.measure.nvml import ask, open_nvml
+from sdbench.measure.host import ask, num_cpu_cores, open_nvml, read_cpu
 
 # torch.cuda.mem_get_info opens a CUDA context, about half a GiB on Hopper.
 CUDA_CONTEXT_GIB = 0.5
@@ -20,14 +19,14 @@ CUDA_CONTEXT_GIB = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Hardware of a machine. Unknown is None. The host name is left out, since records are public.
+    """Hardware of a machine, without its host name, since records are public. Unknown is None.
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.
         device_name: Name of the GPU model, or of the CPU.
         num_devices: GPUs of this machine, or 1 for the CPU.
         device_memory_gib: Memory of one GPU, or of the whole machine on a CPU.
-        free_memory_gib: Device memory that no process uses.
+        free_memory_gib: Free device memory.
         held_memory_gib: Device memory that this process uses.
         num_cpu_cores: Cores that this process may run on.
         cpu_name: Name of the CPU.
@@ -35,7 +34,7 @@ class Machine:
         cpu_flags: Vector instruction sets that matter to training.
         compute_capability: Of the GPU, e.g. ``9.0``.
         driver: Version of the GPU's driver.
-        cudnn_version: As `torch.backends.cudnn.version` has it: 91501 is 9.15.1. None on a CPU.
+        cudnn_version: From `torch.backends.cudnn.version`: 91501 is 9.15.1. None on a CPU.
         platform: Operating system and architecture.
     """
 
@@ -72,7 +71,7 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether bf16 matrix products have their own instructions, and are not done in fp32."""
+        """Whether the device has instructions for bf16 matrix products."""
         if self.device_type == "cpu":
             return bool({"avx512_bf16", "amx_bf16"} & set(self.cpu_flags))
         return "amp_bf16" in self.supported_precisions()
@@ -81,9 +80,9 @@ class Machine:
         """The shortest type in which encoders are known to be fast.
 
         Args:
-            device_type: What they run on: cpu or cuda.
-            on_ray: Whether that may be on other machines of a cluster. What their GPUs can do is
-                not known here, but all have fp16; their CPUs are taken to be like this one's.
+            device_type: Where they run: cpu or cuda.
+            on_ray: Whether they may run on other machines of a cluster, whose GPUs are unknown but
+                all have fp16, and whose CPUs are taken to be like this one's.
         """
         is_known = device_type == self.device_type and not (on_ray and device_type == "cuda")
         if is_known and self.has_fast_bf16:
@@ -91,14 +90,7 @@ class Machine:
         return "fp16" if device_type == "cuda" else "fp32"
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Peak rate of dense matrix products on one device.
-
-        Args:
-            precision: A value of --precision.
-
-        Returns:
-            TFLOP/s from peaks.json, or None for a device that is not listed there.
-        """
+        """Peak TFLOP/s of dense matrix products on one device, from peaks.json, if listed."""
         rows = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))
         for row in rows:
             if self.device_name in row["devices"]:
@@ -149,7 +141,7 @@ def inspect_machine(*, local_rank: int = 0) -> Machine:
 
 
 def check_gpu_code(machine: Machine) -> None:
-    """Refuse a GPU that the installed torch has no code for: else its first kernel fails.
+    """Raise ConfigError for a GPU that the installed torch has no code for.
 
     Code for sm_XY runs on GPUs of the same X with this Y or a larger one, sm_XYa on sm_XY alone,
     and compute_XY is compiled by the driver for any GPU from sm_XY on.
@@ -176,7 +168,7 @@ def check_gpu_code(machine: Machine) -> None:
 
 
 def num_page_faults() -> int:
-    """Pages that the kernel has given to this process so far, without reading a disk."""
+    """Page faults of this process so far that needed no disk."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -192,7 +184,7 @@ def peak_memory_gib() -> float:
 
 
 def peak_resident_memory_gib() -> float:
-    """Largest resident size of this process so far, as the kernel counted it, in GiB."""
+    """Largest resident size of this process so far, in GiB."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / BYTES_PER_GIB  # KiB on Linux

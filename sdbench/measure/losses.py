@@ -1,4 +1,4 @@
-"""`Losses`: the losses of the steps, kept on the device until they are read."""
+"""`Losses` keeps the losses of the steps on the device until they are read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Losses:
     """One loss per step. Adding one does not wait for the device; reading waits.
 
     Attributes:
-        first_not_finite: Index of the first step whose loss is not finite, among those that have
-            been read since `forgive`; None if there is none.
+        first_not_finite: Index of the first step with a loss that is not finite, among the losses
+            read since `forgive`; else None.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,7 @@ class Losses:
         return len(self._read) + self._num_unread
 
     def add(self, loss: Tensor) -> None:
-        """Copy the loss of the next step.
-
-        Args:
-            loss: One number, on the device; may be overwritten later.
-        """
+        """Copy the loss of the next step, one number on the device."""
         import torch
 
         if self._unread is None:
@@ -56,7 +52,7 @@ class Losses:
         return self._read
 
     def forgive(self) -> None:
-        """Look for losses that are not finite among those to come only."""
+        """Check only later losses for values that are not finite."""
         self.read()
         self.first_not_finite = None
 

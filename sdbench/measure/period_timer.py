@@ -1,4 +1,4 @@
-"""Times a long training run by periods of steps, with one line of figures each."""
+"""`PeriodTimer` times a long training run by periods of steps, with one line of figures each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TRAINED = "trained"
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Some steps in a row on one rank.
+    """Consecutive steps on one rank.
 
     Attributes:
-        num_steps: How many.
-        time_s: Seconds that they took. Validation and the like between steps are left out.
-        data_wait_s: Seconds of them that the host waited for the data loader.
+        num_steps: Their number.
+        time_s: Their time, without validation and the like between steps.
+        data_wait_s: The part of it that the host waited for the data loader.
         losses: Of each step.
     """
 
@@ -36,7 +36,7 @@ class Period:
 class PeriodTimer:
     """Adds up the time of the steps, and reads the device only when a period ends.
 
-    In the place of a `StepTimer`: a run of a million steps keeps no times of single steps.
+    Replaces a `StepTimer`: a run of a million steps keeps no times of single steps.
 
     Attributes:
         losses: Of the steps so far.
@@ -51,12 +51,7 @@ class PeriodTimer:
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare.
-
-        Args:
-            synchronize: Waits until the device has finished all work handed to it.
-            clock: Monotonic host clock in seconds.
-        """
+        """Prepare; `synchronize` waits for the device, and `clock` is the host's, in seconds."""
         self.losses = Losses()
         self.train_s = 0.0
         self._synchronize = synchronize
@@ -84,7 +79,7 @@ class PeriodTimer:
         self.losses.add(loss)
 
     def pause(self) -> None:
-        """What follows until `start` is no training."""
+        """Stop the clock until `start`."""
         self._synchronize()
         self._time_s += self._clock() - self._since_s
         self._since_s = self._clock()
@@ -105,7 +100,7 @@ class PeriodTimer:
         return len(self.losses)
 
     def phase_of(self, index: int) -> str:
-        """All steps are alike."""
+        """The one phase of all steps."""
         return TRAINED
 
     def timings(self) -> Timings:

@@ -4,8 +4,8 @@ This is done in a few profiled steps after the measured window. Each switch to a
 for the device, so that work counts in the phase that started it; the waits make these steps slower,
 so they are not measured. Time outside all phases is `other`: the phases add up to the step.
 
-Ranks that average gradients end every step together. What a rank waits for others is in the phases
-`WAITS`, and the rest is its own.
+Ranks that average gradients end every step together. The time that a rank waits for others is in
+the phases `WAITS`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ class PhaseClock:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare a clock that does not run yet.
-
-        Args:
-            clock: Monotonic host clock in seconds.
-            synchronize: Waits for the compute stream.
-        """
+        """Prepare; `synchronize` waits for the compute stream, and `clock` is the host's."""
         self._clock = clock
         self._synchronize = synchronize
         self._phase = OTHER
@@ -78,11 +73,7 @@ class PhaseClock:
         self.is_running = False
 
     def switch(self, phase: str) -> str:
-        """End the current phase and begin another.
-
-        Returns:
-            The phase that ended.
-        """
+        """End the current phase, which is returned, and begin another."""
         assert phase in self._seconds
         previous = self._phase
         if self.is_running:
@@ -117,17 +108,14 @@ class PhaseClock:
 
 
 def merge_phases(ranks: Sequence[Mapping[str, float]], *, num_steps: int) -> dict[str, Any] | None:
-    """The breakdown of a step: means over ranks and profiled steps.
+    """The record's `breakdown`: means over ranks and profiled steps; None without such steps.
 
-    The last rank to have its gradients waits for nobody while they are averaged: what it takes is
-    communication, and what the others take longer is waiting for it.
+    The last rank to have its gradients waits for no other while they are averaged: its time is
+    communication, and the other ranks' longer times include waiting for it.
 
     Args:
         ranks: Seconds of each phase on each rank, over all steps.
         num_steps: Number of profiled steps.
-
-    Returns:
-        The record's `breakdown`, or None without profiled steps.
     """
     if num_steps == 0:
         return None

@@ -1,4 +1,4 @@
-"""The time from the command to the first measured step, by phase.
+"""`StartupClock` splits the time from the command to the first measured step into phases.
 
 All time since the process began is in one of the phases, so they add up to the whole.
 """
@@ -37,12 +37,7 @@ class StartupClock:
         before_main_s: dict[str, float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin, as early as possible.
-
-        Args:
-            before_main_s: Seconds of earlier phases, e.g. `seconds_before_now()`.
-            clock: Monotonic host clock in seconds.
-        """
+        """Begin, as early as possible, with the seconds of earlier phases."""
         self._clock = clock
         self._since_s = clock()
         self._seconds = dict.fromkeys(PHASES, 0.0) | before_main_s
@@ -65,11 +60,7 @@ class StartupClock:
         self._step_times_s.append(self._lap())
 
     def summary(self, *, num_warmup_steps: int) -> dict[str, Any]:
-        """The record's `startup`.
-
-        Args:
-            num_warmup_steps: Steps before the measured window, the last that belong to start-up.
-        """
+        """The record's `startup`, which ends with the warm-up."""
         first_s, rest_s = 0.0, 0.0
         if num_warmup_steps > 0:
             first_s, *rest = self._step_times_s[:num_warmup_steps]

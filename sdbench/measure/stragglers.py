@@ -1,4 +1,4 @@
-"""Finds ranks that are slower than the others.
+"""`find_stragglers` finds ranks that are slower than the others.
 
 Ranks that average gradients end every step together, at the pace of the slowest, so step times do
 not show which rank is slow. The time that a rank works without waiting for others does.
@@ -27,9 +27,9 @@ def find_stragglers(
         ranks_per_node: Number of ranks on each node.
 
     Returns:
-        Of each its number and node, its own time of a step without the phases `WAITS`, and the
-        phase that takes it longer than the median rank by most. With an even number of ranks the
-        lower median is taken, so that one of two ranks can be slow.
+        Number, node, time of a step without the phases `WAITS`, and the phase that exceeds the
+        median rank's by most. With an even number of ranks the lower median is taken, so that one
+        of two ranks can be slow.
     """
     own = [{phase: rank[phase] for phase in PHASES if phase not in WAITS} for rank in ranks]
     own_step_times_s = [sum(rank.values()) for rank in own]

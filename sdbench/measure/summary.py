@@ -1,4 +1,4 @@
-"""Computes the figures of a run from its step times and counters."""
+"""Computes the summary of a run from its step times and counters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measurements:
         peak_memory_gib: Peak memory: reserved on a GPU, or resident on a CPU.
         gpu: Readings in the measured window; None without a GPU or NVML.
         breakdown: Times of the phases of a step; None without profiled steps.
-        attention_kernels: As `AttentionLog.kernels`, on the first rank.
+        attention_kernels: `AttentionLog.kernels` of the first rank.
         rank_phases: Seconds of the phases of a step on each rank; None without profiled steps.
         num_page_faults: In the measured window, of the rank with most.
     """
@@ -49,12 +49,7 @@ class Measurements:
 
 
 def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
-    """The measurements of a rank after its training loop.
-
-    Args:
-        watch: Has watched every step.
-        num_images: As in `Measurements`.
-    """
+    """The measurements of a rank after its training loop."""
     timings = watch.timer.timings()
     num_profiled = sum(step.phase == PROFILED for step in timings.steps)
     breakdown = merge_phases([watch.phases.seconds], num_steps=num_profiled)
@@ -72,19 +67,19 @@ def measurements_of(watch: StepWatch, *, num_images: int) -> Measurements:
 def merge_measurements(ranks: Sequence[Measurements]) -> Measurements:
     """Merge ranks: times of the slowest, sum of images, largest peak, mean breakdown."""
     breakdowns = [rank.breakdown for rank in ranks]
+    breakdown = rank_phases = None
+    if None not in breakdowns:
+        rank_phases = tuple(one["seconds"] for one in breakdowns)
+        num_steps = breakdowns[0]["num_steps"]
+        breakdown = merge_phases(rank_phases, num_steps=1) | {"num_steps": num_steps}
     return Measurements(
         timings=merge_ranks([rank.timings for rank in ranks]),
         num_images=sum(rank.num_images for rank in ranks),
         peak_memory_gib=max(rank.peak_memory_gib for rank in ranks),
         gpu=merge_readings([rank.gpu for rank in ranks]),
-        breakdown=None
-        if None in breakdowns
-        else merge_phases([breakdown["seconds"] for breakdown in breakdowns], num_steps=1)
-        | {"num_steps": breakdowns[0]["num_steps"]},
+        breakdown=breakdown,
         attention_kernels=ranks[0].attention_kernels,
-        rank_phases=None
-        if None in breakdowns
-        else tuple(breakdown["seconds"] for breakdown in breakdowns),
+        rank_phases=rank_phases,
         num_page_faults=max(rank.num_page_faults for rank in ranks),
     )
 
@@ -101,7 +96,7 @@ def summarize(
     startup: StartupClock | None = None,
     uses_sockets: bool = False,
 ) -> dict[str, Any]:
-    """The figures of a run.
+    """The record's `summary` of a run.
 
     Args:
         measurements: Merged over all ranks.
@@ -113,16 +108,18 @@ def summarize(
         matmul_tflops: Measured rate of a large matrix product on one device, None if not measured.
         startup: The start-up phases of the first rank.
         uses_sockets: Whether NCCL uses TCP sockets between nodes.
-
-    Returns:
-        The record's `summary`.
     """
     timings, gpu, breakdown = measurements.timings, measurements.gpu, measurements.breakdown
-    measured, images_per_step = timings.measured, config["batch_size"]
+    measured = timings.measured
     step_times_s = [step.step_time_s for step in measured]
-    images_per_second = images_per_step * len(measured) / timings.window_s
-    interval = within_run_interval(step_times_s, images_per_step=images_per_step)
-    achieved_tflops = images_per_second / num_devices * flops_per_image / 1e12
+    window = summarize_window(
+        step_times_s,
+        [step.data_wait_s for step in measured],
+        images_per_step=config["batch_size"],
+        window_s=timings.window_s,
+    )
+    rate_per_device = window["images_per_second"] / num_devices
+    achieved_tflops = rate_per_device * flops_per_image / 1e12
     steadiness = intervals.check_steady(step_times_s)
     variation = (
         float(np.std(step_times_s, ddof=1) / np.mean(step_times_s)) if measured[1:] else None
@@ -146,12 +143,9 @@ def summarize(
     }
     num_warmup_steps = sum(step.phase == WARMUP for step in timings.steps)
     return {
-        "images_per_second": images_per_second,
-        "images_per_second_interval": interval_for_record(interval),
-        "images_per_second_per_device": images_per_second / num_devices,
+        **window,
+        "images_per_second_per_device": rate_per_device,
         "num_warmup_steps": num_warmup_steps,
-        "num_measured_steps": len(measured),
-        "window_s": timings.window_s,
         "step_time_p50_s": float(np.percentile(step_times_s, 50)),
         "step_time_p95_s": float(np.percentile(step_times_s, 95)),
         "step_time_cv_percent": None if variation is None else 100 * variation,
@@ -160,7 +154,6 @@ def summarize(
         if steadiness is None
         else ("steady" if steadiness.is_steady else "drift"),
         "flags": [name for name, is_raised in flags.items() if is_raised],
-        "data_wait_percent": 100 * sum(step.data_wait_s for step in measured) / timings.window_s,
         "breakdown": breakdown,
         "stragglers": stragglers,
         "attention_kernels": measurements.attention_kernels,
@@ -178,6 +171,24 @@ def summarize(
         else 100 * achieved_tflops / matmul_tflops,
         "loss_first": timings.steps[0].loss,
         "loss_last": timings.steps[-1].loss,
+    }
+
+
+def summarize_window(
+    step_times_s: Sequence[float],
+    data_waits_s: Sequence[float],
+    *,
+    images_per_step: float,
+    window_s: float,
+) -> dict[str, Any]:
+    """The figures of a measured window that every task has in its record's `summary`."""
+    interval = within_run_interval(step_times_s, images_per_step=images_per_step)
+    return {
+        "images_per_second": images_per_step * len(step_times_s) / window_s,
+        "images_per_second_interval": interval_for_record(interval),
+        "num_measured_steps": len(step_times_s),
+        "window_s": window_s,
+        "data_wait_percent": 100 * sum(data_waits_s) / window_s,
     }
 
 

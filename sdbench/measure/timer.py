@@ -1,4 +1,4 @@
-"""`StepTimer`: times each step and the measured window.
+"""`StepTimer` times each step and the measured window.
 
 The host waits for the device at the two edges of the window only. In between, an event per step is
 recorded on a GPU and read after the window has closed; on a CPU the host clock is read. Warm-up is
@@ -25,8 +25,7 @@ MEASURED = "measured"
 PROFILED = "profiled"
 AFTER = "after"
 
-# What follows a full window: it closes, or becomes warm-up before a new window, or it is extended
-# to a number of steps.
+# A full window closes, becomes warm-up before a new window, or is extended to a number of steps.
 CLOSE = "close"
 WARM_UP = "warm up"
 
@@ -37,7 +36,7 @@ class Step:
 
     Attributes:
         index: Position in the run, from 0.
-        phase: warmup, measured, profiled (slower, as its time is split into phases) or after.
+        phase: warmup, measured, profiled (slower, since it is split into phases) or after.
         step_time_s: From the end of the previous step to the end of this one, in seconds.
         data_wait_s: Time in it that the host waited for the data loader, in seconds. A GPU may
             have been busy with earlier work meanwhile.
@@ -65,7 +64,7 @@ class Timings:
 
 
 class HostMarks:
-    """Marks in time by the host clock, for a CPU."""
+    """Timestamps of the host clock, for a CPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.mark = clock
@@ -77,7 +76,7 @@ class HostMarks:
 
 
 class CudaMarks:
-    """Marks in time by events on the current CUDA stream, which need no synchronisation."""
+    """Events on the current CUDA stream, which need no synchronisation."""
 
     @staticmethod
     def mark() -> Any:
@@ -95,7 +94,7 @@ class CudaMarks:
 
 
 class StepTimer:
-    """Times the steps of warm-up, measured window and what follows.
+    """Times the steps of the warm-up, the measured window and the steps after it.
 
     Call `start` once, then for every step `data_wait_begins`, `data_wait_ends` and `step_ends`.
 
@@ -118,9 +117,9 @@ class StepTimer:
             num_warmup_steps: Steps before the window, 0 or more.
             num_measured_steps: Steps in the window, 1 or more.
             num_profiled_steps: Steps after it that are profiled.
-            policy: Called when the window is full, with its step times in seconds and the number of
-                warm-up steps. Returns `CLOSE`, `WARM_UP`, or a longer length of the window. Its
-                time is in no step.
+            policy: Called between two steps when the window is full, with its step times in seconds
+                and the number of warm-up steps. Returns `CLOSE`, `WARM_UP`, or a longer length of
+                the window.
             clock: Monotonic host clock in seconds.
         """
         assert num_warmup_steps >= 0 and num_measured_steps >= 1
@@ -155,9 +154,7 @@ class StepTimer:
         self._marks = marks
 
     def on_window(self, *, opens: Callable[[], None], is_full: Callable[[], None]) -> None:
-        """Set callbacks at the edges of the window; to be called before `start`.
-
-        Their time is in no step.
+        """Set callbacks between steps at the edges of the window; to be called before `start`.
 
         Args:
             opens: Called before the first mark of each window, with the device idle.
@@ -183,11 +180,7 @@ class StepTimer:
         self._step_wait_s += self._clock() - self._wait_start_s
 
     def step_ends(self, *, loss: Tensor) -> None:
-        """The optimizer step is done (on a GPU: handed to the device).
-
-        Args:
-            loss: Mean over the global batch, on the device.
-        """
+        """The optimizer step is done, or handed to a GPU; `loss` is the global batch's mean."""
         self.losses.add(loss)
         self._data_waits_s.append(self._step_wait_s)
         self._step_wait_s = 0.0
@@ -205,7 +198,7 @@ class StepTimer:
         if is_first_edge or self._window_start == self.num_steps:
             self._window_opens()
         if is_first_edge or is_last_edge:
-            # Time between the two marks at an edge is in no step.
+            # The time between the two marks at an edge belongs to no step.
             self._starts.append(self._marks.mark())
             self._edge_s = self._clock()
         else:
@@ -230,11 +223,7 @@ class StepTimer:
         return PROFILED if index < self.num_steps_needed else AFTER
 
     def timings(self) -> Timings:
-        """The steps and the window of this rank; waits for the device.
-
-        Raises:
-            RunError: The loop ended before the window was full.
-        """
+        """The steps and the window of this rank; RunError if the loop ended too early."""
         if self.num_steps < self.num_steps_needed or not self._is_closed:
             parts = (
                 f"{self._window_start} warm-up, {self._window_end - self._window_start} measured"
@@ -282,10 +271,7 @@ class StepTimer:
 
 
 def merge_ranks(timings: Sequence[Timings]) -> Timings:
-    """The timings of the run: a global step ends when the last rank ends it.
-
-    Args:
-        timings: Of each rank, all with the same number of steps.
+    """The timings of the run from those of its ranks, which have the same number of steps.
 
     Returns:
         The longest window; for each step the time by `slowest_steps` and the longest data wait.

@@ -1,7 +1,7 @@
-"""`StepWatch`: what an engine tells of every step of a rank.
+"""`StepWatch` watches every step that an engine trains on a rank.
 
-The watch times the steps, tells the observers (progress, logs), runs the GPU monitor, splits
-profiled steps into phases, writes the trace, checks the loss and decides when the loop ends.
+It times the steps, calls the observers (progress, logs), runs the GPU monitor, splits profiled
+steps into phases, writes the trace, checks the loss and decides when the loop ends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 # At the end of a step ranks agree on the largest of 0 (go on), the number of a signal, and this.
 LOSS_IS_NOT_FINITE = 1000
-# A stop waits so many times as long as the longest step, or the one under way, has taken, and some
-# seconds more: a step may take longer than those before it, and what has hung does not end.
+# A stop waits this many times as long as the longest step, or the current one, has taken, and some
+# seconds more: a step may take longer than those before it, and one that hangs does not end.
 STEPS_OF_PATIENCE, LEAST_PATIENCE_S = 3, 10.0
-# Of the time that a scheduler gives, the rest is for the record.
+# Share of the time that a scheduler gives; the rest is for the record.
 SHARE_OF_GRACE = 0.8
 
 
 class StopAskedError(Exception):
-    """A stop signal has arrived, on this rank or another, in what was done between two steps."""
+    """A stop signal has arrived between two steps, on this rank or another."""
 
 
 class Observer(Protocol):
-    """Is told of every step, e.g. a progress bar or a logger."""
+    """Is called for every step, e.g. a progress bar or a logger."""
 
     def loop_begins(self) -> None:
         """The first step is about to begin."""
@@ -53,8 +53,8 @@ class Observer(Protocol):
         Args:
             index: Of the step, from 0.
             phase: Of the step, see `timer.Step`.
-            loss: Reads the loss of the step; waits for the device unless this or a later loss has
-                been read. To be called every ten seconds at most.
+            loss: Reads the loss; waits for the device unless this or a later loss has been read. To
+                be called every ten seconds at most.
             num_steps: Length of the run, as decided so far.
         """
 
@@ -63,7 +63,7 @@ class StepWatch:
     """Watches the steps of one rank.
 
     Attributes:
-        attention: Looks at the step behind the profiled ones, which its profiler would slow down.
+        attention: Profiles the step after the profiled ones, which it would slow down.
         is_stopped: Whether a signal has ended the run before its last step.
         gpu: Readings in the measured window; None without a GPU or NVML.
         num_page_faults: Of this process in the measured window.
@@ -90,15 +90,15 @@ class StepWatch:
             phases: Splits the profiled steps into phases.
             observers: Are told of every step.
             gpu_monitor: Is read when the window is full; None without a GPU.
-            num_steps: Length of the run; None ends it when all is measured and looked at.
+            num_steps: Length of the run; None ends it when everything is measured.
             has_trace: Whether to train one more step under torch's profiler.
             trace_file: Where to write its trace; None on ranks that write none.
-            judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses`
-                know of one on all ranks behind the step at which one of them has read it.
-            looks_at_attention: Whether to train one more step behind profiled ones, in which the
-                first rank notes the kernels of attention.
-            stop_grace_s: Seconds from a stop signal to the end that a scheduler makes of the run;
-                None: unknown, and a step may take as long as those before it suggest.
+            judges_losses: Whether a loss that is not finite ends the run. If not, `timer.losses` of
+                all ranks have read it after the step at which one of them has.
+            looks_at_attention: Whether to train one more step after profiled ones, in which the
+                first rank records the kernels of attention.
+            stop_grace_s: Seconds from a stop signal until a scheduler kills the run. If None, the
+                current step may take as long as those before it suggest.
         """
         self.timer = timer
         self.phases = phases
@@ -123,17 +123,15 @@ class StepWatch:
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """The context of the training loop: a stop signal ends it after a step, on all ranks.
+        """The context of the training loop, which a stop signal ends after a step on all ranks.
 
-        Raises:
-            KeyboardInterrupt: The loop has ended because of SIGINT.
-            Terminated: The loop has ended because of SIGTERM or SIGHUP.
+        The exception of the signal is then raised, see `stop_signals_ask`.
         """
         with stop_signals_ask(self._patience_s) as self._request:
             yield
 
     def _patience_s(self) -> float:
-        """How long a stop that is asked for now waits for the step under way."""
+        """How long a stop that is requested now waits for the current step."""
         if self._stop_grace_s is not None:
             return SHARE_OF_GRACE * self._stop_grace_s
         so_far_s = time.monotonic() - self._step_began_s
@@ -141,7 +139,7 @@ class StepWatch:
 
     @property
     def peak_memory_gib(self) -> float:
-        """Peak memory of this rank in GiB, as `Measurements` has it: without the profiler's."""
+        """Peak memory of this rank in GiB, before the profiler of attention."""
         return peak_memory_gib() if self._peak_memory_gib is None else self._peak_memory_gib
 
     @property
@@ -180,19 +178,18 @@ class StepWatch:
         """The batch has arrived, or the epoch is over."""
         self.timer.data_wait_ends()
         if self.phases.is_running:
-            # What comes next may wait for others unseen: FSDP gathers weights, DDP its buckets.
+            # The next work may wait for other ranks unseen: FSDP gathers weights, DDP buckets.
             self._maximum_of_ranks(0)
         self.phases.switch(OTHER)
 
     def step_ends(self, *, loss: Tensor) -> None:
         """An optimizer step is done.
 
+        Losses are read at an edge of the window, at the end, or when an observer of any rank asks.
+        If this watch judges them, one that is not finite raises RunError.
+
         Args:
             loss: Mean over the global batch, the same on every rank, on the device.
-
-        Raises:
-            RunError: A loss is not finite, and this watch judges it. It is read at an edge of the
-                window, at the end, or when an observer of any rank asks for it.
         """
         index = self.timer.num_steps
         phase = self.timer.phase_of(index)
@@ -209,8 +206,8 @@ class StepWatch:
         if self._profiler is not None:
             self._end_trace()
         self._agree_on_end()
-        # Here, where the ranks are together as at the start: what one of them does for longer
-        # behind its step shows in its own time.
+        # Here the ranks are together, as at the start: a rank that does more between two steps
+        # shows it in its own time.
         if self.phases.is_running and self.timer.phase_of(index + 1) != PROFILED:
             self.phases.stop()
         if self.is_over and self._gpu_monitor is not None:
@@ -218,11 +215,7 @@ class StepWatch:
         self._next_step_begins()
 
     def _agree_on_end(self) -> None:
-        """End the loop on all ranks if one has a stop signal or has read a loss that is not finite.
-
-        Raises:
-            RunError: The loss is not finite, and this watch judges it.
-        """
+        """End the loop on all ranks if one has a stop signal or a loss that is not finite."""
         losses = self.timer.losses
         if self.timer.num_steps >= self._num_steps_now:
             losses.read()
@@ -233,16 +226,15 @@ class StepWatch:
             index = losses.first_not_finite
             assert index is not None, "ranks have different losses"
             if not self._judges_losses:
-                return  # a stop signal is agreed on behind the next step
+                return  # a stop signal is agreed on after the next step
             raise RunError(f"the loss is {values[index]} at step {index + 1}", status=INVALID)
         if agreed:
             self._stop(agreed)
 
     def check_stop(self) -> None:
-        """End the loop for a stop signal between two steps. All ranks call it equally often.
+        """Raise StopAskedError if a rank has a stop signal between two steps.
 
-        Raises:
-            StopAskedError: One of them has got one. What is being done is to be left.
+        All ranks have to call it equally often.
         """
         number = self._maximum_of_ranks(self._request.number or 0)
         if number:
@@ -251,11 +243,11 @@ class StepWatch:
 
     def _stop(self, number: int) -> None:
         self._request.note(number)
-        self._request.forget()  # what is saved behind the last step takes its time
+        self._request.forget()  # saving after the last step takes its time
         self.is_stopped = True
 
     def _maximum_of_ranks(self, number: int) -> int:
-        """The largest number of all ranks, for which the last of them is waited for."""
+        """The largest number of all ranks; waits for the last of them."""
         if self._ranks.world_size == 1:
             return number
         with self.phases.phase(RANK_WAIT):
@@ -308,26 +300,20 @@ def make_watch(
     num_measured_steps: int,
     num_profiled_steps: int = 0,
     policy: Callable[[Sequence[float], int], str | int] | None = None,
-    num_steps: int | None = None,
     cuda_device: int | None,
     observers: Sequence[Observer],
-    has_trace: bool = False,
-    trace_file: Path | None = None,
-    looks_at_attention: bool = True,
+    **of_watch: Any,
 ) -> StepWatch:
-    """Make a watch for the device of this rank.
+    """Make a watch for the device of this rank, with a `StepTimer` of these steps and policy.
 
     Args:
-        num_warmup_steps: As of `StepTimer`.
-        num_measured_steps: As of `StepTimer`.
-        num_profiled_steps: As of `StepTimer`.
-        policy: As of `StepTimer`; None closes the first full window.
-        num_steps: As of `StepWatch`.
+        num_warmup_steps: As of `StepTimer`, as the next two are.
+        num_measured_steps: In the window.
+        num_profiled_steps: After it.
+        policy: None closes the first full window.
         cuda_device: Index of this rank's GPU, None on a CPU.
-        observers: As of `StepWatch`.
-        has_trace: As of `StepWatch`.
-        trace_file: As of `StepWatch`.
-        looks_at_attention: As of `StepWatch`.
+        observers: Are called for every step.
+        of_watch: Further arguments of `StepWatch`.
     """
     timer = StepTimer(
         num_warmup_steps=num_warmup_steps,
@@ -349,10 +335,7 @@ def make_watch(
         phases=phases,
         observers=observers,
         gpu_monitor=gpu_monitor,
-        num_steps=num_steps,
-        has_trace=has_trace,
-        trace_file=trace_file,
-        looks_at_attention=looks_at_attention,
+        **of_watch,
     )
     timer.on_window(opens=watch.window_opens, is_full=watch.window_is_full)
     return watch

@@ -1,4 +1,4 @@
-"""`WindowPolicy`: decides whether a full window closes, becomes warm-up or is extended.
+"""`WindowPolicy` decides whether a full window closes, becomes warm-up or is extended.
 
 It decides only when the window is full, at points that are fixed before the run. A window whose
 step times drift becomes warm-up, and one that is not precise enough is doubled, each up to a bound.
@@ -33,15 +33,7 @@ class WindowPolicy:
     gather: Callable[[Any], list[Any]]
 
     def __call__(self, step_times_s: Sequence[float], num_warmup_steps: int) -> str | int:
-        """Decide on a full window.
-
-        Args:
-            step_times_s: Of the window on this rank, in seconds.
-            num_warmup_steps: Steps before the window.
-
-        Returns:
-            `CLOSE`, `WARM_UP`, or a longer length of the window.
-        """
+        """Decide on a full window, as the `policy` of a `StepTimer`."""
         slowest_s = slowest_steps(self.gather(list(step_times_s)))
         steadiness = intervals.check_steady(slowest_s)
         num_steps = len(slowest_s)

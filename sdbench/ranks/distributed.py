@@ -1,4 +1,4 @@
-"""The rank of this process, and communication among ranks.
+"""Gives the rank of this process, and connects the ranks of a run.
 
 Launchers (`composer`, `torchrun`, a Kubernetes operator) set RANK and WORLD_SIZE in the
 environment; a plain `python benchmark.py` is rank 0 of 1.
@@ -53,7 +53,7 @@ class Ranks:
 
 
 def num_tasks_without_launcher() -> int:
-    """How many processes srun has started beside and with this one, if no launcher is between them.
+    """Number of processes that srun has started without a launcher, this one included.
 
     srun alone sets the variable; a batch script and a shell in an allocation have other names.
     """
@@ -61,13 +61,10 @@ def num_tasks_without_launcher() -> int:
 
 
 def refuse_tasks_without_launcher() -> None:
-    """Refuse processes of srun that would each train for itself, and all write the same folder.
+    """Raise ConfigError for several processes of srun that would each train alone.
 
     Which GPU a task is given, and where the others are, depends on the cluster: a launcher on each
     node knows both.
-
-    Raises:
-        ConfigError: There are several, and nothing says that they are to.
     """
     num_tasks = num_tasks_without_launcher()
     if num_tasks > 1:
@@ -95,7 +92,7 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
 
     Args:
         ranks: The rank of this process.
-        device_type: ``cuda`` or ``cpu``; decides the backend, NCCL or gloo, as Composer expects.
+        device_type: ``cuda`` or ``cpu``, for which the backend is NCCL or gloo.
         timeout_s: How long ranks wait for each other, here and later in each collective.
 
     Raises:
@@ -111,7 +108,9 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
     if ranks.num_nodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.distributed.is_initialized():  # Ray Train has connected its workers
-        store = open_store("ranks", ranks, is_host=hosts_store(ranks), timeout_s=timeout_s)
+        # torchrun keeps one store for all restarts; else the first rank runs it.
+        is_host = ranks.rank == 0 and not is_store_of_torchrun()
+        store = open_store("ranks", ranks, is_host=is_host, timeout_s=timeout_s)
         _wait_for_all(store, ranks, timeout_s=timeout_s)
         torch.distributed.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
@@ -131,28 +130,12 @@ def connect(ranks: Ranks, *, device_type: str, timeout_s: float) -> None:
             ) from None
 
 
-def hosts_store(ranks: Ranks) -> bool:
-    """Whether this process runs the ranks' store: the first rank does, unless torchrun has one.
-
-    torchrun keeps one store for all restarts.
-    """
-    return ranks.rank == 0 and not is_store_of_torchrun()
-
-
 def open_store(name: str, ranks: Ranks, *, is_host: bool, timeout_s: float) -> Any:
-    """Open a new connection to the ranks' store.
+    """Open a new connection to the ranks' store, for keys with the prefix `name`.
 
-    The ranks of one node meet where no other machine reaches them. Only torchrun's own store is
-    open to all networks of the machine.
-
-    Args:
-        name: Prefix of the keys.
-        ranks: The rank of this process.
-        is_host: Whether to run the store in this process.
-        timeout_s: How long to wait for the store.
-
-    Raises:
-        RunError: The store does not answer, or its port cannot be opened.
+    The ranks of one node meet on the loopback, which no other machine reaches. Only torchrun's own
+    store listens on all networks of the machine. RunError is raised if the store does not answer,
+    or its port cannot be opened.
     """
     import torch
 
@@ -196,7 +179,7 @@ def is_store_of_torchrun() -> bool:
 
 
 def _wait_for_all(store: Any, ranks: Ranks, *, timeout_s: float) -> None:
-    """Wait until every rank has connected, and name those that have not."""
+    """Wait until every rank has connected; the error names the ranks that have not."""
     import torch
 
     everyone = [f"here/{rank}" for rank in range(ranks.world_size)]
@@ -217,7 +200,7 @@ def name_ranks(numbers: Sequence[int], ranks: Ranks) -> str:
 
 
 def is_about_connections(error: BaseException) -> bool:
-    """Whether an error is about the connection to other ranks, which may be the cause."""
+    """Whether an error is about the connection to other ranks, one of which may be the cause."""
     import torch
 
     message = str(error)
@@ -230,10 +213,9 @@ def _first_line(error: BaseException) -> str:
 
 def disconnect() -> None:
     """Leave the process group, if there is one; waits for all ranks, so not after an error."""
-    if not is_connected():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
         return
-    import torch
-
     torch.distributed.barrier()
     # Right after a gather torch 2.7 may deadlock: destroying a gloo group holds Python's lock, and
     # gloo's thread needs it to free the gather's tensors. 6 of 43 runs hung so; sleeping gives the
@@ -242,21 +224,11 @@ def disconnect() -> None:
     torch.distributed.destroy_process_group()
 
 
-def is_connected() -> bool:
-    """Whether this process has joined the process group."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()
-
-
 def let_first_rank_end(ranks: Ranks, *, timeout_s: float = 10.0) -> None:
     """Wait on all ranks of a node but the first, until the launcher stops this process.
 
     When a rank fails, the `composer` launcher stops the others and returns the exit code of the
-    first rank: it is that of the error only if the first rank ends before it is stopped.
-
-    Args:
-        ranks: The rank of this process.
-        timeout_s: When to go on if no launcher stops this process.
+    first rank, which has to end by itself. Without a launcher the wait ends after `timeout_s`.
     """
     if ranks.local_rank != 0 and RAY_RESTARTS not in os.environ:  # Ray waits for all
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, who then tells no more

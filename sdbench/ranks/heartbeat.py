@@ -1,9 +1,9 @@
-"""A heartbeat among the ranks, which finds those that are lost.
+"""`Heartbeat` finds lost ranks.
 
 When a rank dies, others see a broken connection, or wait for ever; neither says which rank is lost.
 So each rank increases a counter in the ranks' store, in a thread that goes on while the main thread
-waits, and reads those of other ranks. The first rank, which usually runs the store, reads all in
-one request; the others read the first rank's, and all of them when they look for a lost rank.
+waits, and reads the counters of other ranks. The first rank, which usually runs the store, reads
+all in one request; the others read the first rank's, and all when they look for a lost rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,18 @@ PERIOD_S = 0.5
 SILENCE_S = 5 * PERIOD_S
 # Time for the main thread to notice a loss by itself and to write the record.
 GRACE_S = 15.0
-# Statuses with which a rank ends that did not fail itself.
+# Statuses of a rank that has ended without a failure of its own.
 ENDS_OF_BYSTANDERS = ("ok", "interrupted")
 
 
 @dataclasses.dataclass
 class _Heard:
-    """The last beat of another rank.
-
-    Attributes:
-        count: Number of the beat.
-        since_s: When it was read, on this rank's clock.
-        num_steps: Steps that the rank had ended by then.
-        ended: Status and reason of the rank's end; None while it goes on.
-    """
+    """The last beat of another rank, and when this rank read it, on its own clock."""
 
     count: int
     since_s: float
     num_steps: int
-    ended: tuple[str, str] | None
+    ended: tuple[str, str] | None  # status and reason
 
     @property
     def has_failed(self) -> bool:
@@ -53,11 +46,11 @@ class Heartbeat:
     """Beats for this rank and watches the others; with a single rank it does nothing."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
-        """Beat for the first time; every rank has to before any rank watches.
+        """Beat for the first time, which every rank has to before any rank watches.
 
         Args:
             ranks: The rank of this process, which has joined the process group.
-            timeout_s: Silence after which a rank counts as lost.
+            timeout_s: A rank that is silent for longer counts as lost.
         """
         self._ranks = ranks
         self._timeout_s = timeout_s
@@ -80,8 +73,8 @@ class Heartbeat:
         """Go on beating, and watch the other ranks.
 
         Args:
-            on_loss: Called in another thread when a rank was silent for the timeout and the main
-                thread has not ended the run: with a sentence that names the rank. It has to end the
+            on_loss: Called in another thread, with a sentence that names the rank, when a rank was
+                silent for the timeout and the main thread has not ended the run. It has to end the
                 process.
         """
         if self._store is None:
@@ -99,28 +92,24 @@ class Heartbeat:
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """A step has ended: the next beat says so."""
+        """Count a step of an engine."""
         self.steps_taken(index + 1)
 
     def steps_taken(self, num_steps: int) -> None:
-        """So many steps have ended, of a task without an engine."""
+        """Set the number of steps that have ended, of a task without an engine."""
         self._num_steps = num_steps
         self._step_began_s = time.monotonic()
 
     def has_step_timed_out(self) -> bool:
-        """Whether the present step, or what precedes the first one, has taken the whole timeout."""
+        """Whether the current step, or the start-up, has taken the whole timeout."""
         began_s = self._step_began_s
         return began_s is not None and time.monotonic() - began_s >= self._timeout_s
 
     def end(self, status: str, reason: str = "") -> None:
         """Stop beating, and tell the other ranks that this one has ended and is not lost.
 
-        After a bad end of the first rank, whose process may run the store, they are given the time
-        to hear of it.
-
-        Args:
-            status: Of the record.
-            reason: Of the record; empty after a good end.
+        After a bad end the first rank, whose process may run the store, gives the others time to
+        read its status and reason.
         """
         if self._talker is None or self._is_over.is_set():
             return
@@ -131,13 +120,13 @@ class Heartbeat:
             time.sleep(2 * PERIOD_S)
 
     def find_lost(self) -> str | None:
-        """Name the lost ranks, after waiting as long as it takes to find them.
+        """Wait as long as it takes to find lost ranks, and name them.
 
         Returns:
-            A sentence without a full stop; None if every rank beats or has said why it ended, or
-            one has said that it failed.
+            A sentence without a full stop; None if every rank beats or has told why it ended, or
+            one has told that it failed.
         """
-        if self._talker is None:  # there is one rank, or nobody watches yet
+        if self._talker is None:  # one rank, or `watch` was not called yet
             return None
         self._listens_to_all = True
         end_s = time.monotonic() + SILENCE_S + 2 * PERIOD_S
@@ -148,15 +137,15 @@ class Heartbeat:
         return self._name_lost(SILENCE_S)
 
     def failed_elsewhere(self) -> tuple[str, str] | None:
-        """Status and reason of another rank that has failed; None if no rank has said so."""
+        """Status and reason of the first other rank that has failed, if any."""
         failed = (heard.ended for _, heard in sorted(self._heard.items()) if heard.has_failed)
         return next(failed, None)
 
     def _talk(self) -> None:
         """Beat and read the others' beats; blocks while the store does not answer.
 
-        A store that is gone is noticed by `_find_silent`. It is not asked again, for torch prints
-        some 20 lines each time; nor is one that goes with the first rank, which has failed.
+        `_find_silent` notices a store that is gone. It is not asked again, since torch prints some
+        20 lines each time; nor is a store of a first rank that has failed, which ends with it.
         """
         with contextlib.suppress(RuntimeError):
             while not self._is_over.wait(PERIOD_S):
@@ -198,7 +187,7 @@ class Heartbeat:
             on_loss(lost)
 
     def _find_silent(self, silence_s: float) -> list[int]:
-        """Ranks whose last beat is older than that and which have not ended."""
+        """Ranks that have not ended and whose last beat is older than that."""
         if self._is_store_silent(silence_s):
             return [0]  # the first rank ran the store
         now_s = time.monotonic()
@@ -214,9 +203,7 @@ class Heartbeat:
     def _name_lost(self, silence_s: float) -> str | None:
         is_on_one_node = self._ranks.num_nodes == 1
         if is_on_one_node and is_store_of_torchrun() and self._is_store_silent(silence_s):
-            return (
-                f"torchrun, by which the ranks hear of each other, has been silent {silence_s:g} s"
-            )
+            return f"torchrun, which runs the ranks' store, has been silent for {silence_s:g} s"
         lost = self._find_silent(silence_s)
         if not lost:
             return None

@@ -1,4 +1,4 @@
-"""The launcher of this rank: which process it is, and an end of the rank together with it."""
+"""Finds the launcher of this rank, and lets the rank end together with it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LAUNCHERS = {
     "composer.cli.launcher": COMPOSER,
     "torch.distributed.run": TORCHRUN,
 }
-# A record's word for a single process that nothing has launched.
+# In a record: a single process without a launcher.
 NO_LAUNCHER = "none"
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 
 
 def find_launcher() -> Any:
-    """The `psutil.Process` of the launcher that started this process; None if none did."""
+    """The `psutil.Process` of the launcher that started this process, or None."""
     return _find()[0]
 
 
@@ -35,7 +35,7 @@ def launcher_name() -> str | None:
 
 
 def _find() -> tuple[Any, str | None]:
-    """The launcher's process and its name; None where there is none."""
+    """The launcher's process and its name, or None."""
     import psutil
 
     try:
@@ -50,8 +50,8 @@ def _find() -> tuple[Any, str | None]:
 def end_with_launcher() -> None:
     """Have the kernel send this rank SIGTERM when its launcher dies; on Linux only.
 
-    Any launcher dies of SIGKILL, and `composer` of SIGHUP, without a word to its ranks, which would
-    train on and keep their GPUs.
+    SIGKILL ends any launcher, and SIGHUP `composer`, without a signal to the ranks, which would go
+    on and keep their GPUs.
     """
     if sys.platform != "linux" or "RANK" not in os.environ:
         return

@@ -1,4 +1,4 @@
-"""The network that NCCL uses between nodes, read from NCCL's log.
+"""`NcclLog` reads from NCCL's log which network it uses between nodes.
 
 When NCCL finds no plugin for a fast network, it uses TCP sockets at a fraction of the rate, without
 an error. Only its log says which network it uses.
@@ -23,12 +23,7 @@ class NcclLog:
     """NCCL's log of the first rank, unless the user has set NCCL_DEBUG."""
 
     def __init__(self, ranks: Ranks, *, device_type: str) -> None:
-        """Turn the log on, before NCCL starts; only on GPUs of several nodes.
-
-        Args:
-            ranks: The rank of this process.
-            device_type: ``cuda`` or ``cpu``.
-        """
+        """Turn the log on before NCCL starts, on the first rank of GPUs on several nodes."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         is_wanted = device_type == "cuda" and ranks.num_nodes > 1 and ranks.rank == 0
         if is_wanted and "NCCL_DEBUG" not in os.environ:

@@ -18,17 +18,16 @@ from sdbench.base.errors import ConfigError, RunError
 RAY_RESTARTS = "SDBENCH_RAY_RESTARTS"
 RAY_LAUNCH_S = "SDBENCH_RAY_LAUNCH_S"
 
-# Ray itself would try for many minutes to reach an address where nobody is.
+# Ray itself would try for many minutes to reach an address where nothing listens.
 ANSWER_WITHIN_S = 20.0
 INSTALL = "pip install -r requirements-ray.txt -c constraints.txt"
 
 
 def describe_job_stop(environment: Mapping[str, str]) -> str | None:
-    """A sentence about what `ray job stop` leaves a job; None where this is none, or it is set.
+    """A sentence about the 3 s that `ray job stop` gives a job; None if it is given more.
 
-    Args:
-        environment: Of the program that the job runs: Ray gives it that of the process that will
-            stop it, which reads the time there (ray 2.60, job_supervisor.py).
+    Ray reads the time in the environment of the process that stops the job, which is also that of
+    the program (ray 2.60, job_supervisor.py).
     """
     is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment
     if not is_job or "RAY_JOB_STOP_WAIT_TIME_S" in environment:
@@ -41,11 +40,7 @@ def describe_job_stop(environment: Mapping[str, str]) -> str | None:
 
 
 def check_installed() -> None:
-    """Refuse to go on without the packages of requirements-ray.txt.
-
-    Raises:
-        ConfigError: Ray or Lightning is not installed.
-    """
+    """Raise ConfigError without the packages of requirements-ray.txt."""
     missing = [name for name in ("ray", "lightning") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -57,14 +52,12 @@ def check_installed() -> None:
 
 
 def connect(address: str | None) -> None:
-    """Join a Ray cluster; a process that has joined one already, as a worker has, stays in it.
-
-    Ray's own lines are not printed: which of them a person wants to see depends on the caller.
+    """Join a Ray cluster, without Ray's log lines; a worker stays in its cluster.
 
     Args:
-        address: Of a running cluster, as `ray.init` takes it: ``auto``, ``host:6379``. None: what
-            RAY_ADDRESS says, and without it a cluster of this machine alone, which ends with the
-            process.
+        address: Of a running cluster, as `ray.init` takes it, e.g. ``auto`` or ``host:6379``. None
+            takes RAY_ADDRESS, and without it starts a cluster of this machine alone, which ends
+            with the process.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -91,8 +84,8 @@ def connect(address: str | None) -> None:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray's own is 15: all else on this machine, Ray's other processes too, would go first.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Here a CPU of Ray is a place for a process, not a core: ranks, decoders and encoders share
-        # the cores that there are.
+        # A CPU of Ray is a place for a process here, not a core: ranks, decoders and encoders share
+        # the cores.
         options |= {"include_dashboard": False, "num_cpus": 8 + len(os.sched_getaffinity(0))}
     try:
         if where is not None:
@@ -114,18 +107,14 @@ def head_address() -> str:
 
 
 def knock(address: str) -> None:
-    """See whether anyone listens at an address, if it names a host and a port.
-
-    Raises:
-        OSError: Nobody does.
-    """
+    """Raise OSError if the address names a host and a port, and nothing listens there."""
     if found := re.fullmatch(r"(?P<host>[^/]+):(?P<port>\d+)", address):
         place = (found["host"].strip("[]"), int(found["port"]))
         socket.create_connection(place, timeout=ANSWER_WITHIN_S).close()
 
 
 def resources_in_words(resources: Mapping[str, float]) -> str:
-    """Resources as a person reads them, without those that Ray makes up itself."""
+    """Resources in words, without those that Ray adds itself."""
     known = {
         name: amount
         for name, amount in sorted(resources.items())

@@ -45,42 +45,32 @@ IN_COLUMNS = frozenset(
 
 
 def place_of_encoders(config: Mapping[str, Any]) -> str:
-    """Where a step has its latents from.
-
-    It is ``online``, ``precomputed``, ``beside`` of the training, or those of a ``subject``.
-
-    Args:
-        config: Of its record.
-    """
+    """Where a step has its latents from: ``online``, ``precomputed``, ``beside`` or ``subject``."""
     if config.get("task") == DREAMBOOTH:
         return SUBJECT
     return BESIDE if config.get("online_preprocessing") else config["latents"]
 
 
 def describe_model(record: Mapping[str, Any]) -> str:
-    """The model of a run of benchmark.py or train.py, and whether LoRA alone is trained of it.
+    """The model of a run of benchmark.py or train.py, with the rank of its LoRA, if any.
 
-    LoRA is less work and takes less memory, so that its figures are those of another model.
+    LoRA takes less work and memory than training all weights, so it counts as another model.
     """
     name, rank = record["workload"]["architecture"], record["config"].get("lora_rank")
     return name if rank is None else f"{name}, LoRA {rank}"
 
 
 def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
-    """Every setting of a training run, and the size of what it ran on.
+    """Every setting of a training run, and the size of its machines, by name.
 
-    Args:
-        record: A record of a training run.
-
-    Returns:
-        Values by name. A setting that is switched off is ``none``; None would mean unknown.
+    A setting that is switched off is ``none``; None would mean unknown.
     """
     config = record["config"]
     has_copies = config.get("remote") is not None or config.get("streams") is not None
     settings = {
         name: _as_setting(value)
         for name, value in config.items()
-        # Where the copies of a data set were kept is not another data set.
+        # Another folder for copies is not another data set.
         if name not in HOW_MEASURED and not (name == "local" and has_copies)
     }
     machine, ranks = record["machine"], record["ranks"]
@@ -96,7 +86,7 @@ def settings_of(record: dict[str, Any]) -> dict[str, str | int | float]:
 
 
 def hash_of_data(record: Mapping[str, Any]) -> dict[str, str]:
-    """What tells the data set of a run from another at the same place, by name; empty if unknown.
+    """The hash of a run's data set, by name; empty if unknown.
 
     A published record has a placeholder for the place, which may stand for several data sets.
     """
@@ -127,7 +117,7 @@ def _as_setting(value: Any) -> str | int | float:
 
 
 def group(items: Iterable[Item], *, key_of: Callable[[Item], Hashable]) -> dict[Any, list[Item]]:
-    """Group items by a key, in the order in which each key first occurs."""
+    """Group items by a key, in the order of its first occurrence."""
     groups: dict[Any, list[Item]] = {}
     for item in items:
         groups.setdefault(key_of(item), []).append(item)

@@ -1,16 +1,14 @@
-"""What a training run keeps beside its record: a row for each step, and its events."""
+"""Names and reads the files that a training run keeps beside its record."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import MAX_TABLE_BYTES, parse_json, read_text
-from sdbench.record.store import SCHEMA_FILE, describe_fault
+from sdbench.record.store import SCHEMA_FILE, describe_fault, load_schema
 
 SCHEMA = SCHEMA_FILE.with_name("history.schema.json")
 HISTORY_NAME = "history.jsonl"
@@ -21,10 +19,10 @@ TRAIN_STEP_COLUMNS = ("step", "loss", "learning_rate", "images_per_second", "dat
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run in order; a line that a kill or a disk has damaged is left out.
+    """The events of a run in order, without lines that a kill or a disk has damaged.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is no event.
+        ConfigError: The file cannot be read, or an event does not match its schema.
     """
     path = folder / HISTORY_NAME
     if not path.exists():
@@ -39,7 +37,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
                 continue
             if not isinstance(event, dict):
                 continue
-            fault = next(_make_validator().iter_errors(event), None)
+            fault = next(load_schema(SCHEMA).iter_errors(event), None)
             if fault is not None:
                 raise ValueError(f"line {number}: {describe_fault(fault)}")
             events.append(event)
@@ -53,22 +51,12 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-@functools.cache
-def _make_validator() -> Any:
-    import jsonschema
-
-    return jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
-
-
 def cost_of_stops(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the stops of a run have cost, over all its processes.
 
-    Args:
-        events: Of the run.
-
     Returns:
-        ``num_restarts``; ``num_lost_steps``, those behind a checkpoint, which were trained again,
-        and ``lost_s``, the training time of those that were in steps.csv; ``down_s``, the time
+        ``num_restarts``; ``num_lost_steps``, the steps after a checkpoint, which were trained
+        again; ``lost_s``, the training time of those that were in steps.csv; ``down_s``, the time
         from the last line that a process wrote to the first step of the next.
     """
     restarts = [event for event in events if event["event"] == "begin"][1:]

@@ -1,4 +1,4 @@
-"""What is needed to repeat a run: package versions, commit and environment."""
+"""Reads what is needed to repeat a run: package versions, commit and environment."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def package_versions() -> dict[str, str | None]:
 
 
 def other_versions() -> dict[str, str]:
-    """Installed version of every package that is none of `PACKAGES`, by its normalized name.
+    """Installed version of every package outside `PACKAGES`, by its normalized name.
 
-    Copies of packages within another one are left out: Ray and setuptools put theirs on `sys.path`
+    Packages vendored within another one are left out: Ray and setuptools put theirs on `sys.path`
     when they are imported, so that the answer would change within a process.
     """
     return dict(_other_versions(tuple(sys.path)))

@@ -1,4 +1,4 @@
-"""A run as one row of a long table.
+"""Makes a record one row of a long table, and writes such tables as CSV.
 
 The columns include those of the tables of published figures, so that measured and quoted rows can
 be compared. Unknown is an empty cell. A text that a spreadsheet would take for a formula begins
@@ -8,7 +8,6 @@ with an apostrophe.
 from __future__ import annotations
 
 import csv
-import errno
 import fcntl
 import io
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sdbench.base.escape import for_csv
+from sdbench.base.files import append_bytes
 from sdbench.record.configuration import describe_model, describe_other_settings, place_of_encoders
 
 COLUMNS = (
@@ -70,14 +70,7 @@ COLUMNS = (
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record.
-
-    Args:
-        record: A record of any status.
-
-    Returns:
-        A value for every column; None where it is unknown.
-    """
+    """Flatten a record of any status: a value for every column, None where it is unknown."""
     config, machine = record["config"], record["machine"]
     summary = record["summary"] or {}
     interval = summary.get("images_per_second_interval") or {}
@@ -105,13 +98,11 @@ def make_row(record: dict[str, Any]) -> dict[str, Any]:
         "power_w": (summary.get("gpu") or {}).get("power_w"),
         "energy_j_per_image": _energy_per_image(record),
         "git_commit": record["git"]["commit"],
+        "latents": place_of_encoders(config),
     }
-    row["latents"] = place_of_encoders(config)
-    for name in ("image_size", "num_workers", "precision", "engine", "preset"):
-        row[name] = config[name]
-    row["data_format"] = config["data_format"]
-    for name in ("status", "started_utc", "reason"):
-        row[name] = record[name]
+    of_config = ("image_size", "num_workers", "precision", "engine", "preset", "data_format")
+    row |= {name: config[name] for name in of_config}
+    row |= {name: record[name] for name in ("status", "started_utc", "reason")}
     return {column: row.get(column, summary.get(column)) for column in COLUMNS}
 
 
@@ -149,14 +140,8 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
     """Append a record's row to a CSV file; a new file gets a header.
 
     The file is locked while it is written. One with the columns of another version of the suite is
-    renamed, so that no cell lands in a wrong column.
-
-    Args:
-        path: The CSV file.
-        record: The record, without secrets.
-
-    Raises:
-        OSError: The disk is full; the file is unchanged.
+    renamed, so that no cell lands in a wrong column. On a full disk OSError is raised, and the file
+    is unchanged.
     """
     while True:
         with path.open("a+", encoding="utf-8", newline="") as file:
@@ -175,15 +160,12 @@ def append_row(path: Path, record: dict[str, Any]) -> None:
                 continue
             text = format_csv([make_row(record)], columns=COLUMNS)
             text = text if header is None else text.partition("\n")[2]
-            size = os.fstat(file.fileno()).st_size
-            if os.write(file.fileno(), content := text.encode()) < len(content):
-                os.ftruncate(file.fileno(), size)  # no part of a row
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            append_bytes(file.fileno(), text.encode())
             return
 
 
 def _is_still(path: Path, file: TextIO) -> bool:
-    """Whether the open file is the one at the path: it may have been renamed since."""
+    """Return False if the open file has been renamed since."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -1,16 +1,14 @@
-"""The folder of a run: its record, its steps and its log.
+"""Writes the folder of a run and reads its record.
 
 Each run has its own folder: record.json (everything needed to repeat it), stdout.log and, where a
-model was trained, steps.csv (every step; after an error those that the first rank has timed). A
-record is replaced as a whole, never edited in place. It exists from the start with the status
-`failed`, so that a run killed without warning still leaves one, and disk space is reserved for the
-last version. Output that cannot be printed or logged is dropped: a lost terminal never ends a run.
+model was trained, steps.csv (every step; after an error those that the first rank has timed). The
+record exists from the start with the status `failed`, so that a run killed without warning leaves
+one, and disk space is reserved for its last version. A log that cannot be written never ends a run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import datetime
 import functools
 import io
@@ -28,6 +26,7 @@ from sdbench.base.escape import without_controls
 from sdbench.base.files import replace_file, write_json
 from sdbench.base.outside import read_json_object, shorten
 from sdbench.base.secrets import redact
+from sdbench.record.row import format_csv
 from sdbench.settings.config import SETTINGS
 from sdbench.settings.setting import NO_OLDER_RECORD
 
@@ -97,7 +96,14 @@ class RunFolder:
             ConfigError: The parent folder cannot be written.
         """
         try:
-            return RunFolder._create(results_dir, machine=machine, name=name)
+            Path(results_dir).mkdir(parents=True, exist_ok=True)
+            while True:
+                stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+                path = Path(results_dir) / f"{stamp}_{machine}_{name}"
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                    return path
+                time.sleep(0.1)  # another run began within the same second
         except OSError as error:
             raise ConfigError(
                 f"the results folder cannot be written ({error.strerror})",
@@ -106,29 +112,12 @@ class RunFolder:
                 flag="--results_dir",
             ) from None
 
-    @staticmethod
-    def _create(results_dir: str, *, machine: str, name: str) -> Path:
-        Path(results_dir).mkdir(parents=True, exist_ok=True)
-        while True:
-            stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-            path = Path(results_dir) / f"{stamp}_{machine}_{name}"
-            try:
-                path.mkdir()
-            except FileExistsError:
-                time.sleep(0.1)  # another run began within the same second
-            else:
-                return path
-
     def begin_again(self) -> None:
         """Let the next process of the same run report its own end."""
         (self.path / FAILURE_NAME).unlink(missing_ok=True)
 
     def reserve_space(self) -> None:
-        """Reserve disk space for the last version of the record.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Reserve disk space for the last version of the record; OSError if the disk is full."""
         reserve = self.path / RESERVE_NAME
         try:
             with reserve.open("wb") as file:
@@ -139,12 +128,13 @@ class RunFolder:
             reserve.unlink(missing_ok=True)
             raise
 
-    def write_record(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Replace the record atomically; returns it as written, without secrets."""
-        return write_json(self._record_path, record)
+    def write_record(self, record: dict[str, Any], *, is_last: bool = False) -> dict[str, Any]:
+        """Replace the record atomically, and return it as written, without secrets.
 
-    def write_last_record(self, record: dict[str, Any]) -> dict[str, Any]:
-        """As `write_record`, on a full disk in the reserved space, which is then freed."""
+        The last version is written in the reserved space if the disk is full, and frees it.
+        """
+        if not is_last:
+            return write_json(self._record_path, record)
         reserve = self.path / RESERVE_NAME
         record = write_json(self._record_path, record, reserve=reserve)
         reserve.unlink(missing_ok=True)
@@ -152,14 +142,11 @@ class RunFolder:
 
     def write_steps(self, steps: Iterable[Any]) -> None:
         """Write steps.csv with a row for each step."""
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(STEP_COLUMNS)
-        writer.writerows([getattr(step, column) for column in STEP_COLUMNS] for step in steps)
-        replace_file(self.path / STEPS_NAME, buffer.getvalue())
+        text = format_csv(map(vars, steps), columns=STEP_COLUMNS)
+        replace_file(self.path / STEPS_NAME, text)
 
     def claim_failure(self) -> bool:
-        """Whether this rank is the first to report a failure, and so has to write the reason."""
+        """Return True on the first rank to report a failure, which has to write the reason."""
         if not self.path.is_dir():
             return False  # this node does not share the results folder
         try:
@@ -167,7 +154,7 @@ class RunFolder:
         except FileExistsError:
             return False
         except OSError:
-            return True  # the disk is full: a reason written twice is better than none
+            return True  # the disk is full: a reason may be written twice
         return True
 
 
@@ -179,8 +166,8 @@ def load_record(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no JSON within bounds (`sdbench.base.outside`), has another schema version
-            or an unknown kind, or does not satisfy its schema.
+        ValueError: It is not JSON within bounds (`sdbench.base.outside`), has another schema
+            version or an unknown kind, or does not match its schema.
     """
     file = path / RECORD_NAME if path.is_dir() else path
     try:
@@ -210,25 +197,26 @@ def kind_of(record: Mapping[str, Any]) -> str:
     return record.get("kind", BENCHMARK)
 
 
-@functools.cache
 def make_validator(kind: str) -> Any:
-    """A ``jsonschema`` validator of a kind; all schemas refer to that of a benchmark run.
+    """The ``jsonschema`` validator of a kind, a key of `SCHEMA_FILES`."""
+    return load_schema(SCHEMA_FILES[kind])
 
-    Args:
-        kind: A key of `SCHEMA_FILES`.
-    """
+
+@functools.cache
+def load_schema(file: Path) -> Any:
+    """The ``jsonschema`` validator of a schema, which may refer to that of a benchmark run."""
     import jsonschema  # 70 ms, which not every command needs
     from referencing import Registry, Resource
 
     common = Resource.from_contents(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
     return jsonschema.Draft202012Validator(
-        json.loads(SCHEMA_FILES[kind].read_text(encoding="utf-8")),
+        json.loads(file.read_text(encoding="utf-8")),
         registry=Registry().with_resource(SCHEMA_FILE.name, common),
     )
 
 
 def describe_fault(fault: Any) -> str:
-    """What a ``jsonschema.ValidationError`` says, with its JSON path, in short."""
+    """A ``jsonschema.ValidationError`` as one line, with its JSON path."""
     # The message quotes the value, which may be a whole summary.
     value, shortened = repr(fault.instance), reprlib.repr(fault.instance)
     return shorten(f"{fault.json_path}: {fault.message.replace(value, shortened)}", length=300)
@@ -252,7 +240,7 @@ class OutputLog:
                 yield
             finally:
                 if self._file is not None:
-                    with self._loss_told():
+                    with self._warn_once():
                         self._file.flush()
                 if self._file is not None:
                     self._file.close()
@@ -261,25 +249,25 @@ class OutputLog:
         """Write to stdout.log in this folder, beginning with the output so far."""
         assert isinstance(self._file, io.StringIO)
         kept = self._file.getvalue()
-        with self._loss_told():
+        with self._warn_once():
             self._file = (folder / LOG_NAME).open("a", encoding="utf-8", buffering=1)
             self._file.write(kept)
 
     def write(self, text: str) -> None:
         """Log a piece of output, unless it is of a progress bar, which overwrites its line."""
         if self._file is not None and not text.startswith("\r"):
-            with self._loss_told():
+            with self._warn_once():
                 self._file.write(without_controls(redact(text)))
 
     @contextlib.contextmanager
-    def _loss_told(self) -> Iterator[None]:
+    def _warn_once(self) -> Iterator[None]:
         """If the file cannot be written, print a warning and close the log."""
         try:
             yield
         except OSError as error:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
-                file.close()  # which tries again to write what is in its buffer
+                file.close()  # tries again to write its buffer
             print(f"warning: {LOG_NAME} ends here: {error.strerror}", file=sys.stderr)
 
 

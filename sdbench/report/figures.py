@@ -16,7 +16,7 @@ from typing import Any
 from sdbench.base.errors import ConfigError
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import replace_file
-from sdbench.base.names import by_likeness
+from sdbench.base.names import by_similarity
 from sdbench.base.outside import LARGEST, SMALLEST, is_bounded, open_table, shorten
 
 # Columns of names, which stay text even if one looks like a number: a GPU called 4090.
@@ -253,7 +253,7 @@ def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
 
 def nearest_names(name: str, names: Sequence[str]) -> str:
     """The names most like this one, nearest first, for an error message."""
-    shown = " | ".join(by_likeness(name, names)[:MAX_NAMES])
+    shown = " | ".join(by_similarity(name, names)[:MAX_NAMES])
     more = len(names) - MAX_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
 

@@ -1,4 +1,4 @@
-"""The record of a run from start to end, and the reason of its end.
+"""`RunRecord` writes the record of a run from start to end; `explain` gives the reason of its end.
 
 When the disk fills up during a run, the run is still `ok` with exit code 0 once its figures are
 measured: space for the record is reserved at the start, and it is written first. Other files that
@@ -42,14 +42,7 @@ TERMINATION_REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A bad end.
-
-    Attributes:
-        status: Of the record.
-        reason: Of the record.
-        exit_code: Of the program.
-        cause: Class of the error, or `LOST`, for `report_cause`.
-    """
+    """A bad end: status and reason of the record, exit code, and cause for `report_cause`."""
 
     status: str
     reason: str
@@ -69,15 +62,14 @@ class RunRecord:
         program: str,
         kind: str,
     ) -> None:
-        """Begin a record; it is not written yet.
+        """Begin a record, which is not written yet.
 
         Args:
             folder: Of the run.
             command: Arguments of the program.
-            described: Fields that are known before the run: config, machine and others of the
-                kind's schema.
+            described: Fields that are known before the run, as of `Task.for_record`.
             program: The command before the arguments, e.g. ``benchmark.py``.
-            kind: Of the task, see `Task.kind`.
+            kind: As of `Task.kind`.
         """
         self._folder = folder
         self._started_s = time.perf_counter()
@@ -98,11 +90,7 @@ class RunRecord:
         }
 
     def write_unfinished(self) -> None:
-        """Write the record of a killed run, and reserve space for the last version.
-
-        Raises:
-            ConfigError: The folder cannot be written, or the disk is full.
-        """
+        """Reserve space for the last version, and write the record that a killed run leaves."""
         try:
             self._folder.reserve_space()
             self._folder.write_record(self._content)
@@ -117,13 +105,10 @@ class RunRecord:
             print(f"warning: {provenance.NO_COMMIT}", file=sys.stderr)
 
     def end_well(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the record of a run that has succeeded.
+        """Write and return the record of a run that has succeeded, without secrets.
 
         Args:
             fields: Further fields; mappings are merged into existing ones.
-
-        Returns:
-            The whole record, without secrets.
 
         Raises:
             RunError: The record cannot be written.
@@ -133,7 +118,7 @@ class RunRecord:
             known = self._content.get(name)
             if isinstance(known, dict):
                 merged[name] = known | value
-        # Asked here and not before the run, whose start-up it would lengthen by 0.4 s.
+        # Not before the run, whose start-up it would lengthen by 0.4 s.
         merged["other_versions"] = provenance.other_versions()
         return self._end(status=store.OK, reason=None, **merged)
 
@@ -149,7 +134,7 @@ class RunRecord:
         duration_s = time.perf_counter() - self._started_s
         self._content = {**self._content, **ended, "duration_s": duration_s}
         try:
-            return self._folder.write_last_record(self._content)
+            return self._folder.write_record(self._content, is_last=True)
         except OSError as error:
             raise RunError(
                 f"the record cannot be written to {self._folder.path} ({error.strerror}): free "
@@ -159,40 +144,30 @@ class RunRecord:
 
 @contextlib.contextmanager
 def warn_if_not_written(name: str) -> Iterator[None]:
-    """Turn an error of writing a file into a warning; for files beside the record."""
+    """Turn an error of writing into a warning, for files beside the record."""
     try:
         yield
     except OSError as error:
         print(f"warning: {name} could not be written: {error.strerror}", file=sys.stderr)
 
 
-def explain(error: BaseException, *, rank: int | None = None) -> Failure:
+def explain(
+    error: BaseException, *, rank: int | None = None, heartbeat: Heartbeat | None = None
+) -> Failure:
     """Turn the error that ended a run into a status, a reason and an exit code.
 
     Prints the traceback of an unexpected error. From now on SIGTERM and SIGHUP are ignored.
 
     Args:
         error: The error.
-        rank: The rank that raised it; None where a task has no ranks.
+        rank: The rank that raised it; None for a task without ranks.
+        heartbeat: Has listened for the other ranks; names the one that caused the error.
     """
     failure = _classify(error, rank=rank)
-    _print_unexpected(error)
-    return failure
-
-
-def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int) -> Failure:
-    """As `explain`, for a run of several ranks: names the rank that caused the error.
-
-    Args:
-        error: The error.
-        heartbeat: Has listened for the other ranks.
-        rank: The rank that raised it.
-    """
-    failure = _classify(error, rank=rank)
-    # A launcher ends ranks by SIGTERM as another one is lost, and never by SIGHUP.
+    # A launcher ends ranks by SIGTERM when another one is lost, and never by SIGHUP.
     is_terminated = isinstance(error, Terminated) and error.number == signal.SIGTERM
-    if is_terminated or is_about_connections(error):
-        # Asked first: looking for the lost ones takes a while.
+    if heartbeat is not None and (is_terminated or is_about_connections(error)):
+        # Asked first: looking for lost ranks takes a while.
         has_timed_out = not is_terminated and heartbeat.has_step_timed_out()
         caused = dataclasses.replace(failure, exit_code=EXIT_FAILED)
         lost = heartbeat.find_lost()
@@ -204,7 +179,10 @@ def explain_among_ranks(error: BaseException, *, heartbeat: Heartbeat, rank: int
         elsewhere = heartbeat.failed_elsewhere()
         if elsewhere is not None:
             return dataclasses.replace(caused, status=elsewhere[0], reason=elsewhere[1])
-    _print_unexpected(error)
+    # A stop and an error with a sentence of its own need no traceback.
+    is_expected = not isinstance(error, Exception) or isinstance(error, (RunError, ConfigError))
+    if not is_expected and not _is_full_disk(error):
+        traceback.print_exception(error)
     return failure
 
 
@@ -232,13 +210,6 @@ def _classify(error: BaseException, *, rank: int | None) -> Failure:
     reason += remark_of(error)
     reason = redact(reason if rank is None else f"rank {rank}: {reason}")
     return Failure(status, reason, exit_code, cause=type(error).__name__)
-
-
-def _print_unexpected(error: BaseException) -> None:
-    """Print the traceback of an error that says too little by itself."""
-    is_expected = not isinstance(error, Exception) or isinstance(error, (RunError, ConfigError))
-    if not is_expected and not _is_full_disk(error):
-        traceback.print_exception(error)
 
 
 def _is_full_disk(error: BaseException) -> TypeGuard[OSError]:

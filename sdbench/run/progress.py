@@ -1,4 +1,4 @@
-"""Shows the progress of a training loop."""
+"""`StepProgress` shows the progress of a training loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StepProgress:
 
         Args:
             images_per_step: Global batch.
-            enabled: Whether to show anything; only the first rank does.
+            enabled: Whether to show anything; only on the first rank.
             first_step: Steps that an earlier process has trained.
-            steps_per_period: Steps between two calls of `period_ends`, if there are any.
+            steps_per_period: Steps between two calls of `period_ends`; None without such calls.
         """
         self._images_per_step = images_per_step
         self._enabled = enabled
@@ -64,7 +64,7 @@ class StepProgress:
         self._progress.show(lambda: figures)
 
     def leave_out(self, seconds: float) -> None:
-        """What has just been done for so long was no training."""
+        """Take the last seconds, in which nothing was trained, out of the pace."""
         assert self._progress is not None
         self._progress.leave_out(seconds)
 

@@ -57,17 +57,16 @@ def run(
     began: Callable[[Path], None] | None = None,
     launch: Callable[..., int] | None = None,
 ) -> int:
-    """Run a task as a command line asks, as one rank of it or as the driver of its ranks.
+    """Run a task as a command line asks, as one of its ranks or as the driver of its ranks.
 
     A stop signal before there is a record is the caller's, see `stop.stoppable`.
 
     Args:
-        entry: A value of `TASKS`, imported when the command line is found valid.
+        entry: A value of `TASKS`, imported once the command line is found valid.
         parse: Makes the task's request from arguments.
         argv: Command-line arguments; None takes those of the process.
         began: Called with the folder of the run, on the first rank.
-        launch: Starts the ranks of a request for the engine ray where no launcher has, as
-            `ray_job.launch_ranks`.
+        launch: `ray_job.launch_ranks`, which starts the ranks of the engine ray without a launcher.
 
     Returns:
         The exit code: 0 ok, 1 the run failed, 2 bad input, 130 stopped.
@@ -153,7 +152,6 @@ def garbage_collection_paused() -> Iterator[None]:
 def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> None:
     """Resolve the request on every rank and connect the ranks; all raise the error of one."""
     from sdbench.measure.hardware import check_gpu_code
-    from sdbench.run.outcome import explain
 
     if ranks.world_size > 1 and not task.is_distributed:
         raise ConfigError(
@@ -175,22 +173,51 @@ def _agree(task: Task, *, machine: Any, ranks: Ranks, command: list[str]) -> Non
     try:
         distributed.connect(ranks, device_type=machine.device_type, timeout_s=task.timeout_s)
     except RunError as absence:
-        if error is None and ranks.rank == 0:
-            num_restarts = distributed.num_restarts()
-            folder = task.make_folder()
-            record = _make_record(task, folder, command=command, num_restarts=num_restarts)
-            record.end_badly(explain(absence, rank=0))
+        if error is None:
+            _record_failure(task, absence, ranks=ranks, command=command)
         raise
     errors = [error for error in distributed.gather(error, ranks) if error is not None]
     if errors:
         _SHARED.append(errors[0])
         raise errors[0]
+    differences = _find_differences(task, ranks)
+    if differences:
+        failure = RunError(
+            f"the ranks, whose machines differ, chose different settings ({differences}): give "
+            "each flag a value that suits all of them"
+        )
+        _SHARED.append(failure)
+        _record_failure(task, failure, ranks=ranks, command=command)
+        raise failure
+
+
+def _find_differences(task: Task, ranks: Ranks) -> str:
+    """Name the settings that ranks chose differently, with the first rank of each value."""
     # These follow from the number of cores, which may differ between nodes.
-    of_node = {"num_workers", "num_threads"}
-    config = task.for_record(num_restarts=0)["config"]
-    config = {name: value for name, value in config.items() if name not in of_node}
-    configs = distributed.gather(config, ranks)
-    assert configs == [config] * ranks.world_size, "ranks resolved the same flags differently"
+    of_node = ("num_workers", "num_threads")
+    configs = distributed.gather(task.for_record(num_restarts=0)["config"], ranks)
+    differences = []
+    for name in configs[0]:
+        first_ranks: dict[str, int] = {}
+        for rank, config in enumerate(configs):
+            first_ranks.setdefault(repr(config[name]), rank)
+        if len(first_ranks) > 1 and name not in of_node:
+            values = (
+                f"{value} on {distributed.name_ranks([rank], ranks)}"
+                for value, rank in first_ranks.items()
+            )
+            differences.append(f"--{name}: {', '.join(values)}")
+    return "; ".join(differences)
+
+
+def _record_failure(task: Task, failure: RunError, *, ranks: Ranks, command: list[str]) -> None:
+    """Write the record of a run that fails before the ranks agree on it; on the first rank."""
+    from sdbench.run.outcome import explain
+
+    if ranks.rank == 0:
+        num_restarts = distributed.num_restarts()
+        record = _make_record(task, task.make_folder(), command=command, num_restarts=num_restarts)
+        record.end_badly(explain(failure, rank=0))
 
 
 def _on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
@@ -233,7 +260,7 @@ def _work(
     """Begin the record, do the work, and write the record of whatever happens."""
     from sdbench.measure import startup
     from sdbench.record.store import TIMEOUT
-    from sdbench.run.outcome import Failure, explain, explain_among_ranks
+    from sdbench.run.outcome import Failure, explain
     from sdbench.run.task import Run
 
     record: RunRecord | None = None
@@ -264,12 +291,10 @@ def _work(
         ignore_terminations(STOP_SIGNALS)  # a signal no longer loses what has been measured
     except BaseException as error:  # also Ctrl-C: the record has to say why
         if record is None or (isinstance(error, ConfigError) and not has_begun):
-            raise  # there is no place for a record
+            raise  # without a record
         ignore_terminations(STOP_SIGNALS)  # until the record is written
-        if task.is_distributed:
-            failure = explain_among_ranks(error, heartbeat=heartbeat, rank=ranks.rank)
-        else:
-            failure = explain(error)
+        rank = ranks.rank if task.is_distributed else None
+        failure = explain(error, rank=rank, heartbeat=heartbeat)
         exit_code = end_badly(failure)
         keep_exit_code(exit_code)
         heartbeat.end(failure.status, failure.reason)

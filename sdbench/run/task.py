@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has begun.
-
-    Attributes:
-        folder: Of the run, the same on every rank.
-        clock: Splits the start-up into phases.
-        heartbeat: Has to be told of every training step.
-    """
+    """A run that has begun: its folder, the clock of its start-up, and the ranks' heartbeat."""
 
     folder: Path
     clock: StartupClock
@@ -33,7 +27,7 @@ class Run:
 
 
 class Task(abc.ABC):
-    """One run of a task. The methods are called in the order in which they stand here.
+    """One run of a task; its methods are called in the order in which they stand here.
 
     Of the last two, `write_partial` is called after a failure and `conclude` after success.
 
@@ -86,11 +80,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def for_record(self, *, num_restarts: int) -> dict[str, Any]:
-        """The fields of the record that are known before the run.
-
-        Args:
-            num_restarts: How often the run has been started again.
-        """
+        """The fields of the record that are known before the run."""
 
     @abc.abstractmethod
     def work(self, run: Run) -> dict[str, Any]:
@@ -104,19 +94,10 @@ class Task(abc.ABC):
     def write_partial(self, folder: Path) -> None:
         """Write what was measured before `work` ended with an error; on the first rank.
 
-        Args:
-            folder: Of the run. Its record has been written, and the other ranks know of the error.
+        The record has been written, and the other ranks know of the error.
         """
         return
 
     @abc.abstractmethod
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
-        """Write further files after the record; on the first rank.
-
-        Args:
-            content: The record.
-            folder: Of the run.
-
-        Returns:
-            The result as text for the terminal.
-        """
+        """Write further files after the record, and return its text for the terminal."""

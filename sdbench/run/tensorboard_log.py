@@ -25,8 +25,8 @@ class TensorboardLog(Tracker):
 
         Args:
             folder: Of the run.
-            num_steps: Steps of the checkpoint that the run goes on from: TensorBoard hides those of
-                older files behind it.
+            num_steps: Steps of the checkpoint that the run resumes from. TensorBoard hides later
+                steps of older files.
         """
 
         def open_writer() -> None:
@@ -38,7 +38,7 @@ class TensorboardLog(Tracker):
         self._guard(open_writer)
 
     def close(self) -> None:
-        """Write what is still kept."""
+        """Write the figures that are still kept."""
         self._guard(lambda: self._writer.close())
 
     def _log(self, figures: Mapping[str, float], step: int) -> None:

@@ -1,4 +1,4 @@
-"""`Tracker`: shows the figures of a run in another program, whose failures never end the run."""
+"""`Tracker`, the base of logs for other programs, whose failures never end the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class Tracker(abc.ABC):
-    """What it raises becomes one warning, and it is off from then on.
+    """Logs figures of a run; its first error becomes a warning and turns it off.
 
     Attributes:
         program: Name of the other program.
@@ -23,11 +23,11 @@ class Tracker(abc.ABC):
         self.is_on = is_on
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Show figures of a step, by name."""
+        """Log figures of a step, by name."""
         self._guard(lambda: self._log(figures, step))
 
     def log_picture(self, name: str, path: Path, *, step: int) -> None:
-        """Show the picture of a file."""
+        """Log the picture of a file."""
         self._guard(lambda: self._log_picture(name, path, step))
 
     @abc.abstractmethod
@@ -43,7 +43,7 @@ class Tracker(abc.ABC):
             return
         try:
             action()
-        # Anything at all: what was asked for beside the run must not cost the run.
+        # Any error: a log must not end the run.
         except Exception as error:
             self.is_on = False
             print(f"warning: {self.program} is off for this run: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Logs a run to Weights & Biases."""
+"""`WandbLog` logs a run to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ID_NAME = "wandb_id.txt"
 
 
 class WandbLog(Tracker):
-    """Logs to W&B when asked to: as an observer the losses of steps, else what it is given."""
+    """Logs to W&B when asked to: losses as an observer of steps, or the figures it is given."""
 
     program = "Weights & Biases"
 
@@ -37,8 +37,8 @@ class WandbLog(Tracker):
         Args:
             config: Settings, without secrets.
             folder: Of the run.
-            has_parts: Whether several processes may train the run one after the other: all log to
-                one W&B run, whose charts have the key ``step`` as their x axis.
+            has_parts: Whether several processes may train the run in turn. All log to one W&B run,
+                whose charts have the key ``step`` as their x axis.
         """
 
         def init() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.outside import MAX_DEPTH, check_values, read_text
-from sdbench.base.yaml_file import MAX_YAML_BYTES, check_yaml
+from sdbench.base.yaml_file import MAX_YAML_BYTES, parse_yaml
 
 CONFIG_FLAG = "--config"
 # OmegaConf's parser takes a millisecond for each of them, and more where they are nested.
@@ -96,7 +96,7 @@ def _load(path: str) -> Any:
 
     try:
         text = read_text(Path(path), max_bytes=MAX_YAML_BYTES)
-        check_yaml(text)
+        parse_yaml(text)
         _check_references(text)
         content = OmegaConf.create(text)
     # OmegaConf asserts that a file holds a mapping or a list.
@@ -125,7 +125,7 @@ def _check_assignment(text: str) -> None:
     key, _, value = text.partition("=")
     if key.count(".") + key.count("[") > MAX_DEPTH:
         raise ValueError(f"a key leads more than {MAX_DEPTH} levels deep")
-    check_yaml(value)
+    parse_yaml(value)
     _check_references(value)
 
 

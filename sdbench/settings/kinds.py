@@ -191,12 +191,7 @@ def _parse_resources(value: Any) -> dict[str, float]:
 
 def _parse_mapping(value: Any) -> dict[Any, Any]:
     if isinstance(value, str):
-        import yaml
-
-        try:
-            value = parse_yaml(value)
-        except yaml.YAMLError:
-            raise ValueError from None
+        value = parse_yaml(value)
     if not isinstance(value, dict):
         raise ValueError
     return value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.names import by_likeness
+from sdbench.base.names import by_similarity
 from sdbench.settings.kinds import POSITIVE
 from sdbench.settings.request import Translation
 
@@ -315,7 +315,7 @@ def _describe_differences(values: Values) -> Iterator[str]:
 def _find_rule(key: str, values: Values) -> Rule:
     rule = KEYS.get(key)
     if rule is None:
-        (meant, *_) = by_likeness(key, KEYS)
+        (meant, *_) = by_similarity(key, KEYS)
         raise ConfigError(
             "unknown key",
             value=key,

@@ -152,7 +152,7 @@ class Benchmark(TrainingTask):
 
 def _measure_peak(plan: Plan) -> float:
     """Mean TFLOP/s of the ranks' matrix products, all measured at once as they may share cores."""
-    from sdbench.measure.matmul import measure_matmul_tflops
+    from sdbench.measure.ceilings import measure_matmul_tflops
 
     distributed.gather(None, plan.ranks)
     device_type = plan.machine.device_type

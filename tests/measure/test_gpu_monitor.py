@@ -1,4 +1,4 @@
-"""What NVML tells about a GPU, with a fake NVML that answers as a driver does."""
+"""Readings of a GPU, with a fake NVML that answers as a driver does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sdbench.measure.gpu_monitor import GpuMonitor, GpuReadings, merge_readings
 
 
 class NVMLError(Exception):
-    """As pynvml raises for what a GPU does not support."""
+    """As pynvml raises for values that a GPU does not support."""
 
 
 class FakeNvml(SimpleNamespace):
-    """A driver whose answers are a table; what is not in it is not supported."""
+    """A driver whose answers are a table; it supports nothing else."""
 
     NVMLError = NVMLError
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
@@ -29,41 +29,41 @@ class FakeNvml(SimpleNamespace):
             if name not in self.answers:
                 raise NVMLError(name)
             value = self.answers[name]
-            return value() if callable(value) else value
+            return next(value) if hasattr(value, "__next__") else value
 
         return answer
 
 
-def read(monkeypatch, answers, *, period_s=10.0, seconds=0.0):
-    energy_mj = iter([1_000_000, 1_700_000])
-    basic = {
-        "nvmlInit": None,
-        "nvmlDeviceGetHandleByUUID": "handle",
-        "nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy_mj),
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(answers={**basic, **answers}))
-    monitor = GpuMonitor(device_uuid="x", period_s=period_s)
-    monitor.start()
-    time.sleep(seconds)
-    monitor.stop()
-    return monitor.read()
+@pytest.fixture
+def monitor(monkeypatch):
+    """Makes a monitor of a GPU with these answers, and starts it."""
+
+    def monitor(*, period_s=10.0, **answers):
+        device = {f"nvmlDeviceGet{name}": value for name, value in answers.items()}
+        basic = {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": "handle"}
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(answers=basic | device))
+        made = GpuMonitor(device_uuid="x", period_s=period_s)
+        made.start()
+        return made
+
+    return monitor
 
 
-def test_readings_have_our_units(monkeypatch):
-    readings = read(
-        monkeypatch,
-        {
-            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97),
-            "nvmlDeviceGetPowerUsage": 690_000,
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
-            "nvmlDeviceGetTemperature": 61,
-            "nvmlDeviceGetClockInfo": 1755,
-            "nvmlDeviceGetMaxClockInfo": 1980,
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
-            "nvmlDeviceGetComputeRunningProcesses": ["this one"],
-        },
+def test_readings_have_our_units(monitor):
+    started = monitor(
+        TotalEnergyConsumption=iter([1_000_000, 1_700_000]),
+        UtilizationRates=SimpleNamespace(gpu=97),
+        PowerUsage=690_000,
+        EnforcedPowerLimit=700_000,
+        PowerManagementDefaultLimit=700_000,
+        Temperature=61,
+        ClockInfo=1755,
+        MaxClockInfo=1980,
+        CurrentClocksThrottleReasons=0x4,
+        ComputeRunningProcesses=["this one"],
     )
+    started.stop()
+    readings = started.read()
     assert readings == GpuReadings(
         utilization_percent=97.0,
         power_w=pytest.approx(690.0),
@@ -76,14 +76,13 @@ def test_readings_have_our_units(monkeypatch):
         throttle_reasons=("power cap",),
         num_other_processes=0,
     )
-    # A GPU under load stands at its power cap: that is its normal state.
+    # A GPU under load runs at its power cap: that is its normal state.
     assert not readings.is_throttled and not readings.is_shared
 
 
 @pytest.mark.parametrize("reasons", [0x8, 0x20, 0x40, 0x80, 0x44])
-def test_heat_and_hardware_are_throttling(monkeypatch, reasons):
-    readings = read(monkeypatch, {"nvmlDeviceGetCurrentClocksThrottleReasons": reasons})
-    assert readings.is_throttled
+def test_heat_and_hardware_are_throttling(monitor, reasons):
+    assert monitor(CurrentClocksThrottleReasons=reasons).read().is_throttled
 
 
 def test_a_lowered_power_limit_is_throttling():
@@ -91,52 +90,30 @@ def test_a_lowered_power_limit_is_throttling():
     assert not GpuReadings(power_limit_w=400.0).is_throttled  # whether it is lower is not known
 
 
-def test_a_neighbour_makes_a_gpu_shared(monkeypatch):
-    answers = {"nvmlDeviceGetComputeRunningProcesses": ["this one", "another"]}
-    assert read(monkeypatch, answers).is_shared
+def test_a_neighbour_makes_a_gpu_shared(monitor):
+    assert monitor(ComputeRunningProcesses=["this one", "another"]).read().is_shared
 
 
-def test_what_a_gpu_does_not_tell_is_none(monkeypatch):
-    readings = read(monkeypatch, {})
-    assert readings.power_w is None and readings.utilization_percent is None
-    assert readings.num_other_processes is None and not readings.is_shared
-    assert readings.throttle_reasons is None and not readings.is_throttled
+@pytest.mark.parametrize("answers", [{}, {"ComputeRunningProcesses": []}], ids=str)
+def test_what_a_gpu_does_not_tell_is_none(monitor, answers):
+    readings = monitor(**answers).read()  # in a container NVML may list no process
+    assert readings == GpuReadings()
+    assert not readings.is_shared and not readings.is_throttled
 
 
-def test_a_container_that_sees_no_process_knows_of_no_neighbours(monkeypatch):
-    readings = read(monkeypatch, {"nvmlDeviceGetComputeRunningProcesses": []})
-    assert readings.num_other_processes is None
-
-
-def test_each_window_is_read_from_its_own_start(monkeypatch):
-    powers = iter([100_000, 300_000])
-    energy_mj = iter([1000, 2000, 5000])
-    nvml = FakeNvml(
-        answers={
-            "nvmlInit": None,
-            "nvmlDeviceGetHandleByUUID": "handle",
-            "nvmlDeviceGetPowerUsage": lambda: next(powers),
-            "nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy_mj),
-        }
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monitor = GpuMonitor(device_uuid="x", period_s=100.0)
-    monitor.start()
-    monitor.start()  # the first window turned out to be warm-up
-    readings = monitor.read()
-    monitor.stop()
+def test_each_window_is_read_from_its_own_start(monitor):
+    started = monitor(PowerUsage=iter([100_000]), TotalEnergyConsumption=iter([1000, 2000, 5000]))
+    started.start()  # the first window turned out to be warm-up
+    readings = started.read()
     assert (readings.power_w, readings.energy_j) == (100.0, 3.0)
 
 
-def test_samples_are_taken_while_it_runs(monkeypatch):
-    powers = iter([100_000, 200_000, 300_000] + [300_000] * 1000)
-    readings = read(
-        monkeypatch,
-        {"nvmlDeviceGetPowerUsage": lambda: next(powers)},
-        period_s=0.01,
-        seconds=0.2,
-    )
-    assert 200.0 < readings.power_w < 300.0
+def test_samples_are_taken_while_it_runs(monitor):
+    powers = [100_000, 200_000, 300_000] + [300_000] * 1000
+    started = monitor(PowerUsage=iter(powers), period_s=0.01)
+    time.sleep(0.2)
+    started.stop()
+    assert 200.0 < started.read().power_w < 300.0
 
 
 def test_without_nvml_there_are_no_readings(monkeypatch):

@@ -1,4 +1,4 @@
-"""A GPU that torch has no code for is refused; torch's answers stand for GPUs that are not here."""
+"""A GPU that torch has no code for is refused; torch answers for GPUs that are elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TORCH_2_14 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 @pytest.fixture
 def torch_sees(monkeypatch):
-    """Lets torch have code for these architectures and find this GPU."""
+    """Gives torch code for these architectures, and this GPU."""
 
     def torch_sees(built_for, name, capability):
         answers = {
@@ -68,9 +68,6 @@ def test_a_gpu_without_code_is_refused_by_name(torch_sees, built_for, name, capa
         ([], (9, 0)),
     ],
 )
-def test_a_gpu_with_code_is_not_refused(torch_sees, built_for, capability):
+def test_a_gpu_with_code_is_not_refused_nor_a_cpu(torch_sees, built_for, capability):
     check_gpu_code(torch_sees(built_for, "a GPU", capability))
-
-
-def test_a_cpu_needs_no_code():
     check_gpu_code(make_cpu_machine())

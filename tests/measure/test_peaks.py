@@ -1,4 +1,4 @@
-"""The measured peaks of arithmetic and memory, with work of known length on a clock of its own."""
+"""The measured peaks of arithmetic and memory, with work of known length on a fake clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sdbench.measure import ceilings, matmul
-from sdbench.measure.timing import median_time_s
+from sdbench.measure import ceilings
 
 SIZE = 16
 NUM_BYTES = 1 << 12
@@ -18,7 +17,8 @@ NUM_BYTES = 1 << 12
 def work(monkeypatch):
     """Lets time pass on the clock by which the work is timed."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setitem(median_time_s.__kwdefaults__, "clock", lambda: clock.now_s)
+    monkeypatch.setitem(ceilings.MATRIX_SIZE, "cpu", SIZE)
+    monkeypatch.setitem(ceilings._median_time_s.__kwdefaults__, "clock", lambda: clock.now_s)
 
     def work(seconds):
         clock.now_s += seconds
@@ -32,24 +32,17 @@ def work(monkeypatch):
 def test_the_rate_is_that_of_the_median_of_the_later_products(precision, dtype, monkeypatch, work):
     # The first is not timed; of the five others the last three count.
     times_s = iter([100.0, 9.0, 9.0, 2.0, 4.0, 3.0])
-    original = torch.matmul
 
-    def multiply(left, right, out):
+    def multiply_s(left, right):
         assert left.shape == right.shape == (SIZE, SIZE) and left.dtype == dtype
-        work(next(times_s))
-        return original(left, right, out=out)
+        return next(times_s)
 
-    monkeypatch.setattr(torch, "matmul", multiply)
-    monkeypatch.setattr(matmul, "CPU_SIZE", SIZE)
-    tflops = matmul.measure_matmul_tflops(precision, device_type="cpu")
+    slow_down(monkeypatch, torch, "matmul", work, multiply_s)
+    state = torch.get_rng_state()
+    tflops = ceilings.measure_matmul_tflops(precision, device_type="cpu")
     assert tflops == 2 * SIZE**3 / 3.0 / 1e12
     assert list(times_s) == []
-
-
-def test_the_random_numbers_of_the_run_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(matmul, "CPU_SIZE", SIZE)
-    state = torch.get_rng_state()
-    matmul.measure_matmul_tflops("fp32", device_type="cpu")
+    # The random numbers of the run stay as they are.
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -88,7 +81,6 @@ def test_the_arithmetic_is_that_of_the_fastest_kernel(
 
     slow_down(monkeypatch, torch, "matmul", work, multiply_s)
     slow_down(monkeypatch, torch.nn.functional, "conv2d", work, lambda *_: convolution_s)
-    monkeypatch.setattr(matmul, "CPU_SIZE", SIZE)
     monkeypatch.setattr(ceilings, "CONVOLUTION_CHANNELS", 4)
     monkeypatch.setattr(ceilings, "CONVOLUTION_SIZE", 1)
     assert ceilings.measure_arithmetic("bf16", device_type="cpu") == (kernel, flop / 2.0 / 1e12)

@@ -12,20 +12,11 @@ from sdbench.measure import startup
 from sdbench.measure.startup import StartupClock
 
 
-def clock_of(*moments_s: float):
-    """A clock that shows each of these once."""
-    return iter(moments_s).__next__
-
-
-def step_ends(clock: StartupClock, *, index: int) -> None:
-    clock.step_ends(index=index, phase="warmup", loss=lambda: 1.0, num_steps=9)
-
-
 def follow(*, num_warmup_steps: int) -> dict:
     """A run of 4 steps that began 3 s before its main, 1 s of them in the launcher."""
     moments_s = (100.0, 102.0, 102.5, 102.75, 110.0, 111.0, 114.0, 115.0, 117.0, 120.0)
     clock = StartupClock(
-        before_main_s={"launcher": 1.0, "interpreter": 2.0}, clock=clock_of(*moments_s)
+        before_main_s={"launcher": 1.0, "interpreter": 2.0}, clock=iter(moments_s).__next__
     )
     clock.ends(startup.IMPORTS)
     clock.ends(startup.PLAN)
@@ -33,7 +24,7 @@ def follow(*, num_warmup_steps: int) -> dict:
     clock.ends(startup.BUILD)
     clock.loop_begins()
     for index in range(4):
-        step_ends(clock, index=index)
+        clock.step_ends(index=index, phase="warmup", loss=lambda: 1.0, num_steps=9)
     return clock.summary(num_warmup_steps=num_warmup_steps)
 
 
@@ -64,28 +55,24 @@ def test_what_is_warm_up_is_decided_at_the_end(num_warmup_steps, first_step_s, w
     assert result["total_s"] == 14.0 + first_step_s + warmup_s
 
 
-CHILD = "import time; time.sleep(0.3); from sdbench.measure.startup import seconds_before_now as f"
+CHILD = (
+    "import time; time.sleep(0.3); from sdbench.measure.startup import seconds_before_now as f; "
+    "print(f())"
+)
+LAUNCHER = f"""import subprocess, sys, time
+time.sleep(0.5)
+subprocess.run([sys.executable, "-c", "{CHILD}"], check=True)
+"""
 
 
-def test_a_process_knows_how_old_it_is(repository) -> None:
-    command = [sys.executable, "-c", f"{CHILD}; print(f())"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
-    before = eval(done.stdout)
-    assert before["launcher"] == 0.0
-    assert 0.3 <= before["interpreter"] < 10
-
-
-def test_the_launcher_counts_from_its_own_start(repository, tmp_path) -> None:
+def test_process_and_launcher_count_from_their_own_start(repository, tmp_path) -> None:
     launcher = tmp_path / "torchrun"
-    launcher.write_text(
-        "import subprocess, sys, time\n"
-        "time.sleep(0.5)\n"
-        f"subprocess.run([sys.executable, '-c', '{CHILD}; print(f())'], check=True)\n"
-    )
-    command = [sys.executable, str(launcher)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
-    before = eval(done.stdout)
-    assert 0.5 <= before["launcher"] < 10 and 0.3 <= before["interpreter"] < 10
+    launcher.write_text(LAUNCHER)
+    for arguments, (least_s, most_s) in ((["-c", CHILD], (0, 0)), ([launcher], (0.5, 10))):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+        before = eval(done.stdout)
+        assert least_s <= before["launcher"] <= most_s and 0.3 <= before["interpreter"] < 10
 
 
 def test_compilation_is_counted_forward_and_backward() -> None:

@@ -36,6 +36,6 @@ def test_the_phase_is_the_one_that_takes_longer_than_on_the_median_rank():
     ]
 
 
-def test_ranks_alike_have_no_straggler():
+def test_equal_ranks_have_no_straggler():
     assert find_stragglers([seconds(), seconds()], ranks_per_node=1) == []
     assert find_stragglers([seconds(ema=1.0)], ranks_per_node=1) == []

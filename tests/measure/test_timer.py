@@ -1,4 +1,4 @@
-"""The timer on a fake clock, against exact answers."""
+"""The timer of steps on a fake clock, against exact answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from sdbench.measure.window import WindowPolicy
 class FakeClock:
     """A clock that moves when told."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
+    now_s = 100.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -55,16 +54,17 @@ class FakeDevice:
         return end - start
 
 
-def run_steps(step_times_s, *, data_wait_s=0.0, clock=None, **options):
-    """Time steps of known lengths on a host clock, each beginning with its data wait."""
+def run_steps(step_times_s, *, data_waits_s=(), clock=None, **options):
+    """Time steps of known lengths on a host clock, each beginning with its data waits."""
     clock = clock or FakeClock()
     timer = StepTimer(clock=clock, **options)
     timer.start()
     for index, step_time_s in enumerate(step_times_s):
-        timer.data_wait_begins()
-        clock.pass_time(data_wait_s)
-        timer.data_wait_ends()
-        clock.pass_time(step_time_s - data_wait_s)
+        for data_wait_s in data_waits_s:
+            timer.data_wait_begins()
+            clock.pass_time(data_wait_s)
+            timer.data_wait_ends()
+        clock.pass_time(step_time_s - sum(data_waits_s))
         timer.step_ends(loss=torch.tensor(float(index)))
     return timer.timings()
 
@@ -99,37 +99,23 @@ def test_twenty_images_per_second_are_twenty(num_ranks, num_microbatches):
     assert summary["mfu_percent"] == pytest.approx(40 / num_ranks, rel=1e-12)
 
 
-def test_the_rate_is_images_over_time_not_a_mean_of_rates():
+def test_the_rate_is_images_over_time_of_the_window():
+    timings = run_steps([9.0, 1.0, 3.0, 7.0], num_warmup_steps=1, num_measured_steps=2)
+    assert timings.window_s == pytest.approx(4.0)
+    assert [step.phase for step in timings.steps] == ["warmup", "measured", "measured", "after"]
+    assert [step.step_time_s for step in timings.steps] == pytest.approx([9.0, 1.0, 3.0, 7.0])
+    assert [step.loss for step in timings.steps] == [0.0, 1.0, 2.0, 3.0]
     # Steps of 1 s and 3 s with 6 images each: 12 images in 4 s are 3/s; the mean of the rates is 4.
-    timings = run_steps([1.0, 3.0], num_warmup_steps=0, num_measured_steps=2)
     assert summarize_ranks([timings], images_per_step=6)["images_per_second"] == pytest.approx(3.0)
 
 
-def test_warmup_and_steps_behind_the_window_are_excluded_but_kept():
-    timings = run_steps([9.0, 2.0, 2.0, 7.0], num_warmup_steps=1, num_measured_steps=2)
-    assert timings.window_s == pytest.approx(4.0)
-    assert [step.phase for step in timings.steps] == ["warmup", "measured", "measured", "after"]
-    assert [step.step_time_s for step in timings.steps] == pytest.approx([9.0, 2.0, 2.0, 7.0])
-    assert [step.loss for step in timings.steps] == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_data_wait_is_measured_apart():
-    timings = run_steps([2.0] * 4, num_warmup_steps=2, num_measured_steps=2, data_wait_s=0.5)
-    assert [step.data_wait_s for step in timings.steps] == pytest.approx([0.5] * 4)
-    assert summarize_ranks([timings], images_per_step=1)["data_wait_percent"] == pytest.approx(25.0)
-
-
-def test_a_second_wait_within_a_step_is_added_to_it():
-    # At the end of an epoch the loader is asked once more, says no, and a new epoch is begun.
-    clock = FakeClock()
-    timer = StepTimer(num_warmup_steps=0, num_measured_steps=1, clock=clock)
-    timer.start()
-    for wait_s in (0.25, 0.5):
-        timer.data_wait_begins()
-        clock.pass_time(wait_s)
-        timer.data_wait_ends()
-    timer.step_ends(loss=torch.tensor(0.0))
-    assert timer.timings().steps[0].data_wait_s == pytest.approx(0.75)
+@pytest.mark.parametrize("num_waits", [1, 2])  # two at the end of an epoch
+def test_data_wait_is_measured_apart(num_waits):
+    options = {"num_warmup_steps": 2, "num_measured_steps": 2, "data_waits_s": [0.25] * num_waits}
+    timings = run_steps([2.0] * 4, **options)
+    assert [step.data_wait_s for step in timings.steps] == pytest.approx([0.25 * num_waits] * 4)
+    summary = summarize_ranks([timings], images_per_step=1)
+    assert summary["data_wait_percent"] == pytest.approx(12.5 * num_waits)
 
 
 def test_the_slowest_rank_makes_the_step():
@@ -165,47 +151,38 @@ def test_a_device_that_lags_is_synchronised_at_the_edges_only():
     assert [step.step_time_s for step in timings.measured] == pytest.approx([2.1, 2.0, 2.0])
 
 
-def test_a_window_that_has_not_settled_becomes_warm_up_and_its_look_costs_no_step():
-    clock = FakeClock()
-    decisions = iter([WARM_UP, CLOSE])
-
-    def policy(step_times_s, num_warmup_steps):
-        clock.pass_time(1000.0)
-        return next(decisions)
-
-    timings = run_steps(
-        [9.0, 5.0, 3.0, 2.0, 2.0, 4.0],
-        num_warmup_steps=1,
-        num_measured_steps=2,
-        num_profiled_steps=1,
-        policy=policy,
-        clock=clock,
-    )
-    phases = ["warmup", "warmup", "warmup", "measured", "measured", "profiled"]
-    assert [step.phase for step in timings.steps] == phases
-    assert [step.step_time_s for step in timings.steps] == [9.0, 5.0, 3.0, 2.0, 2.0, 4.0]
-    assert timings.window_s == 4.0
-
-
-def test_a_window_goes_on_to_the_length_that_a_look_asks_for():
-    clock = FakeClock()
-    seen = []
+@pytest.mark.parametrize(
+    ("decision", "windows", "phases", "window_s"),
+    [
+        (
+            WARM_UP,
+            [([5.0, 3.0], 1), ([2.0, 2.0], 3)],
+            ["warmup"] * 3 + ["measured"] * 2 + ["profiled"],
+            4.0,
+        ),
+        (
+            4,
+            [([5.0, 3.0], 1), ([5.0, 3.0, 2.0, 2.0], 1)],
+            ["warmup"] + ["measured"] * 4 + ["profiled"],
+            12.0,
+        ),
+    ],
+)
+def test_the_policy_decides_on_a_full_window_and_costs_no_step(decision, windows, phases, window_s):
+    clock, decisions, seen = FakeClock(), iter([decision, CLOSE]), []
 
     def policy(step_times_s, num_warmup_steps):
         seen.append((list(step_times_s), num_warmup_steps))
         clock.pass_time(1000.0)
-        return 4 if len(step_times_s) == 2 else CLOSE
+        return next(decisions)
 
-    timings = run_steps(
-        [9.0, 1.0, 2.0, 3.0, 4.0],
-        num_warmup_steps=1,
-        num_measured_steps=2,
-        policy=policy,
-        clock=clock,
-    )
-    assert seen == [([1.0, 2.0], 1), ([1.0, 2.0, 3.0, 4.0], 1)]
-    assert timings.window_s == 10.0
-    assert [step.phase for step in timings.steps] == ["warmup"] + ["measured"] * 4
+    step_times_s = [9.0, 5.0, 3.0, 2.0, 2.0, 4.0]
+    lengths = {"num_warmup_steps": 1, "num_measured_steps": 2, "num_profiled_steps": 1}
+    timings = run_steps(step_times_s, policy=policy, clock=clock, **lengths)
+    assert seen == windows
+    assert [step.phase for step in timings.steps] == phases
+    assert [step.step_time_s for step in timings.steps] == step_times_s
+    assert timings.window_s == window_s
 
 
 def make_policy(*, other_ranks=(), **options):
@@ -220,13 +197,9 @@ def test_the_policy_asks_for_more_warm_up_until_the_bound():
     assert make_policy(max_warmup_steps=23)(DRIFTING, 3) == WARM_UP
     assert make_policy(max_warmup_steps=22)(DRIFTING, 3) == CLOSE
     assert make_policy(max_warmup_steps=23)([1.0, 1.01] * 10, 3) == CLOSE
-
-
-def test_the_policy_judges_the_slowest_rank_of_each_step():
-    steady = [1.0] * 20
-    assert make_policy(max_warmup_steps=23, other_ranks=[DRIFTING])(steady, 3) == WARM_UP
-    slower = [3.0] * 20
-    assert make_policy(max_warmup_steps=23, other_ranks=[slower])(DRIFTING, 3) == CLOSE
+    # The slowest rank of each step counts.
+    assert make_policy(max_warmup_steps=23, other_ranks=[DRIFTING])([1.0] * 20, 3) == WARM_UP
+    assert make_policy(max_warmup_steps=23, other_ranks=[[3.0] * 20])(DRIFTING, 3) == CLOSE
 
 
 def test_the_policy_doubles_the_window_until_it_is_precise_or_at_its_bound():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdbench.cli import main
-from sdbench.measure import ceilings, matmul
+from sdbench.measure import ceilings
 from sdbench.measure.ceilings import Ceiling
 from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
@@ -36,7 +36,7 @@ def small_arrays(monkeypatch, plain_replay):
     """The ceilings themselves are measured in tests/measure."""
     monkeypatch.setitem(ceilings.ARRAY_BYTES, "cpu", 1 << 24)
     monkeypatch.setattr(ceilings, "CONVOLUTION_CHANNELS", 16)
-    monkeypatch.setattr(matmul, "CPU_SIZE", 256)
+    monkeypatch.setitem(ceilings.MATRIX_SIZE, "cpu", 256)
 
 
 def profile_tiny(folder, *argv):

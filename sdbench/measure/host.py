@@ -1,10 +1,11 @@
-"""The CPU of a machine: its name, its vector instructions, and the cores that this process has."""
+"""Asks the CPU and NVML, NVIDIA's library about GPUs, for facts that need no torch."""
 
 from __future__ import annotations
 
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 
 def num_cpu_cores() -> int:
@@ -25,3 +26,24 @@ def read_cpu() -> tuple[str, tuple[str, ...]]:
     flags = set(fields.get("flags", "").split())
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
     return " ".join(name.split()), tuple(flag for flag in wanted if flag in flags)
+
+
+def open_nvml() -> Any | None:
+    """The initialised module ``pynvml``, which opens no CUDA context; None without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def ask(nvml: Any, name: str, *arguments: Any) -> Any:
+    """Call a function of NVML; None if the GPU, the driver or this pynvml does not support it."""
+    try:
+        return getattr(nvml, name)(*arguments)
+    except (nvml.NVMLError, AttributeError, TypeError):
+        return None
