@@ -154,7 +154,6 @@ def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "argv"),
     [
-        ("--lora_alpha or --lora_rank", ("--lora_alpha", "2")),
         ("--lora_layers", ("--lora_rank", "4", "--lora_layers", "to_q,nope")),
         (
             "--lora_text_encoder_layers",
@@ -164,7 +163,6 @@ def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
             "--lora_text_encoder_layers or --train_text_encoder",
             ("--lora_rank", "4", "--lora_text_encoder_layers", "fc1"),
         ),
-        ("--lora_rank", ("--lora_rank", "4", "--train", "vae")),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, tmp_path, capsys):

@@ -289,38 +289,6 @@ def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
 
 
-@pytest.mark.parametrize(
-    ("flag", "argv"),
-    [
-        ("--max_duration", ()),
-        (
-            "--ema_decay or --ema_half_life_batches",
-            ("--max_duration", "1ba", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
-        ),
-        ("--ema_decay", ("--max_duration", "1ba", "--ema_decay", "1")),
-        ("--cuda_graph", ("--max_duration", "1ba", "--cuda_graph")),
-        ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
-        ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
-        ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
-        (
-            "--ema_impl",
-            (
-                "--max_duration",
-                "1ba",
-                "--use_ema",
-                "--ema_impl",
-                "composer",
-                "--engine",
-                "composer",
-            ),
-        ),
-    ],
-)
-def test_refusals(flag, argv, capsys):
-    assert run(*argv) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == flag
-
-
 def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
     argv = ("--max_duration", "3ba", "--log_every_batches", 1, "--precision", "fp32")
     for name, norm in (("free", None), ("wide", 1e9), ("tight", 1e-9)):

@@ -27,9 +27,8 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
-from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.parts import check_parts, find_random_parts, note_random_parts
+from sdbench.tasks.train.parts import find_random_parts, note_random_parts
 from sdbench.tasks.train.resuming import check_drawing, check_inputs, compare_settings
 from sdbench.tasks.training import TrainingTask
 
@@ -41,12 +40,8 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.hooks import TrainHooks
 
 
-# Looks at the model, by what each of them needs.
-LOOKS = {
-    "validate_every_batches": "validation_remote",
-    "sample_every_batches": "sample_prompts",
-    "score_every_batches": "validation_remote",
-}
+# Intervals of what is done with the model while it trains.
+LOOKS = ("validate_every_batches", "sample_every_batches", "score_every_batches")
 # The summary of a run that goes on behind its end.
 NOTHING_LEFT = {
     "images_per_second": None,
@@ -75,9 +70,6 @@ class Train(TrainingTask):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan, and check what training needs beside a measurement."""
         config = self.request.config
-        _check(config)
-        check_effects(self.request)
-        check_parts(self.request)
         self.plan = resolve(
             self.request,
             machine=machine,
@@ -404,67 +396,6 @@ class Train(TrainingTask):
             f"Trained to step {num_steps}: {rate:.4g} images/s while training ({other_s} besides), "
             f"last loss {'none' if loss is None else f'{loss:.4f}'}.\n"
             f"Its model for diffusers: python -m sdbench export {folder}"
-        )
-
-
-def _check(config: Any) -> None:
-    if config.max_duration is None:
-        raise ConfigError(
-            "a training run needs an end",
-            value=None,
-            allowed="batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
-            flag="--max_duration",
-        )
-    if config.max_failures and config.resume != "auto":
-        raise ConfigError(
-            "ranks that Ray starts again have to go on with the run, not begin another",
-            value=config.resume,
-            allowed="auto, with a --run_name; or --max_failures 0",
-            flag="--resume or --max_failures",
-        )
-    for interval, needed in LOOKS.items():
-        if getattr(config, interval) is not None and getattr(config, needed) is None:
-            raise ConfigError(
-                f"--{interval} needs something to look at",
-                value=None,
-                allowed=f"a place given by --{needed}",
-                flag=f"--{needed}",
-            )
-    for interval in ("sample_every_batches", "score_every_batches"):
-        if getattr(config, interval) is not None and not config.step_has_encoders:
-            raise ConfigError(
-                "a model that is trained on latents has no encoders to draw with",
-                value=getattr(config, config.place_of_encoders),
-                allowed=f"encoders in the step, or no --{interval}: the exported model draws",
-                flag=f"--{config.place_of_encoders} or --{interval}",
-            )
-    if config.use_ema and config.ema_impl == "composer":
-        raise ConfigError(
-            "Composer's moving average is not kept in checkpoints",
-            value=config.ema_impl,
-            allowed="foreach",
-            flag="--ema_impl",
-        )
-    if config.cuda_graph:
-        raise ConfigError(
-            "a CUDA graph holds the whole step, and a checkpoint has to be read before its update",
-            value=True,
-            allowed="--no_cuda_graph",
-            flag="--cuda_graph",
-        )
-    if config.ema_decay is not None and config.ema_half_life_batches is not None:
-        raise ConfigError(
-            "the half-life of the moving average follows from its decay",
-            value=config.ema_half_life_batches,
-            allowed="one of both",
-            flag="--ema_decay or --ema_half_life_batches",
-        )
-    if config.resume == "auto" and config.run_name is None:
-        raise ConfigError(
-            "only a run with a name can be found again",
-            value=config.resume,
-            allowed="never, or auto with --run_name",
-            flag="--resume or --run_name",
         )
 
 
