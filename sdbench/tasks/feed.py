@@ -108,11 +108,7 @@ class Feed(Task):
 
 
 def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
-    """Choose what was left open, and print it.
-
-    Raises:
-        ConfigError: Two values contradict each other, or one has no effect.
-    """
+    """Choose what was left open, and print it."""
     draft = Draft.begin(request, machine=machine, ranks=ranks)
     draft.choose_format()
     settings = draft.config

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import benchmark
 import generate
@@ -21,6 +20,7 @@ from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
+from tests.train.written import weights_of
 
 TINY = ("--model_name", "tiny", "--use_synth_data")
 RECIPE = ("--batch_size", "4", "--engine", "torch", "--precision", "fp32", "--lr", "0.01")
@@ -28,8 +28,6 @@ LORA = ("--lora_rank", "4", "--lora_alpha", "6", "--train_text_encoder")
 # Of train.py, and so of the random weights; generate.py draws the same ones by it.
 SEED = 17
 ONE_POSITION = "unet.mid_block.attentions.0.transformer_blocks.0.attn1"
-PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
-PARTS["text_encoder"] = "model"
 
 
 def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
@@ -41,12 +39,11 @@ def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run's model for diffusers."""
-    model = folder / "model"
     assert sdbench(["export", str(folder)]) == 0
     return {
         f"{part}.{name}": weight
-        for part, file in PARTS.items()
-        for name, weight in load_file(model / part / f"{file}.safetensors").items()
+        for part in ("unet", "vae", "text_encoder")
+        for name, weight in weights_of(folder / "model", part).items()
     }
 
 

@@ -9,17 +9,12 @@ from sdbench.plan.resolve import Plan
 
 
 def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
-    """A text about the parts that are random and stay so; None where there are none.
-
-    Args:
-        plan: Of the run.
-        given: Sub-models whose weights come from a checkpoint.
-    """
+    """Describe the parts that keep random weights; None without such parts."""
     frozen, made_latents = find_random_parts(plan, given=given)
     notes = []
     if made_latents:
         notes.append(
-            f"Nothing says which {' and '.join(made_latents)} made the latents; those of "
+            f"It is not known which {' and '.join(made_latents)} made the latents; those of "
             f"{plan.architecture.name} are random. python -m sdbench export will need --encoders."
         )
     if frozen:
@@ -31,14 +26,14 @@ def note_random_parts(plan: Plan, *, given: Collection[str]) -> str | None:
 
 
 def find_random_parts(plan: Plan, *, given: Collection[str]) -> tuple[list[str], list[str]]:
-    """The sub-models that are random and stay so, and the random ones in the place of unknown ones.
+    """Find the sub-models that keep random weights.
 
     Args:
-        plan: Of the run.
+        plan: The resolved run.
         given: Sub-models whose weights come from a checkpoint.
 
     Returns:
-        Those that the run draws, and those that stand for what has made its latents.
+        Those that the run uses, and those that stand for the unknown encoders of its latents.
     """
     config: Any = plan.config
     if config.train == "vae":  # there is no other part

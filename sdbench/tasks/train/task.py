@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
-from sdbench.data.identity import describe_data_or_warn, identify_data, sources_of
+from sdbench.data.identity import identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import DRAWING
@@ -62,11 +62,6 @@ class Train(TrainingTask):
     _hooks: TrainHooks | None = None
     _changed_inputs: Sequence[str] = ()
 
-    @property
-    def timeout_s(self) -> float:
-        """The flag --dist_timeout."""
-        return self.request.config.dist_timeout
-
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan, and check what training needs beside a measurement."""
         config = self.request.config
@@ -78,13 +73,22 @@ class Train(TrainingTask):
             resolve_steps=_resolve_length,
         )
         if config.save_every_batches is None:
-            self.plan = dataclasses.replace(
-                self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
+            self._note(
+                f"A checkpoint is written at the end, step {self.plan.num_steps}, or when the run "
+                "is told to stop: what kills it before takes all of it. More of them: "
+                "--save_every_batches."
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
-        self._note_random_parts()
+        self._note(
+            note_random_parts(self.plan, given=_find_given_parts(self._found or self._initial))
+        )
         self._check_looks()
+
+    def _note(self, note: str | None) -> None:
+        """Add a sentence to the notes of the plan."""
+        if note is not None:
+            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
 
     def make_folder(self) -> Path:
         """The folder of --run_name, locked against a second run; else a new one."""
@@ -259,11 +263,9 @@ class Train(TrainingTask):
 
     def _compare_with(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
         """The settings that differ from those of a checkpoint."""
-        from sdbench.tasks.train.weights import parts_in
-
         before, folder = checkpoint.facts["config"], checkpoint.folder
         changes = compare_settings(before, self._settings(), folder=folder)
-        drawn, _ = find_random_parts(self.plan, given=parts_in(checkpoint))
+        drawn, _ = find_random_parts(self.plan, given=_find_given_parts(checkpoint))
         check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
@@ -290,9 +292,7 @@ class Train(TrainingTask):
 
             check_scores(config, self._held_out)
         if config.validate_every_batches is not None:
-            overlap = describe_overlap(self.plan, self._held_out)
-            if overlap is not None:
-                self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
+            self._note(describe_overlap(self.plan, self._held_out))
         if config.sample_every_batches is not None:
             read_prompts(config)
 
@@ -320,17 +320,6 @@ class Train(TrainingTask):
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
 
-    def _note_random_parts(self) -> None:
-        checkpoint = self._found or self._initial
-        given: set[str] = set()
-        if checkpoint is not None:
-            from sdbench.tasks.train.weights import parts_in
-
-            given = parts_in(checkpoint)
-        note = note_random_parts(self.plan, given=given)
-        if note is not None:
-            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
-
     def _tell_of_resume(self, resumed: Checkpoint) -> None:
         changes = self._compare_with(resumed)
         if self.plan.ranks.rank != 0:
@@ -346,7 +335,6 @@ class Train(TrainingTask):
     ) -> dict[str, Any]:
         timings = measurements.timings
         images = (self.plan.num_steps - first_step) * job.images_per_step
-        stats = distributed.gather(job.loader.stats, self.plan.ranks)
         train_s = max(distributed.gather(timings.window_s, self.plan.ranks))
         return {
             "summary": {
@@ -358,16 +346,7 @@ class Train(TrainingTask):
                 "loss_last": hooks.last_loss,
                 "peak_memory_gib": measurements.peak_memory_gib,
             },
-            "workload": {
-                "num_parameters": job.num_parameters,
-                "num_trainable_parameters": job.num_trainable_parameters,
-                "flops_per_image": job.flops_per_image,
-                "num_images": self.plan.num_steps * job.images_per_step,
-                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
-                "num_dropped_samples": job.loader.stats.num_dropped_samples,
-                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
-            },
-            "data": describe_data_or_warn(self.plan.config) if self.plan.ranks.rank == 0 else None,
+            **self._describe_work(job, num_images=self.plan.num_steps * job.images_per_step),
         }
 
     def _totals(self, folder: Path) -> dict[str, Any]:
@@ -399,11 +378,13 @@ class Train(TrainingTask):
         )
 
 
-def _describe_only_save(num_steps: int) -> str:
-    return (
-        f"A checkpoint is written at the end, step {num_steps}, or when the run is told to stop: "
-        "what kills it before takes all of it. More of them: --save_every_batches."
-    )
+def _find_given_parts(checkpoint: Checkpoint | None) -> set[str]:
+    """The sub-models whose weights a checkpoint has."""
+    if checkpoint is None:
+        return set()
+    from sdbench.tasks.train.weights import parts_in
+
+    return parts_in(checkpoint)
 
 
 def _has_steps(folder: Path) -> bool:
