@@ -92,14 +92,16 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER,
         None,
         "sleep so long after each batch, and say how long a trainer waits",
+    )
+    target_images_per_second: float | None = setting(
+        POSITIVE_NUMBER,
+        None,
+        "say whether the source feeds so much, and with how many workers",
         demands={
-            "target_images_per_second": (
+            "emulate_step_seconds": (
                 (None,),
                 "with an emulated step the rate is that of the trainer, not of the source",
             )
         },
-    )
-    target_images_per_second: float | None = setting(
-        POSITIVE_NUMBER, None, "say whether the source feeds so much, and with how many workers"
     )
     results_dir: str = shared(RunSettings, "results_dir")
