@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from sdbench.base.errors import ConfigError
-from sdbench.plan.speedups import settle
 from sdbench.ranks.distributed import Ranks
 from sdbench.settings.config import PRESETS, SETTINGS, parse_request
 from sdbench.settings.kinds import SWITCH
+from sdbench.settings.rules import settle
 from sdbench.settings.setting import ANY_NUMBER, NO_OLDER_RECORD, PerDevice
 from tests.machines import make_cpu_machine, make_machine
 
@@ -24,7 +24,7 @@ NODES_OF_ONE = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 
 def settled(*argv, machine=CPU, ranks=ONE):
     request = parse_request(argv, description="", epilog="")
-    return settle(request.config, machine=machine, ranks=ranks, is_users=request.is_users)
+    return settle(request, machine=machine, ranks=ranks)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -247,7 +247,7 @@ def test_a_declaration_speaks_of_values_that_its_setting_takes(name):
     for rung in declared.rungs:
         for other, value in {**rung.together, **rung.needs}.items():
             assert SETTINGS[other].parse(value) == value
-    for rule in declared.rules:
+    for rule in declared.rules if declared.presets else ():
         if declared.kind is SWITCH:
             assert rule.values == (True,)
         # What replaces a preset's value is none of those that the rule forbids.

@@ -28,8 +28,10 @@ from sdbench.base.errors import EXIT_FAILED, EXIT_INTERRUPTED, RunError
 from sdbench.launch.ray_worker import PERIOD_S, Rank, RankFailedError
 from sdbench.ranks import ray_cluster
 from sdbench.record import store
-from sdbench.settings.ray import check_ray_settings
+from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request
+from sdbench.settings.rules import check
+from sdbench.settings.setting import declarations
 
 # Without a rank for so long, a line says what Ray is waiting for; the next after twice the time.
 PATIENCE_S = 30.0
@@ -100,7 +102,7 @@ def launch_ranks(request: Request, *, command: list[str], rank_main: Callable[..
         ConfigError: Ray is not installed, or its settings contradict each other.
         RunError: No cluster answers.
     """
-    check_ray_settings(request)
+    check(request, declarations(RaySettings))
     told = ray_cluster.describe_job_stop(os.environ)
     if told is not None:
         print(told, flush=True)

@@ -20,11 +20,7 @@ MICROBATCH_CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 2
 
 
 def resolve_batch(draft: Draft) -> None:
-    """Choose global batch and micro-batch.
-
-    Raises:
-        ConfigError: The batch does not divide over ranks and micro-batches.
-    """
+    """Choose global batch and micro-batch; refuse a batch that ranks cannot share evenly."""
     world_size = draft.ranks.world_size
     microbatch = draft.config.device_train_microbatch_size
     if draft.config.batch_size is None and draft.config.has_subject:

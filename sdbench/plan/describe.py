@@ -68,13 +68,7 @@ def as_yaml(plan: Plan, request: Request) -> str:
 
 
 def for_record(plan: Plan, request: Request, *, num_restarts: int) -> dict[str, Any]:
-    """The fields of a record that are known before the run.
-
-    Args:
-        plan: Of the run.
-        request: The user's request.
-        num_restarts: How often the run has been restarted.
-    """
+    """The fields of a record that are known before the run."""
     memory = {**dataclasses.asdict(plan.memory), "total_gib": plan.memory.total_gib}
     of_ray = plan.config.engine == RAY
     return {

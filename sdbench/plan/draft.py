@@ -5,35 +5,46 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sdbench import data
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.config import BenchmarkConfig
 from sdbench.settings.request import Request
+from sdbench.settings.rules import settle
 from sdbench.settings.setting import GPU
 
 
 @dataclasses.dataclass
 class Draft:
-    """An unfinished plan.
+    """An unfinished plan of any task.
 
     Attributes:
         request: The user's request.
         config: The request's config, with the values chosen so far.
         machine: The machine of this process.
         ranks: The rank of this process.
-        architecture: The model to train.
         chosen: The reason for each setting that the program chose.
         notes: Sentences that the user has to read.
+        architecture: The model, where the task has one.
     """
 
-    request: Request[BenchmarkConfig]
-    config: BenchmarkConfig
+    request: Request[Any]
+    config: Any
     machine: Machine
     ranks: Ranks
-    architecture: Architecture
     chosen: dict[str, str]
     notes: list[str]
+    architecture: Architecture = dataclasses.field(init=False)
+
+    @classmethod
+    def begin(cls, request: Request[Any], *, machine: Machine, ranks: Ranks) -> Draft:
+        """Check a request by the rules of its settings, and begin a plan with it.
+
+        Raises:
+            ConfigError: A rule is broken.
+        """
+        config, reasons = settle(request, machine=machine, ranks=ranks)
+        return cls(request, config, machine, ranks, reasons, [*request.translation.notes])
 
     @property
     def on_gpu(self) -> bool:
@@ -44,3 +55,27 @@ class Draft:
         """Set a setting that the user left open or set to ``auto``."""
         self.config = dataclasses.replace(self.config, **{name: value})
         self.chosen[name] = reason
+
+    def choose_if_open(self, name: str, value: Any, reason: str) -> None:
+        """Set a setting that is None."""
+        if getattr(self.config, name) is None:
+            self.choose(name, value, reason)
+
+    def choose_format(self) -> None:
+        """Choose the format of the data from the settings that name their place.
+
+        Raises:
+            ConfigError: These contradict each other.
+        """
+        config = self.config
+        data_format = data.resolve_format(
+            data_format=config.data_format,
+            use_synth_data=config.use_synth_data,
+            remote=config.remote,
+            local=config.local,
+            streams=config.streams,
+        )
+        if data_format != config.data_format:
+            given = config.use_synth_data or config.remote or config.local or config.streams
+            reason = "from the data flags" if given else "neither --remote nor --local was given"
+            self.choose("data_format", data_format, reason)

@@ -61,11 +61,7 @@ def estimate_memory(draft: Draft, microbatch: int) -> MemoryEstimate:
 
 
 def check_memory(draft: Draft) -> MemoryEstimate:
-    """Estimate the peak memory of one rank, and compare it with the free memory.
-
-    Raises:
-        MemoryEstimateError: It does not fit on a CPU, and --no_check_memory is not given.
-    """
+    """Estimate the peak memory of one rank, and refuse a run that does not fit on a CPU."""
     config = draft.config
     try:
         private_folder(REPLAYS_FOLDER)

@@ -26,16 +26,11 @@ from sdbench.models.parts import replace_parts
 from sdbench.plan.batch import resolve_batch
 from sdbench.plan.draft import Draft
 from sdbench.plan.memory_limit import check_memory
-from sdbench.plan.speedups import settle
 from sdbench.plan.window import resolve_steps
 from sdbench.ranks.distributed import Ranks
 from sdbench.ranks.ray_cluster import RAY_RESTARTS
 from sdbench.settings.config import BenchmarkConfig
-from sdbench.settings.lora import check_lora_settings
-from sdbench.settings.online import check_online_settings
-from sdbench.settings.ray import check_ray_settings
 from sdbench.settings.request import Request
-from sdbench.settings.subject import check_subject_settings
 
 # The seeds' command line on GPUs (mosaicml/diffusion-benchmark) has 8 workers.
 GPU_NUM_WORKERS = 8
@@ -105,28 +100,12 @@ def resolve(
     Raises:
         ConfigError: The request cannot be run here.
     """
-    check_ray_settings(request)
-    check_online_settings(request)
-    check_subject_settings(request)
-    check_lora_settings(request)
-    _check_text_encoder(request.config)
-    architecture, note = resolve_architecture(
-        request.config.model_name,
-        revision=request.config.model_revision,
-        random_weights=request.config.random_weights,
-    )
-    config, reasons = settle(
-        request.config, machine=machine, ranks=ranks, is_users=request.is_users
-    )
-    notes = [*request.translation.notes, *([] if note is None else [note])]
-    if model_parts is not None:
-        architecture, notes_of_parts = replace_parts(architecture, model_parts)
-        notes += notes_of_parts
-    draft = Draft(request, config, machine, ranks, architecture, reasons, notes)
-    if config.num_threads is None:
-        draft.choose("num_threads", *_threads_per_rank(machine, ranks))
+    draft = Draft.begin(request, machine=machine, ranks=ranks)
+    _resolve_architecture(draft, model_parts)
+    draft.choose_if_open("num_threads", *_threads_per_rank(machine, ranks))
     _resolve_image_size(draft)
-    _resolve_data(draft)
+    draft.choose_format()
+    draft.choose_if_open("num_workers", *_count_workers(draft))
     resolve_batch(draft)
     source = _make_source(draft)
     class_source = _make_class_source(draft, source)
@@ -137,16 +116,16 @@ def resolve(
     memory = check_memory(draft)
     _check_results_dir(draft.config.results_dir)
     if source.wants_latents:
-        notes.append("Latents are precomputed: compare with other precomputed runs only.")
+        draft.notes.append("Latents are precomputed: compare with other precomputed runs only.")
     elif not draft.config.step_has_encoders:
-        notes.append(
-            "Latents are made by other processes while the ranks train: compare with other runs of "
+        draft.notes.append(
+            "Other processes make the latents while the ranks train: compare with other runs of "
             "--online_preprocessing only."
         )
     return Plan(
         config=draft.config,
         chosen=draft.chosen,
-        architecture=architecture,
+        architecture=draft.architecture,
         source=source,
         class_source=class_source,
         ranks=ranks,
@@ -154,18 +133,21 @@ def resolve(
         memory=memory,
         num_steps=num_steps,
         max_num_steps=max_num_steps,
-        notes=tuple(notes),
+        notes=tuple(draft.notes),
     )
 
 
-def _check_text_encoder(config: BenchmarkConfig) -> None:
-    if config.train_text_encoder and not config.step_has_encoders:
-        raise ConfigError(
-            "captions that are encoded already cannot train a text encoder",
-            value=getattr(config, config.place_of_encoders),
-            allowed="encoders in the step, or no --train_text_encoder",
-            flag=f"--{config.place_of_encoders} or --train_text_encoder",
-        )
+def _resolve_architecture(
+    draft: Draft, model_parts: Mapping[str, Mapping[str, Any]] | None
+) -> None:
+    config = draft.config
+    draft.architecture, note = resolve_architecture(
+        config.model_name, revision=config.model_revision, random_weights=config.random_weights
+    )
+    draft.notes += [] if note is None else [note]
+    if model_parts is not None:
+        draft.architecture, notes = replace_parts(draft.architecture, model_parts)
+        draft.notes += notes
 
 
 def _resolve_image_size(draft: Draft) -> None:
@@ -178,27 +160,15 @@ def _resolve_image_size(draft: Draft) -> None:
     architecture.check_image_size(draft.config.image_size)
 
 
-def _resolve_data(draft: Draft) -> None:
-    config = draft.config
-    data_format = data.resolve_format(
-        data_format=config.data_format,
-        use_synth_data=config.use_synth_data,
-        remote=config.remote,
-        local=config.local,
-        streams=config.streams,
-    )
-    if data_format != config.data_format:
-        given = config.use_synth_data or config.remote or config.local or config.streams
-        reason = "from the data flags" if given else "neither --remote nor --local was given"
-        draft.choose("data_format", data_format, reason)
-    if config.num_workers is None and config.online_preprocessing:
-        draft.choose("num_workers", 0, "actors of Ray Data read the samples")
-    elif config.num_workers is None and config.has_subject:
-        draft.choose("num_workers", 0, "latents of a subject are on the device")
-    elif config.num_workers is None and draft.on_gpu:
-        draft.choose("num_workers", GPU_NUM_WORKERS, "the seeds' default")
-    elif config.num_workers is None:
-        draft.choose("num_workers", 0, "no GPU: cores and memory are for training")
+def _count_workers(draft: Draft) -> tuple[int, str]:
+    """Loader workers of a rank, and the reason."""
+    if draft.config.online_preprocessing:
+        return 0, "actors of Ray Data read the samples"
+    if draft.config.has_subject:
+        return 0, "latents of a subject are on the device"
+    if draft.on_gpu:
+        return GPU_NUM_WORKERS, "the seeds' default"
+    return 0, "no GPU: cores and memory are for training"
 
 
 def _make_source(draft: Draft) -> SourceConfig:

@@ -26,17 +26,14 @@ MAX_WINDOW_FACTOR = 16
 
 
 def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
-    """Choose the windows of a run.
+    """Choose the windows of a run whose batch is settled.
 
     Args:
-        draft: Of the run, with its batch.
+        draft: The plan so far.
         num_samples: Samples of an epoch, None if unknown.
 
     Returns:
         `num_steps` and `max_num_steps` of the plan.
-
-    Raises:
-        ConfigError: The windows do not fit into the run.
     """
     num_steps = None
     if draft.config.max_duration is not None:
@@ -59,27 +56,27 @@ def resolve_steps(draft: Draft, *, num_samples: int | None) -> tuple[int, int]:
 
 
 def _num_behind(draft: Draft, num_profiled: int) -> int:
-    """Steps behind the window: profiled, one to look at attention in, one to trace."""
+    """Steps after the window: those that are profiled, one to see attention, one to trace."""
     has_look = num_profiled > 0 and looks_at_attention(draft.config, draft.ranks)
     return num_profiled + has_look + draft.config.profile_trace
 
 
 def looks_at_attention(config: BenchmarkConfig, ranks: Ranks) -> bool:
-    """Whether a step has few enough micro-batches for torch's profiler to look at it."""
+    """Return True if a step has few enough micro-batches for torch's profiler."""
     device_batch = config.batch_size // ranks.world_size
     return device_batch <= MAX_MICROBATCHES * config.device_train_microbatch_size
 
 
 def steps_in_duration(draft: Draft, duration: str, num_samples: int | None) -> int:
-    """Optimizer steps of a length in batches, epochs or samples, the last one rounded up.
+    """Optimizer steps of a --max_duration in batches, epochs or samples, the last one rounded up.
 
     Args:
-        draft: Of the run; its batch is settled.
+        draft: The plan so far; its batch is settled.
         duration: Value of --max_duration.
-        num_samples: Of an epoch, None where that is not known.
+        num_samples: Samples of an epoch, None if unknown.
 
     Raises:
-        ConfigError: The length of an epoch is asked for and not known.
+        ConfigError: The duration is in epochs, whose length is unknown.
     """
     number, unit = int(duration[:-2]), duration[-2:]
     if unit == "ba":

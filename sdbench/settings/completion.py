@@ -14,16 +14,12 @@ PLACE = "_ARGCOMPLETE"
 
 
 def is_asked() -> bool:
-    """Whether a shell asks for completions, and nothing else is to be done."""
+    """Return True if a shell asks for completions only."""
     return PLACE in os.environ
 
 
 def typed_command(commands: Collection[str]) -> str | None:
-    """The command that stands whole on the line; what is behind it is left to its own parser.
-
-    Args:
-        commands: Names that there are.
-    """
+    """The command on the line; its own parser completes the words after it."""
     from argcomplete.lexers import split_line
 
     *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
@@ -35,7 +31,7 @@ def typed_command(commands: Collection[str]) -> str | None:
 
 
 def offer(action: argparse.Action, choices: Collection[str]) -> None:
-    """Offer these values behind a flag; files are offered where nothing is said."""
+    """Offer values after a flag; the shell offers files by default."""
     action.completer = lambda **_: choices  # type: ignore[attr-defined]
 
 

@@ -16,11 +16,16 @@ from sdbench.settings.kinds import (
     RowOf,
     one_of,
 )
-from sdbench.settings.setting import setting
+from sdbench.settings.setting import Demands, setting
 
 ONLINE, PRECOMPUTED = "online", "precomputed"
 KEEP = "keep"
 COPY, STREAM = "copy", "stream"
+
+
+def encodes_in_step(reason: str) -> Demands:
+    """What a setting demands that needs encoders in the step."""
+    return {"latents": ((ONLINE,), reason), "online_preprocessing": ((False,), reason)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

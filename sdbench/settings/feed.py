@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from sdbench.settings.arithmetic import ArithmeticSpeedups
-from sdbench.settings.data import DataSettings
+from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, POSITIVE_NUMBER, one_of
 from sdbench.settings.measuring import RunSettings
-from sdbench.settings.online import ActorSettings, OnlineSettings
-from sdbench.settings.ray import RAY, RaySettings
+from sdbench.settings.online import NOT_STREAMED, ActorSettings, OnlineSettings
+from sdbench.settings.ray import RAY, UNDER_RAY, RaySettings
 from sdbench.settings.setting import setting, shared
 from sdbench.settings.training import ModelSettings
 
+TEXT_EMBEDDING_DIM = 1024
 DEFAULT_BATCHES = 100
 # What the workers have in store when the window begins is at most a tenth of it.
 MIN_BATCHES_PER_STORED_BATCH = 10
@@ -23,6 +24,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
     """What data.py --engine ray measures: Ray Data, and the encoders in it."""
 
     GROUP = ActorSettings.GROUP
+    ACTS_BESIDE = (UNDER_RAY,)
 
     online_encoder_batch_size: int = shared(OnlineSettings, "online_encoder_batch_size")
     max_failed_blocks: int = shared(OnlineSettings, "max_failed_blocks")
@@ -33,6 +35,7 @@ class RayFeedSettings(ActorSettings, RaySettings):
         ArithmeticSpeedups,
         "encoder_dtype",
         presets={},
+        rules=(),
         help="weights of the encoders (default: fp16 on GPUs, else bf16 or fp32 by the CPU)",
     )
     dist_timeout: float = shared(RunSettings, "dist_timeout")
@@ -49,6 +52,13 @@ class FeedSettings(RayFeedSettings, DataSettings):
         None,
         "who prepares batches: Ray Data, which also encodes them, for emulated trainers in ranks "
         "that Ray Train starts (default: this process and --num_workers)",
+        demands={
+            "num_workers": ((None,), "the --num_decoders of Ray Data load the pictures"),
+            "text_embedding_dim": ((TEXT_EMBEDDING_DIM,), "captions are encoded by --model_name"),
+            "latents": ((ONLINE,), "Ray Data encodes pictures"),
+            "streams": ((None,), "Ray Data reads the pictures of one data set"),
+            "remote_files": NOT_STREAMED,
+        },
     )
     num_workers: int | None = setting(
         NOT_NEGATIVE, None, "loader processes (default: 8, or the number of cores if smaller)"
@@ -58,7 +68,9 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE, 32, "images per batch; with --engine ray of all trainers together"
     )
     text_embedding_dim: int = setting(
-        POSITIVE, 1024, "width of the text embeddings beside latents (SD 2: 1024, SD 1: 768)"
+        POSITIVE,
+        TEXT_EMBEDDING_DIM,
+        "width of the text embeddings beside latents (SD 2: 1024, SD 1: 768)",
     )
     seed: int = shared(RunSettings, "seed", help="seed of order, crops, flips and noise")
     num_batches: int | None = setting(
@@ -77,9 +89,19 @@ class FeedSettings(RayFeedSettings, DataSettings):
         POSITIVE_NUMBER, None, "end the measured window after so long"
     )
     emulate_step_seconds: float | None = setting(
-        POSITIVE_NUMBER, None, "sleep so long after each batch, and say how long a trainer waits"
+        POSITIVE_NUMBER,
+        None,
+        "sleep so long after each batch, and say how long a trainer waits",
     )
     target_images_per_second: float | None = setting(
-        POSITIVE_NUMBER, None, "say whether the source feeds so much, and with how many workers"
+        POSITIVE_NUMBER,
+        None,
+        "say whether the source feeds so much, and with how many workers",
+        demands={
+            "emulate_step_seconds": (
+                (None,),
+                "with an emulated step the rate is that of the trainer, not of the source",
+            )
+        },
     )
     results_dir: str = shared(RunSettings, "results_dir")

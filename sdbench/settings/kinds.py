@@ -203,6 +203,12 @@ def _parse_text(value: Any) -> str:
     return value
 
 
+def _parse_word(value: Any) -> str:
+    if len(_parse_text(value).split()) != 1 or value != value.strip():
+        raise ValueError
+    return value
+
+
 def _parse_path(value: Any) -> Path:
     return Path(_parse_text(value))
 
@@ -236,6 +242,7 @@ def _is_positive(value: float) -> bool:
 POSITIVE = whole_number(1)
 NOT_NEGATIVE = whole_number(0)
 TEXT = Kind("a text", _parse_text, "TEXT")
+WORD = Kind("a word", _parse_word, "WORD")
 PATH = Kind("a path", _parse_path, "PATH")
 DATE = Kind("a date", datetime.date.fromisoformat, "YYYY-MM-DD")
 SWITCH = Kind("true | false", _parse_switch)

@@ -15,12 +15,7 @@ NETWORK_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
 
 def missing_files(folder: Path, *, reads_text: bool) -> list[str]:
-    """What the folder of a network lacks.
-
-    Args:
-        folder: Of transformers.
-        reads_text: It is CLIP, which needs its tokenizer, too.
-    """
+    """The files that a transformers folder lacks; with `reads_text` it needs a tokenizer too."""
     needed = [*NETWORK_FILES]
     if reads_text:
         has_tables = (folder / "vocab.json").is_file()

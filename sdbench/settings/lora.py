@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sdbench.settings.kinds import POSITIVE, POSITIVE_NUMBER, Kind
-from sdbench.settings.ray import refuse_without_effect
-from sdbench.settings.request import Request
-from sdbench.settings.setting import declarations, setting
+from sdbench.settings.setting import Beside, setting
 from sdbench.settings.training import ModelSettings
 
 
@@ -50,6 +48,7 @@ def _parse_file(value: Any) -> LoraFile:
 
 LORA_FILE = Kind("FILE, or FILE:WEIGHT with a number", _parse_file, "FILE[:WEIGHT]")
 NAMES = Kind("names with commas between them", _parse_names, "NAME,...")
+WITH_LORA = Beside(("lora_rank",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +71,7 @@ class LoraSettings:
         "LoRA is multiplied by alpha / rank (default: the rank, a factor of 1)",
         before=None,
         identifies=True,
+        acts_beside=(WITH_LORA,),
     )
     # As in diffusers, examples/dreambooth/train_dreambooth_lora.py.
     lora_layers: str = setting(
@@ -80,6 +80,7 @@ class LoraSettings:
         "linear layers of the U-Net that get LoRA: their names, or the ends of them behind a dot",
         before="to_q,to_k,to_v,to_out.0",
         identifies=True,
+        acts_beside=(WITH_LORA,),
     )
     lora_text_encoder_layers: str = setting(
         NAMES,
@@ -87,18 +88,5 @@ class LoraSettings:
         "the same of the text encoder (--train_text_encoder)",
         before="q_proj,k_proj,v_proj,out_proj",
         identifies=True,
+        acts_beside=(WITH_LORA, Beside(("train_text_encoder",))),
     )
-
-
-def check_lora_settings(request: Request) -> None:
-    """Refuse settings of LoRA where there is none.
-
-    Raises:
-        ConfigError: One of them has no effect.
-    """
-    if request.config.lora_rank is None:
-        names = [name for name in declarations(type(request.config)) if name.startswith("lora_")]
-        refuse_without_effect(request, names, needed="--lora_rank")
-    elif not request.config.train_text_encoder:
-        names = ["lora_text_encoder_layers"]
-        refuse_without_effect(request, names, needed="--train_text_encoder")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from sdbench.base.errors import ConfigError
-from sdbench.settings.data import ONLINE, DataSettings
+from sdbench.settings.data import COPY, ONLINE, DataSettings
 from sdbench.settings.kinds import NOT_NEGATIVE, POSITIVE, RESOURCES, SWITCH, TEXT
-from sdbench.settings.ray import RAY, refuse_without_effect
-from sdbench.settings.request import Request
-from sdbench.settings.setting import declarations, setting
+from sdbench.settings.ray import RAY, UNDER_RAY
+from sdbench.settings.setting import Beside, setting
 
 ANY = "any"
+# data.py and precompute have no --online_preprocessing: their engine is Ray Data.
+IN_ACTORS = (Beside(("online_preprocessing",)), UNDER_RAY)
+NOT_STREAMED = ((COPY,), "each actor of Ray Data reads any samples, and streams are read in order")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class ActorSettings:
     """The actors of Ray Data that prepare batches."""
 
     GROUP = "Ray Data"
+    ACTS_BESIDE = IN_ACTORS
 
     num_decoders: int = setting(
         POSITIVE,
@@ -53,12 +55,20 @@ class OnlineSettings(ActorSettings, DataSettings):
         "(--engine ray)",
         before=False,
         identifies=True,
+        demands={
+            "engine": ((RAY,), "Ray Data encodes for ranks that Ray Train starts"),
+            "latents": ((ONLINE,), "latents that are precomputed need no encoders"),
+            "num_workers": ((None, 0), "actors of Ray Data read the samples"),
+            "remote_files": NOT_STREAMED,
+            "streams": ((None,), "the shares of several streams are drawn in the training process"),
+        },
     )
     online_encoder_batch_size: int = setting(
         POSITIVE,
         32,
         "images per call of an encoder; at most a rank's batch",
         before=32,
+        acts_beside=IN_ACTORS,
     )
     max_failed_blocks: int = setting(
         NOT_NEGATIVE,
@@ -66,66 +76,10 @@ class OnlineSettings(ActorSettings, DataSettings):
         "batches that each rank may miss because reading or encoding them failed; it trains on "
         "the one before again",
         before=0,
+        acts_beside=IN_ACTORS,
     )
 
     @property
     def step_has_encoders(self) -> bool:
         """Whether a step encodes images and captions itself."""
         return self.latents == ONLINE and not self.online_preprocessing
-
-    @property
-    def place_of_encoders(self) -> str:
-        """The setting that decides whether a step has encoders, for messages."""
-        return "online_preprocessing" if self.online_preprocessing else "latents"
-
-
-def check_not_streamed(config: DataSettings) -> None:
-    """Check that actors of Ray Data may read any samples at any time.
-
-    Raises:
-        ConfigError: Files are to be streamed.
-    """
-    if config.is_streamed:
-        raise ConfigError(
-            "each actor of Ray Data reads batches of all files, and streamed ones are read on",
-            value=config.remote_files,
-            allowed="copy",
-            flag="--remote_files",
-        )
-
-
-def check_online_settings(request: Request) -> None:
-    """Check what --online_preprocessing needs, and that no other setting is idle without it.
-
-    Raises:
-        ConfigError: Something is missing, or a setting has no effect.
-    """
-    config = request.config
-    flag = "--online_preprocessing"
-    if not config.online_preprocessing:
-        names = declarations(OnlineSettings).keys() - declarations(DataSettings).keys()
-        refuse_without_effect(request, sorted(names), needed=flag)
-        return
-    for name, needed in (("engine", RAY), ("latents", ONLINE)):
-        if getattr(config, name) != needed:
-            raise ConfigError(
-                f"{flag} needs --{name} {needed}",
-                value=getattr(config, name),
-                allowed=f"{needed}, or no {flag}",
-                flag=f"--{name} or {flag}",
-            )
-    if config.num_workers:
-        raise ConfigError(
-            "actors of Ray Data read the samples",
-            value=config.num_workers,
-            allowed=f"0, or no {flag}",
-            flag=f"--num_workers or {flag}",
-        )
-    check_not_streamed(config)
-    if config.streams is not None:
-        raise ConfigError(
-            "the shares of several streams are drawn within the training process",
-            value=config.streams,
-            allowed=f"one data set by --remote, or no {flag}",
-            flag=f"--streams or {flag}",
-        )

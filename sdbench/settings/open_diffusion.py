@@ -248,15 +248,12 @@ GROUPS = {key.partition(".")[0] for key in KEYS}
 
 
 def translate(content: dict[str, Any]) -> Translation:
-    """Take what a file has in open-diffusion's form out of its content.
+    """Take the groups of `KEYS` out of the content of a file, and translate them.
 
     Keys of wandb go into the variables that W&B reads, which a record leaves out.
 
-    Args:
-        content: Of the file; loses the groups of `KEYS`.
-
     Raises:
-        ConfigError: A key is unknown, contradicts another one, or has a value without a meaning.
+        ConfigError: A key is unknown, contradicts another one, or has an unknown value.
     """
     groups = [name for name in content if name in GROUPS and isinstance(content[name], dict)]
     values = {
@@ -284,7 +281,7 @@ def translate(content: dict[str, Any]) -> Translation:
 
 
 def _describe_differences(values: Values) -> Iterator[str]:
-    """Sentences on what is not as there, and why."""
+    """Sentences on what this suite does in another way, and why."""
     if "experiment.save_every" in values:
         num_passes = _passes_per_step(values)
         interval = _positive("experiment.save_every", values)

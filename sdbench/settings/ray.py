@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from sdbench.base.errors import ConfigError
 from sdbench.settings.kinds import POSITIVE, RESOURCES, TEXT, whole_number
-from sdbench.settings.request import Request
-from sdbench.settings.setting import declarations, setting
+from sdbench.settings.setting import GIVEN, Beside, Rule, Situation, setting
 
 RAY = "ray"
+UNDER_RAY = Beside(("engine",), RAY)
+
+
+def _has_enough_workers(situation: Situation) -> bool:
+    least, most = situation.config.min_ray_workers, situation.config.num_ray_workers
+    return most is not None and least <= most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,7 @@ class RaySettings:
     """Where Ray Train starts the ranks, and what it does as one of them is lost."""
 
     GROUP = "ranks of --engine ray"
+    ACTS_BESIDE = (UNDER_RAY,)
 
     ray_address: str | None = setting(
         TEXT,
@@ -37,6 +42,15 @@ class RaySettings:
         None,
         "ranks to go on with where the cluster has no room for all; the global batch stays",
         only_measures=True,
+        rules=(
+            Rule(
+                GIVEN,
+                _has_enough_workers,
+                "the least number of ranks needs a number of ranks that is not below it",
+                "--num_ray_workers of at least --min_ray_workers",
+                others=("num_ray_workers",),
+            ),
+        ),
     )
     ray_worker_resources: Mapping[str, float] | None = setting(
         RESOURCES,
@@ -56,46 +70,5 @@ class RaySettings:
         0,
         "how often the ranks are started again after one was lost or failed; -1: always",
         only_measures=True,
+        demands={"resume": (("auto",), "ranks that are started again have to go on with a run")},
     )
-
-
-def refuse_without_effect(request: Request, names: Iterable[str], *, needed: str) -> None:
-    """Refuse settings that the user gave another value than the default, to no effect.
-
-    Args:
-        request: The user's.
-        names: Of the settings.
-        needed: The flag, with its value, beside which they have one.
-
-    Raises:
-        ConfigError: There is such a setting.
-    """
-    settings = declarations(type(request.config))
-    for declared in map(settings.__getitem__, names):
-        value = getattr(request.config, declared.name)
-        if request.is_users(declared.name) and value != declared.default:
-            raise ConfigError(
-                f"{declared.flag} has no effect",
-                value=value,
-                allowed=f"only with {needed}",
-                flag=f"{declared.flag} or {needed.split()[0]}",
-            )
-
-
-def check_ray_settings(request: Request) -> None:
-    """Refuse settings of Ray's ranks for another engine, and fewer ranks than the least.
-
-    Raises:
-        ConfigError: One of them has no effect, or they contradict each other.
-    """
-    config = request.config
-    if config.engine != RAY:
-        refuse_without_effect(request, declarations(RaySettings), needed="--engine ray")
-    least, most = config.min_ray_workers, config.num_ray_workers
-    if least is not None and (most is None or least > most):
-        raise ConfigError(
-            "the least number of ranks needs a number of ranks that is not below it",
-            value=f"at least {least} of {most}",
-            allowed="--num_ray_workers of at least --min_ray_workers",
-            flag="--min_ray_workers or --num_ray_workers",
-        )

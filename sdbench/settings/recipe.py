@@ -8,6 +8,7 @@ from typing import Any
 
 from sdbench.settings.arithmetic import ArithmeticSpeedups
 from sdbench.settings.compiling import CompilingSpeedups
+from sdbench.settings.data import ONLINE, encodes_in_step
 from sdbench.settings.kinds import (
     BETWEEN_0_AND_1,
     DURATION,
@@ -26,13 +27,40 @@ from sdbench.settings.lora import LoraSettings
 from sdbench.settings.measuring import LoggingSettings, RunSettings
 from sdbench.settings.online import OnlineSettings
 from sdbench.settings.open_diffusion import translate
-from sdbench.settings.parallel import RankSpeedups
+from sdbench.settings.parallel import WHOLE_WEIGHTS, RankSpeedups
 from sdbench.settings.ray import RaySettings
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import setting
+from sdbench.settings.setting import GIVEN, Beside, Rule, declarations, setting, shared
 from sdbench.settings.subject import SubjectSettings
 from sdbench.settings.training import BatchSettings, ModelSettings, UpdateSettings
 from sdbench.settings.updating import HostSpeedups, UpdateSpeedups
+
+AVERAGED = Beside(("use_ema",))
+SAMPLED = Beside(("sample_every_batches",))
+SCORED = Beside(("score_every_batches",))
+DRAWN = Beside(("sample_every_batches", "score_every_batches"))
+HELD_OUT = {"validation_remote": (GIVEN, "held-out samples are somewhere")}
+HAS_ENCODERS = encodes_in_step("a model that is trained on latents has no encoders to draw with")
+# The rest is about the U-Net.
+SUITS_VAE: dict[str, tuple[Any, ...]] = {
+    "latents": (ONLINE,),
+    "online_preprocessing": (False,),
+    "train_text_encoder": (False,),
+    "lora_rank": (None,),
+    "sample_every_batches": (None,),
+    "score_every_batches": (None,),
+    "prediction_type": (None,),
+    "min_snr_gamma": (None,),
+    "noise_offset": (0.0,),
+    "zero_terminal_snr": (False,),
+    "encoder_batch_size": ("microbatch",),
+    "activation_checkpointing": ("none",),
+    "compile": ("none",),
+    "keep_layout": (False,),
+    "convolution": ("torch",),
+    # FSDP gathers the weights for the forward pass alone, and a VAE has two methods.
+    "sharding": WHOLE_WEIGHTS,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +70,10 @@ class LengthSettings:
     GROUP = "length, folder and resuming"
 
     max_duration: str | None = setting(
-        DURATION, None, "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp"
+        DURATION,
+        None,
+        "end of the run in batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
+        rules=(Rule((None,), lambda s: False, "a training run needs an end", DURATION.allowed),),
     )
     run_name: str | None = setting(
         TEXT, None, "folder of the run below --results_dir (default: time, machine and model)"
@@ -51,13 +82,14 @@ class LengthSettings:
         one_of("never", "auto"),
         "never",
         "auto: go on from the newest whole checkpoint of --run_name, or begin where there is none",
+        demands={"run_name": (GIVEN, "only a run with a name can be found again")},
     )
     changed_inputs: str = setting(
         one_of("refuse", "accept"),
         "refuse",
         "data or frozen weights that differ from those that a run was saved with: it does not go "
         "on, or goes on with them as they are now",
-        acts_beside=("resume",),
+        acts_beside=(Beside(("resume",)),),
     )
     init_from: str | None = setting(
         TEXT,
@@ -81,7 +113,7 @@ class LengthSettings:
         POSITIVE,
         None,
         "checkpoints of multiples of so many steps are kept as well",
-        acts_beside=("save_every_batches",),
+        acts_beside=(Beside(("save_every_batches",)),),
     )
     on_failed_save: str = setting(
         one_of("continue", "stop"),
@@ -114,19 +146,22 @@ class PartSettings(ModelSettings):
         "diffusion",
         "what is trained: the U-Net, or the VAE alone",
         identifies=True,
+        demands={
+            name: (allowed, "a VAE is not trained with this") for name, allowed in SUITS_VAE.items()
+        },
     )
     kl_weight: float = setting(
         NOT_NEGATIVE_NUMBER,
         1e-3,
         "VAE: weight of the latents' divergence from a normal distribution, beside the squared "
         "error of the pixels",
-        acts_beside=("train",),
+        acts_beside=(Beside(("train",)),),
     )
     text_encoder_lr_factor: float = setting(
         POSITIVE_NUMBER,
         1.0,
         "learning rate of the text encoder, as a multiple of --lr",
-        acts_beside=("train_text_encoder",),
+        acts_beside=(Beside(("train_text_encoder",)),),
     )
 
     @property
@@ -151,7 +186,7 @@ class RateSettings:
         FRACTION,
         0.0,
         "share of --lr at the end of the schedules cosine and linear",
-        acts_beside=("lr_schedule",),
+        acts_beside=(Beside(("lr_schedule",)),),
     )
     beta1: float = setting(FRACTION, 0.9, "AdamW: decay of the mean of the gradients")
     beta2: float = setting(FRACTION, 0.999, "AdamW: decay of the mean of their squares")
@@ -163,20 +198,26 @@ class RateSettings:
         POSITIVE,
         None,
         "steps after which a weight's influence on the moving average has halved (default: 1000)",
-        acts_beside=("use_ema",),
+        acts_beside=(AVERAGED,),
     )
     ema_decay: float | None = setting(
         BETWEEN_0_AND_1,
         None,
         "in place of the half-life: share of the moving average that stays in a step (0.9999 has a "
         "half-life of 6931 steps)",
-        acts_beside=("use_ema",),
+        demands={
+            "ema_half_life_batches": (
+                (None,),
+                "the half-life follows from the decay",
+            )
+        },
+        acts_beside=(AVERAGED,),
     )
     ema_warmup: bool = setting(
         SWITCH,
         False,
         "let the average follow faster at first: decay at most (1 + n) / (10 + n)",
-        acts_beside=("use_ema",),
+        acts_beside=(AVERAGED,),
     )
 
 
@@ -214,73 +255,77 @@ class WatchSettings:
 
     log_every_batches: int = setting(POSITIVE, 10, "steps from one line of figures to the next")
     validate_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one validation loss to the next"
+        POSITIVE, None, "steps from one validation loss to the next", demands=HELD_OUT
     )
     validation_remote: str | None = setting(
         TEXT,
         None,
         "where held-out samples are, of the same kind as --remote; --filters and --class_prompts "
         "hold for them as well",
-        acts_beside=("validate_every_batches", "score_every_batches"),
+        acts_beside=(Beside(("validate_every_batches", "score_every_batches")),),
     )
     num_validation_images: int = setting(
         POSITIVE,
         64,
         "held-out images that are used",
-        acts_beside=("validate_every_batches",),
+        acts_beside=(Beside(("validate_every_batches",)),),
     )
     sample_every_batches: int | None = setting(
-        POSITIVE, None, "steps from one grid of pictures to the next"
+        POSITIVE,
+        None,
+        "steps from one grid of pictures to the next",
+        demands={"sample_prompts": (GIVEN, "pictures are drawn from prompts"), **HAS_ENCODERS},
     )
     sample_prompts: str | None = setting(
         TEXT,
         None,
         "text file with one prompt a line, or a CSV with the columns uid and caption",
-        acts_beside=("sample_every_batches",),
+        acts_beside=(SAMPLED,),
     )
     num_sample_images: int = setting(
         POSITIVE,
         64,
         "prompts of the file that are drawn, from the top: a grid of up to 64, and where there are "
         "more a file for each picture besides",
-        acts_beside=("sample_every_batches",),
+        acts_beside=(SAMPLED,),
     )
     sample_guidance: float = setting(
         NOT_NEGATIVE_NUMBER,
         7.5,
         "scale of classifier-free guidance when drawing",
-        acts_beside=("sample_every_batches", "score_every_batches"),
+        acts_beside=(DRAWN,),
     )
     sample_steps: int = setting(
         POSITIVE,
         25,
         "steps of the DDIM sampler when drawing",
-        acts_beside=("sample_every_batches", "score_every_batches"),
+        acts_beside=(DRAWN,),
     )
     score_every_batches: int | None = setting(
         POSITIVE,
         None,
         "steps from one FID and CLIP score to the next, of pictures drawn for the captions of "
         "--validation_remote as --sample_guidance and --sample_steps say",
+        demands={**HELD_OUT, **HAS_ENCODERS},
     )
     num_score_images: int = setting(
         whole_number(2),
         1000,
         "held-out pictures that are scored against as many drawn ones",
-        acts_beside=("score_every_batches",),
+        acts_beside=(SCORED,),
     )
     fid_network: str | None = setting(
         TEXT,
         None,
         "TorchScript file with the network of FID, uint8 pictures (N, 3, H, W) to features (N, D), "
         "e.g. NVIDIA's inception-2015-12-05.pt; a program, to be trusted as one",
-        acts_beside=("score_every_batches",),
+        acts_beside=(SCORED,),
     )
     clip_network: str | None = setting(
         TEXT,
         None,
         "folder with the CLIPModel of the CLIP score, in safetensors",
-        acts_beside=("score_every_batches",),
+        acts_beside=(SCORED,),
     )
     tensorboard: bool = setting(
         SWITCH, False, "write figures and pictures for TensorBoard as well, in the run's folder"
@@ -311,6 +356,37 @@ class TrainConfig(
     RunSettings,
 ):
     """Everything that decides a training run. None means: chosen for the machine, then printed."""
+
+    ema_impl: str | None = shared(
+        UpdateSpeedups,
+        "ema_impl",
+        acts_beside=(AVERAGED,),
+        rules=(
+            *declarations(UpdateSpeedups)["ema_impl"].rules,
+            Rule(
+                ("composer",),
+                lambda s: not s.config.use_ema,
+                "Composer's moving average is not kept in checkpoints",
+                "foreach",
+                "foreach",
+            ),
+        ),
+    )
+    ema_interval_batches: int | None = shared(
+        UpdateSpeedups, "ema_interval_batches", acts_beside=(AVERAGED,)
+    )
+    cuda_graph: bool = shared(
+        CompilingSpeedups,
+        "cuda_graph",
+        rules=(
+            Rule(
+                (True,),
+                lambda s: False,
+                "a graph holds the whole step, and a checkpoint is read before its update",
+                "--no_cuda_graph",
+            ),
+        ),
+    )
 
 
 def parse_request(

@@ -166,11 +166,7 @@ def parse(
 def _refuse_unknown_flags(
     arguments: Sequence[str], settings: Mapping[str, Setting], *, takes_file: bool
 ) -> None:
-    """Refuse what is no flag before argparse misses the flag that was meant.
-
-    Raises:
-        ConfigError: There is such an argument.
-    """
+    """Refuse an unknown flag, with the nearest known one, which argparse does not tell."""
     known = [*COMMON_FLAGS, *((CONFIG_FLAG, PRINT_FLAG) if takes_file else ())]
     for declared in settings.values():
         if not declared.is_positional:
@@ -186,11 +182,7 @@ def _refuse_unknown_flags(
 
 
 def _refuse_word(word: str, settings: Mapping[str, Setting]) -> NoReturn:
-    """Refuse an argument that is no flag and stands behind none that takes it.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Refuse an argument that belongs to no flag."""
     flags = [declared for declared in settings.values() if not declared.is_positional]
     meant = {declared.flag: declared.flag for declared in flags}
     for declared in flags:
@@ -346,12 +338,12 @@ def describe(declared: Setting) -> str:
 def raise_unknown(
     given: str, *, known: Sequence[str], where: str, flag: str | None = None
 ) -> NoReturn:
-    """Refuse a name, with the nearest of the known ones.
+    """Refuse an unknown name, with the nearest known one.
 
     Args:
         given: The name, as it was given.
-        known: Names or flags that there are.
-        where: What the name was to be, e.g. ``flag``.
+        known: The known names or flags.
+        where: What the name stands for, e.g. ``flag``.
         flag: What changes it; None: the flag of the nearest name, or of this one.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdbench.base.errors import ConfigError
@@ -75,9 +75,19 @@ class Situation:
         return self.machine.device_type == GPU
 
 
+class AllBut(tuple):
+    """Contains every value except its elements."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
+GIVEN = AllBut([None])
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What some values of a setting need.
+    """What some values of a setting need; `sdbench.settings.rules` applies it.
 
     A value that a rule forbids is an error where the user gave it; a preset's is replaced, and the
     reason recorded.
@@ -89,13 +99,34 @@ class Rule:
         allowed: What can be used instead, for the error. None: they work without being a gain, and
             a user's stays.
         instead: What replaces a preset's value; None: the value in the preset seed.
+        others: Names of other settings that lift it.
+        is_about_effect: The value changes nothing; that is an error only if the user asks for it.
     """
 
-    values: tuple[Any, ...]
+    values: Container[Any]
     is_met: Callable[[Situation], bool]
     problem: str
     allowed: str | None
     instead: Any = None
+    _: dataclasses.KW_ONLY
+    others: tuple[str, ...] = ()
+    is_about_effect: bool = False
+
+
+class Beside(NamedTuple):
+    """What a setting needs beside it to have an effect: a value of one of other settings.
+
+    Attributes:
+        names: Of the other settings. In a program that lacks one of them nothing is needed.
+        value: The value that one of them must have; None: any but its default.
+    """
+
+    names: tuple[str, ...]
+    value: Any = None
+
+
+# Values that other settings may have (`GIVEN`: any but None), and the reason, by their names.
+Demands = Mapping[str, tuple[Container[Any], str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +165,9 @@ class Setting:
         presets: Its value in each preset, by name; empty where presets leave it alone.
         rules: What its values need.
         rungs: Its steps of the ladder of speed-ups.
-        acts_with: What a run must have for the setting to have an effect; None: nothing.
-        acts_beside: Settings of train.py of which one must not have its default, or this one has no
-            effect; empty: there are none.
+        demands: What other settings must be where this one does not have its default.
+        acts_beside: What it needs beside it to have an effect: all of these.
+        acts_with: The kind of run in which a speed-up has an effect; None: any.
         only_measures: It decides how and how long to measure, or where to write, not what a step
             does.
         before: Its value in records older than the setting; `NO_OLDER_RECORD`: there are none.
@@ -154,8 +185,9 @@ class Setting:
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     rungs: tuple[Rung, ...] = ()
+    demands: Demands = dataclasses.field(default_factory=dict)
+    acts_beside: tuple[Beside, ...] = ()
     acts_with: str | None = None
-    acts_beside: tuple[str, ...] = ()
     only_measures: bool = False
     before: Any = NO_OLDER_RECORD
     spelling: str | None = None
@@ -224,7 +256,8 @@ def setting(
 def declarations(config_type: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, in order.
 
-    A class with settings may name their heading in the help, ``GROUP``.
+    A class with settings may name their heading in the help, ``GROUP``, and what they all need
+    beside them, ``ACTS_BESIDE``.
     """
     found = {}
     for field in dataclasses.fields(config_type):
@@ -233,11 +266,13 @@ def declarations(config_type: type) -> dict[str, Setting]:
             for base in reversed(config_type.__mro__)
             if field.name in getattr(base, "__dataclass_fields__", ())
         )
+        declared = field.metadata["setting"]
         found[field.name] = dataclasses.replace(
-            field.metadata["setting"],
+            declared,
             name=field.name,
             group=vars(declaring).get("GROUP", ""),
             default=field.default,
+            acts_beside=declared.acts_beside or vars(declaring).get("ACTS_BESIDE", ()),
         )
     return found
 

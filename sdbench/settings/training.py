@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sdbench.settings.data import encodes_in_step
 from sdbench.settings.kinds import (
     NOT_NEGATIVE,
     NOT_NEGATIVE_NUMBER,
@@ -11,10 +12,17 @@ from sdbench.settings.kinds import (
     POSITIVE_NUMBER,
     SWITCH,
     TEXT,
+    WORD,
     RowOrText,
     positive_or,
 )
-from sdbench.settings.setting import setting
+from sdbench.settings.setting import GIVEN, Beside, Rule, Situation, setting
+from sdbench.settings.subject import OF_PICTURES, OF_SUBJECT
+
+
+def _is_in_prompt(situation: Situation) -> bool:
+    prompt = situation.config.instance_prompt
+    return prompt is None or situation.config.learned_token in prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,16 +60,40 @@ class ModelSettings:
     )
 
     train_text_encoder: bool = setting(
-        SWITCH, False, "train the text encoder with the U-Net", before=False, identifies=True
+        SWITCH,
+        False,
+        "train the text encoder with the U-Net",
+        before=False,
+        identifies=True,
+        demands=encodes_in_step("captions that are encoded already train no text encoder"),
     )
 
     learned_token: str | None = setting(
-        TEXT,
+        WORD,
         None,
         "new word of --instance_prompt, e.g. '<dog>', whose embedding alone is learned (textual "
         "inversion)",
         before=None,
         identifies=True,
+        acts_beside=(OF_SUBJECT, OF_PICTURES),
+        demands={
+            "initial_token": (GIVEN, "a learned token begins as another one"),
+            "train_text_encoder": ((False,), "of the text encoder the token alone is trained"),
+            "lora_rank": ((None,), "a token is trained alone, without LoRA"),
+            "class_remote": ((None,), "the captions of class pictures do not have the token"),
+            "use_synth_data": ((False,), "synthetic captions do not have the token"),
+            "init_from": ((None,), "a token begins as one of the model, such as a run's export"),
+            "sharding": ((None, "none"), "a single row is not shared out over ranks"),
+        },
+        rules=(
+            Rule(
+                GIVEN,
+                _is_in_prompt,
+                "the captions do not have the token that is learned",
+                "a token of --instance_prompt",
+                others=("instance_prompt",),
+            ),
+        ),
     )
     initial_token: str | None = setting(
         TEXT,
@@ -69,6 +101,7 @@ class ModelSettings:
         "word whose embedding --learned_token begins with, e.g. dog: a single token",
         before=None,
         identifies=True,
+        acts_beside=(Beside(("learned_token",)),),
     )
 
     @property

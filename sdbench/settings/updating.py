@@ -98,7 +98,6 @@ class UpdateSpeedups:
         seed="composer",
         fast="foreach",
         acts_with=EMA,
-        acts_beside=("use_ema",),
         rules=(
             Rule(
                 ("composer",),
@@ -132,7 +131,6 @@ class UpdateSpeedups:
         seed=1,
         fast=EMA_INTERVAL_BATCHES,
         acts_with=EMA,
-        acts_beside=("use_ema",),
         rungs=(Rung(ANY_NUMBER, "MosaicML Composer, EMA(update_interval)"),),
     )
     image_dtype: str | None = setting(

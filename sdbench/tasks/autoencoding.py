@@ -1,4 +1,4 @@
-"""Training of the VAE alone as a job for an engine."""
+"""`build`: the job of training the VAE alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from sdbench.tasks.tuning import tune_blocks
 
 
 def build(plan: Plan) -> TrainJob:
-    """Build model and loader, and describe the rest.
-
-    Args:
-        plan: The resolved run; its config is a `TrainConfig`.
-
-    Returns:
-        The job for an engine.
-    """
+    """Build model and loader of a run of train.py, and describe the rest."""
     config: Any = plan.config
     model = build_autoencoder(
         plan.architecture,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import RunError
 from sdbench.base.secrets import redact_values
-from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.plan.resolve import Plan
@@ -42,11 +41,6 @@ class Benchmark(TrainingTask):
     _measurements: Measurements
     _wandb_log: WandbLog
     _watch: StepWatch | None = None
-
-    @property
-    def timeout_s(self) -> float:
-        """The flag --dist_timeout."""
-        return self.request.config.dist_timeout
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
@@ -114,22 +108,10 @@ class Benchmark(TrainingTask):
             uses_sockets=network == SOCKETS,
         )
         self._measurements = merged
-        stats = distributed.gather(job.loader.stats, ranks)
-        return {
-            "summary": summary,
-            "workload": {
-                "num_parameters": job.num_parameters,
-                "num_trainable_parameters": job.num_trainable_parameters,
-                "flops_per_image": job.flops_per_image,
-                "num_steps": num_steps,
-                "num_images": merged.num_images,
-                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
-                "num_dropped_samples": job.loader.stats.num_dropped_samples,
-                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
-            },
-            "ranks": {} if network is None else {"network": network},
-            "data": describe_data_or_warn(config) if ranks.rank == 0 else None,
-        }
+        fields = self._describe_work(job, num_images=merged.num_images)
+        fields["workload"]["num_steps"] = num_steps
+        network_facts = {} if network is None else {"network": network}
+        return {"summary": summary, "ranks": network_facts, **fields}
 
     def write_partial(self, folder: Path) -> None:
         """Write steps.csv, and log to W&B, the steps that the first rank has timed."""

@@ -1,4 +1,4 @@
-"""DreamBooth: the job of a subject, whose pictures are encoded once, before the first step."""
+"""`encode_once` encodes the pictures of a DreamBooth subject before the first step."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ MADE_OF = "made_of_sha256"
 def encode_once(
     job: TrainJob, plan: Plan, *, folder: Path | None = None, keeps_encoders: bool = False
 ) -> TrainJob:
-    """Encode the pictures of a subject; the job of another task stays as it is.
+    """Encode the pictures of a subject; a job without a subject is returned as it is.
 
-    The VAE leaves the memory, and so does the text encoder unless it is trained: its few prompts
-    are encoded here too.
+    The encoders that are not trained leave the memory.
 
     Args:
-        job: Of `pretrain.build`, whose model has its weights. Its loader says which pictures are in
-            a batch.
-        plan: Of the run.
-        folder: Keeps the latents for a run that goes on, where they are of the same pictures and
-            VAE. None: nothing is kept.
-        keeps_encoders: The model is looked at while it trains, and needs its encoders.
+        job: The job of `pretrain.build`, whose model has its weights. Its loader says which
+            pictures are in a batch.
+        plan: The resolved run.
+        folder: Where latents are kept for resuming, if pictures and VAE stay the same; None: they
+            are not kept.
+        keeps_encoders: Keep the encoders, for evaluations during training.
 
     Returns:
-        The job, which looks the latents of a batch up.
+        The job, which looks up the latents of a batch.
 
     Raises:
         RunError: A picture cannot be used.
@@ -80,16 +79,16 @@ def encode_once(
 
 
 def look_up(tables: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The latents and captions of a batch of picture numbers.
+    """Look up latents and captions for a batch of `subject.build`.
 
     Args:
         tables: ``latent_mean`` and ``latent_logvar`` (N, 4, H/8, W/8) and ``input_ids`` (N, 77) of
-            all pictures; or in place of the latter ``caption`` (N,), the number of each picture's
+            all pictures; or instead of the latter ``caption`` (N,), the number of each picture's
             caption, and ``text_embedding`` (M, 77, D) of the captions.
-        batch: As `subject.build` says.
+        batch: Picture numbers and weights.
 
     Returns:
-        What `StableDiffusion.forward` takes.
+        The input of `StableDiffusion.forward`.
     """
     rows = {name: table for name, table in tables.items() if name != "text_embedding"}
     found = {name: table[batch["index"]] for name, table in rows.items()}
@@ -102,7 +101,7 @@ class Pictures:
     """All pictures of a run by number: those of the subject, then those of its class."""
 
     def __init__(self, readers: Sequence[BatchReader]) -> None:
-        """Join the readers; nothing is read yet."""
+        """Join the readers without reading."""
         self._places = [
             (reader, index) for reader in readers for index in range(reader.num_samples)
         ]
@@ -111,18 +110,14 @@ class Pictures:
         return len(self._places)
 
     def name(self, number: int) -> str:
-        """Where a picture is stored."""
+        """The place of a picture."""
         reader, index = self._places[number]
         return reader.name(index)
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """``image`` (1, 3, S, S) and ``input_ids`` (1, 77) of a picture.
-
-        Raises:
-            RunError: It cannot be used.
-        """
+        """``image`` (1, 3, S, S) and ``input_ids`` (1, 77) of a picture."""
         reader, index = self._places[number]
-        # A picture that is cut out at random is so by its number, in each run.
+        # The number of a picture decides its random crop, so that each run has the same.
         batch = reader([Key(0, index)])
         if isinstance(batch, RunError):
             raise batch
@@ -175,11 +170,7 @@ def _encode_pictures(
 
 
 def _check_captions(pictures: Pictures, input_ids: Tensor, *, new_token: int) -> None:
-    """Check that each caption has the token that is learned.
-
-    Raises:
-        RunError: One lacks it.
-    """
+    """Check that each caption has the token that is learned."""
     for number, ids in enumerate(input_ids):
         if new_token not in ids:
             raise RunError(f"the caption of {pictures.name(number)} lacks the --learned_token")
@@ -204,7 +195,7 @@ def _describe(
 
 
 def _load(path: Path, *, made_of: str) -> dict[str, Tensor] | None:
-    """The latents of a file, if they were made of this."""
+    """The latents of a file, if they are of these pictures and this VAE."""
     if not path.is_file():
         return None
     try:
@@ -230,7 +221,7 @@ def _save(path: Path, latents: dict[str, Tensor], *, made_of: str) -> None:
 def _encode_captions(
     model: StableDiffusion, input_ids: Tensor, *, batch_size: int
 ) -> dict[str, Tensor]:
-    """`caption` and `text_embedding` as `look_up` takes them: each caption is encoded once."""
+    """Encode each distinct caption once: ``caption`` and ``text_embedding`` of `look_up`."""
     distinct, caption = torch.unique(input_ids, dim=0, return_inverse=True)
     states = [model.text_states({"input_ids": some}) for some in distinct.split(batch_size)]
     return {"caption": caption, "text_embedding": torch.cat(states)}

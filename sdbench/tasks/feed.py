@@ -14,6 +14,7 @@ from sdbench.data.identity import describe_data_or_warn
 from sdbench.data.source import SourceConfig
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
+from sdbench.plan.draft import Draft
 from sdbench.ranks.distributed import Ranks
 from sdbench.record.store import FEED, RunFolder
 from sdbench.run.task import Run, Task
@@ -21,11 +22,9 @@ from sdbench.settings.feed import (
     DEFAULT_BATCHES,
     MIN_BATCHES_PER_STORED_BATCH,
     FeedSettings,
-    RayFeedSettings,
 )
-from sdbench.settings.ray import RAY, RaySettings, check_ray_settings, refuse_without_effect
+from sdbench.settings.ray import RAY
 from sdbench.settings.request import Request
-from sdbench.settings.setting import declarations
 
 # The seeds' number of workers, where there are as many cores.
 MAX_DEFAULT_WORKERS = 8
@@ -109,55 +108,32 @@ class Feed(Task):
 
 
 def _resolve(request: Request, machine: Machine, ranks: Ranks) -> FeedSettings:
-    """Choose what was left open, print it, and check that the values go together.
-
-    Raises:
-        ConfigError: Two values contradict each other, or one has no effect.
-    """
-    settings = request.config
-    check_ray_settings(request)
-    if settings.engine != RAY:
-        names = declarations(RayFeedSettings).keys() - declarations(RaySettings).keys()
-        refuse_without_effect(request, sorted(names), needed="--engine ray")
-    if settings.emulate_step_seconds and settings.target_images_per_second:
-        raise ConfigError(
-            "With an emulated step the rate is that of the trainer, not what the source could do",
-            value=settings.emulate_step_seconds,
-            allowed="one of both flags in a run",
-            flag="--emulate_step_seconds or --target_images_per_second",
-        )
-    data_format = data.resolve_format(
-        data_format=settings.data_format,
-        use_synth_data=settings.use_synth_data,
-        remote=settings.remote,
-        local=settings.local,
-        streams=settings.streams,
-    )
-    if data_format == "synthetic" and not settings.use_synth_data:
+    """Choose what was left open, and print it."""
+    draft = Draft.begin(request, machine=machine, ranks=ranks)
+    draft.choose_format()
+    settings = draft.config
+    if settings.data_format == "synthetic" and request.config.data_format == "auto":
         print("No --remote, --local or --streams: measuring synthetic data.")
+    draft.chosen.pop("data_format", None)
     if settings.engine == RAY:
         from sdbench.tasks import ray_feed
 
-        ray_feed.check(request, ranks)
-        chosen: dict[str, Any] = {}
+        ray_feed.check(settings, ranks)
         if settings.encoder_dtype is None:
-            chosen["encoder_dtype"] = ray_feed.choose_encoder_dtype(settings, machine)
+            dtype = ray_feed.choose_encoder_dtype(settings, machine)
+            draft.choose("encoder_dtype", dtype, "the device of the encoders")
         num_stored = ray_feed.count_stored_batches(settings, num_trainers=ranks.world_size)
     else:
-        chosen = {"num_workers": min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)}
-        num_workers = (
-            chosen["num_workers"] if settings.num_workers is None else settings.num_workers
-        )
-        num_stored = num_workers * settings.prefetch_factor
-    chosen |= {
-        "num_batches": max(DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH * num_stored),
-        "num_warmup_batches": num_stored + 1,
-    }
-    chosen = {name: value for name, value in chosen.items() if getattr(settings, name) is None}
-    if chosen and ranks.rank == 0:
-        values = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        num_workers = min(MAX_DEFAULT_WORKERS, machine.num_cpu_cores)
+        draft.choose_if_open("num_workers", num_workers, "the cores")
+        num_stored = draft.config.num_workers * settings.prefetch_factor
+    num_batches = max(DEFAULT_BATCHES, MIN_BATCHES_PER_STORED_BATCH * num_stored)
+    draft.choose_if_open("num_batches", num_batches, "the batches in store")
+    draft.choose_if_open("num_warmup_batches", num_stored + 1, "the batches in store")
+    settings = draft.config
+    if draft.chosen and ranks.rank == 0:
+        values = ", ".join(f"{name}={getattr(settings, name)}" for name in draft.chosen)
         print(f"Chosen, each by a flag of its name: {values}")
-    settings = dataclasses.replace(settings, **chosen, data_format=data_format)
     if settings.num_warmup_batches < num_stored:
         raise ConfigError(
             f"{num_stored} batches are prepared in advance, which would pass for measured work",

@@ -1,4 +1,4 @@
-"""Pre-training of Stable Diffusion as a job for an engine."""
+"""`build`: the job of training Stable Diffusion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from sdbench import data
 from sdbench.data import subject
@@ -39,13 +39,9 @@ def build(
 
     Args:
         plan: The resolved run.
-        phase: The model enters it around the work of each sub-model.
+        phase: Context that the model enters around the work of each sub-model.
         objective: What the U-Net learns.
-        text_encoder_lr_factor: Learning rate of a text encoder that is trained, as a multiple of
-            the config's.
-
-    Returns:
-        The job for an engine.
+        text_encoder_lr_factor: Learning rate of the text encoder, as a multiple of the config's.
     """
     config = plan.config
     weights_seed = config.seed if config.weights_seed is None else config.weights_seed
@@ -94,7 +90,9 @@ def build(
         loader=_build_loader(plan, weights_seed=weights_seed),
         make_optimizer=functools.partial(make_optimizer, config=config),
         schedule=constant,
-        ema=_ema_spec(config) if config.use_ema else None,
+        ema=EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
+        if config.use_ema
+        else None,
         images_per_step=config.batch_size,
         num_steps=plan.max_num_steps,
         flops_per_image=flops_per_image,
@@ -102,13 +100,13 @@ def build(
         num_trainable_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         ),
-        prepare=_encode_ahead(model, config),
+        prepare=_make_encoding(model, config),
         sharded_blocks=SHARDED_BLOCKS,
     )
 
 
 def _find_initial_token(plan: Plan) -> int | None:
-    """The token that a learned one begins as; None where none is learned."""
+    """The token that --learned_token begins as; None without it."""
     if plan.config.learned_token is None:
         return None
     (token,) = make_tokenizer(plan.architecture).read_word(plan.config.initial_token)
@@ -138,11 +136,8 @@ def _build_loader(plan: Plan, *, weights_seed: int) -> CheckedLoader:
     )
 
 
-def _ema_spec(config: Any) -> EmaSpec:
-    return EmaSpec(config.ema_impl, EMA_HALF_LIFE_BATCHES, config.ema_interval_batches)
-
-
-def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
+def _make_encoding(model: StableDiffusion, config: Any) -> Callable[[Any], Any] | None:
+    """What encodes the whole batch of a rank; None if each micro-batch is encoded in its turn."""
     # `dreambooth.encode_once` encodes a subject.
     encodes_images = config.step_has_encoders and not config.has_subject
     if config.encoder_batch_size == "microbatch" or not encodes_images:
@@ -150,10 +145,10 @@ def _encode_ahead(model: StableDiffusion, config: Any) -> Callable[[Any], Any] |
     return functools.partial(model.encode, encoder_batch_size=config.encoder_batch_size)
 
 
-def _loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _loss(output: tuple[Tensor, Tensor]) -> Tensor:
     return StableDiffusion.loss(*output)
 
 
 def constant(step: int) -> float:
-    """The schedule of a learning rate that stays."""
+    """The schedule of a constant learning rate."""
     return 1.0

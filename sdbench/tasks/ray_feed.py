@@ -23,9 +23,6 @@ from sdbench.measure.summary import interval_for_record
 from sdbench.models.architecture import Architecture, resolve_architecture
 from sdbench.ranks import distributed, ray_cluster
 from sdbench.ranks.distributed import Ranks
-from sdbench.settings.data import ONLINE
-from sdbench.settings.online import check_not_streamed
-from sdbench.settings.request import Request
 from sdbench.statistics.intervals import Interval, within_run_interval
 from sdbench.tasks.encode.online import EncodeStage
 from sdbench.tasks.encode.ray_stages import DecodeStage
@@ -42,21 +39,12 @@ NUM_AT_TRAINER = 2
 MAX_PARTS = 20
 
 
-def check(request: Request, ranks: Ranks) -> None:
+def check(settings: FeedSettings, ranks: Ranks) -> None:
     """Check what the measurement needs.
 
     Raises:
-        ConfigError: Something is missing, contradicts another setting, or has no effect.
+        ConfigError: The ranks do not suit the settings.
     """
-    settings = request.config
-    for name in ("num_workers", "text_embedding_dim"):
-        if request.is_users(name):
-            raise ConfigError(
-                f"--{name} has no effect",
-                value=getattr(settings, name),
-                allowed="only without --engine ray, whose --num_decoders load pictures",
-                flag=f"--{name} or --engine",
-            )
     if ray_cluster.RAY_RESTARTS not in os.environ:
         raise ConfigError(
             "The trainers of data.py --engine ray are started by Ray Train alone",
@@ -64,15 +52,6 @@ def check(request: Request, ranks: Ranks) -> None:
             allowed="the same command without a launcher, and --num_ray_workers",
             flag="RANK (in the environment)",
         )
-    check_not_streamed(settings)
-    for name, wanted in (("latents", ONLINE), ("streams", None)):
-        if getattr(settings, name) != wanted:
-            raise ConfigError(
-                "Ray Data encodes the pictures of one data set",
-                value=getattr(settings, name),
-                allowed=f"{wanted}, or no --engine ray",
-                flag=f"--{name} or --engine",
-            )
     if settings.batch_size % ranks.world_size:
         raise ConfigError(
             "The images of a batch cannot be shared out among the trainers",

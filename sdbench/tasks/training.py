@@ -1,31 +1,35 @@
-"""`TrainingTask`: what the tasks have in common that train as a plan of benchmark.py says."""
+"""`TrainingTask`: the base of the tasks that train a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdbench.data.identity import describe_data_or_warn
 from sdbench.measure.hardware import Machine
 from sdbench.plan import describe
 from sdbench.plan.resolve import Plan, resolve
+from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 from sdbench.run.task import Task
 
 if TYPE_CHECKING:
     from sdbench.data.pipeline.loader import CheckedLoader
+    from sdbench.engines.job import TrainJob
 
 # What Ray Data tells of its stages.
 RAY_DATA_NAME = "ray_data.txt"
 
 
 class TrainingTask(Task):
-    """A task that trains; its request is one of `BenchmarkConfig`.
-
-    Attributes:
-        plan: Of the run.
-    """
+    """A task that trains; its request is for a `BenchmarkConfig` or a `TrainConfig`."""
 
     plan: Plan
+
+    @property
+    def timeout_s(self) -> float:
+        """The flag --dist_timeout."""
+        return self.request.config.dist_timeout
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
@@ -36,11 +40,28 @@ class TrainingTask(Task):
         return describe.as_yaml(self.plan, self.request) if self.request.print_config else None
 
     def _end_loading(self, loader: CheckedLoader, folder: Path) -> None:
-        """Keep what the processes that load have to tell, and end them."""
+        """Write down what Ray Data tells of its stages, and end the loading processes."""
         told = loader.describe_stream() if self.plan.ranks.rank == 0 else None
         if told is not None:
             (folder / RAY_DATA_NAME).write_text(told, encoding="utf-8")
         loader.close()
+
+    def _describe_work(self, job: TrainJob, *, num_images: int) -> dict[str, Any]:
+        """The fields ``workload`` and ``data`` of a record; called on every rank."""
+        ranks = self.plan.ranks
+        stats = distributed.gather(job.loader.stats, ranks)
+        return {
+            "workload": {
+                "num_parameters": job.num_parameters,
+                "num_trainable_parameters": job.num_trainable_parameters,
+                "flops_per_image": job.flops_per_image,
+                "num_images": num_images,
+                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
+                "num_dropped_samples": job.loader.stats.num_dropped_samples,
+                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
+            },
+            "data": describe_data_or_warn(self.plan.config) if ranks.rank == 0 else None,
+        }
 
     def for_person(self) -> str:
         """The plan in words."""

@@ -17,13 +17,10 @@ KERNELS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_up_process(config: Any) -> None:
-    """Set what holds for the whole process, to be called before any work on the device.
-
-    Args:
-        config: The resolved config.
+    """Set threads, allocator and number formats of the process, before any work on the device.
 
     Raises:
-        ConfigError: Kernels are compiled, and there is no folder to keep them in.
+        ConfigError: There is no private folder for compiled kernels.
     """
     if config.compile != "none" or config.group_norm == "fused":
         _keep_compiled_code_private()
@@ -40,10 +37,10 @@ def set_up_process(config: Any) -> None:
 
 
 def _keep_compiled_code_private() -> None:
-    """Have torch load what it has compiled before from a folder of the user's own.
+    """Have torch keep compiled kernels in a folder of the user's own.
 
-    By default that is a folder in /tmp, which anybody can make, and torch 2.11 writes its name into
-    the environment as it is imported.
+    By default it loads them from a folder in /tmp, which anybody can make, and torch 2.11 writes
+    the name of that folder into the environment when it is imported.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -54,12 +51,7 @@ def _keep_compiled_code_private() -> None:
 
 
 def tune_model(model: StableDiffusion, config: Any) -> None:
-    """Change the blocks of the sub-models, and have them compiled, as the config asks.
-
-    Args:
-        model: Built and on its device; changed in place.
-        config: The resolved config.
-    """
+    """Change the blocks of a model in place, and compile its sub-models, as the config says."""
     for module in (model.unet, model.vae):
         if module is not None:
             tune_blocks(module, config)
@@ -87,7 +79,7 @@ def tune_model(model: StableDiffusion, config: Any) -> None:
 
 
 def tune_blocks(module: torch.nn.Module, config: Any) -> None:
-    """Change the blocks of a U-Net or VAE in place, as the config asks."""
+    """Change the blocks of a U-Net or VAE in place, as the config says."""
     if config.unit_divisions == "drop":
         blocks.drop_unit_divisions(module)
     if config.group_norm == "fused":

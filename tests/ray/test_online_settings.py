@@ -26,12 +26,8 @@ def plan(*argv: str, machine=None):
 @pytest.mark.parametrize(
     ("flag", "argv"),
     [
-        ("--engine or --online_preprocessing", ("--online_preprocessing",)),
         ("--latents or --online_preprocessing", (*ONLINE, "--latents", "precomputed")),
         ("--num_workers or --online_preprocessing", (*ONLINE, "--num_workers", "2")),
-        ("--remote_files", (*ONLINE, "--remote_files", "stream")),
-        ("--num_encoders or --online_preprocessing", ("--num_encoders", "2")),
-        ("--max_failed_blocks or --online_preprocessing", ("--max_failed_blocks", "2")),
         ("--compile", (*ONLINE, "--compile", "encoders")),
     ],
 )

@@ -5,7 +5,6 @@ The text encoder has NaN for the embedding of one word, as a damaged or an untra
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 from pathlib import Path
@@ -23,12 +22,14 @@ from sdbench.tasks.train.bad_loss import MAX_IN_A_ROW
 from tests.data.datasets import write_folder
 from tests.train.in_turn import train_in_turn
 from tests.train.tiny_model import write_tiny_model
+from tests.train.written import read_events, read_steps, saved_steps
 
 BAD_WORD = "poison"
 # In the stored order samples 8 to 11 are the batch of step 3; in its second micro-batch, and on the
 # second of two ranks.
 BAD_SAMPLE, BAD_STEP = 10, 3
 NUM_STEPS = 6
+RUN = Path("runs/run")
 RECIPE = ("--batch_size", "4", "--device_train_microbatch_size", "2", "--no_shuffle", "--use_ema")
 RECIPE += ("--ema_half_life_batches", "3", "--clip_norm", "0.5", "--lr_warmup_batches", "4")
 
@@ -67,22 +68,18 @@ def run(model: Path, action: str, *argv: object, num_steps: int = NUM_STEPS, nam
 
 
 def losses(name: str = "run") -> dict[int, str]:
-    with Path("runs", name, "steps.csv").open(newline="") as file:
-        return {int(row["step"]): row["loss"] for row in csv.DictReader(file)}
+    return {int(row["step"]): row["loss"] for row in read_steps(Path("runs", name))}
 
 
-def lines(name: str, file: str) -> list[dict]:
-    return [json.loads(line) for line in Path("runs", name, file).read_text().splitlines()]
+def bad_batches(name: str = "run") -> list[dict]:
+    text = Path("runs", name, "bad_batches.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def bad_events(name: str = "run") -> list[dict]:
     """The events of bad losses, without their times."""
-    events = lines(name, "history.jsonl")
-    return [
-        {key: event[key] for key in event.keys() - {"event", "time_utc"}}
-        for event in events
-        if event["event"] == "bad_loss"
-    ]
+    events = read_events(Path("runs", name), "bad_loss")
+    return [{key: event[key] for key in event.keys() - {"event", "time_utc"}} for event in events]
 
 
 def saved(step: int, name: str = "run") -> Checkpoint:
@@ -111,24 +108,20 @@ def trained(step: int, name: str = "run") -> dict[str, object]:
     return bits | {"ema_num_steps": num_averaged(step, name)}
 
 
-def saved_steps(name: str = "run") -> list[int]:
-    return sorted(int(path.name[5:]) for path in Path("runs", name, "checkpoints").glob("step_*"))
-
-
 @each_engine
 def test_it_stops_and_names_the_samples(model, engine):
     write_samples(BAD_SAMPLE)
     argv = ("--engine", engine, "--save_every_batches", 2, "--log_every_batches", 1)
     assert run(model, "stop", *argv) == 1
-    assert saved_steps() == [2]
+    assert saved_steps(RUN) == [2]
     assert list(losses()) == [1, 2, 3] and losses()[BAD_STEP] == "nan"
-    (line,) = lines("run", "bad_batches.jsonl")
+    (line,) = bad_batches()
     del line["time_utc"]
     samples = [f"data/{index:03d}.png" for index in (8, 9, 10, 11)]
     facts = {"step": BAD_STEP, "loss": "nan", "gradient_norm": "nan", "action": "stop"}
     assert line == {**facts, "samples_of_ranks": [samples]}
     assert bad_events() == [facts]
-    record = load_record(Path("runs/run"))
+    record = load_record(RUN)
     assert record["status"] == "invalid"
     told = ("nan", f"step {BAD_STEP}", "bad_batches.jsonl")
     assert all(word in record["reason"] for word in told)
@@ -140,9 +133,9 @@ def test_it_is_named_however_late_it_is_known(model):
     write_samples(BAD_SAMPLE)
     assert run(model, "stop", num_steps=1) == 0
     assert run(model, "stop", "--log_every_batches", 100, num_steps=14) == 1
-    assert saved_steps() == [1]
+    assert saved_steps(RUN) == [1]
     assert list(losses()) == list(range(1, 15))
-    (line,) = lines("run", "bad_batches.jsonl")
+    (line,) = bad_batches()
     assert line["step"] == BAD_STEP
     assert line["samples_of_ranks"] == [[f"data/{index:03d}.png" for index in (8, 9, 10, 11)]]
 
@@ -152,7 +145,7 @@ def test_it_stops_when_the_loss_is_shown(model):
     write_samples(0)
     assert run(model, "stop", "--log_every_batches", 100) == 1
     assert losses() == {1: "nan"}
-    assert saved_steps() == []
+    assert saved_steps(RUN) == []
 
 
 @pytest.mark.slow
@@ -210,7 +203,7 @@ def test_it_goes_back_and_on_with_other_data(model, engine):
     assert event == {**facts, "lost_steps": [3, 4]}
     whole = losses("whole")
     assert [step for step, loss in whole.items() if loss == "nan"] == [3, 4]
-    assert saved_steps("whole") == [2, 6]
+    assert saved_steps(Path("runs/whole")) == [2, 6]
     # As if the two steps had been left out at once.
     assert run(model, "skip", *argv, name="skipped") == 0
     assert trained(6, "whole") == trained(6, "skipped") != trained(2, "whole")
@@ -219,9 +212,9 @@ def test_it_goes_back_and_on_with_other_data(model, engine):
 def test_there_is_nothing_to_go_back_to(model):
     write_samples(BAD_SAMPLE)
     assert run(model, "back", "--save_every_batches", 4) == 1
-    assert saved_steps() == []
+    assert saved_steps(RUN) == []
     assert [event["action"] for event in bad_events()] == ["stop"]
-    assert "--save_every_batches" in load_record(Path("runs/run"))["reason"]
+    assert "--save_every_batches" in load_record(RUN)["reason"]
 
 
 @pytest.mark.slow
@@ -229,9 +222,9 @@ def test_a_run_that_does_not_recover_ends(model):
     write_samples(*range(4, 49))
     period = MAX_IN_A_ROW + 1
     assert run(model, "skip", "--save_every_batches", period, num_steps=period + 1) == 1
-    actions = [line["action"] for line in lines("run", "bad_batches.jsonl")]
+    actions = [line["action"] for line in bad_batches()]
     assert actions == ["skip"] * MAX_IN_A_ROW + ["stop"]
-    assert saved_steps() == [period]
+    assert saved_steps(RUN) == [period]
 
 
 @pytest.mark.slow
@@ -260,7 +253,7 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
         for name, num_steps in (("parts", 4), ("whole", 5), ("parts", 5))
     ]
     train_in_turn(engine, tmp_path, *runs)
-    (line,) = lines("whole", "bad_batches.jsonl")
+    (line,) = bad_batches("whole")
     assert line["samples_of_ranks"] == [
         ["data/008.png", "data/009.png"],
         ["data/010.png", "data/011.png"],
@@ -270,5 +263,5 @@ def test_both_ranks_act_on_the_loss_of_one(model, tmp_path, engine, sharding, ac
     if action == "skip":
         assert trained(3, "whole") == trained(2, "whole")
     else:
-        assert saved_steps("whole") == [1, 2, 4, 5]
+        assert saved_steps(Path("runs/whole")) == [1, 2, 4, 5]
     assert losses("parts") == losses("whole")

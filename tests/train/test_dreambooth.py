@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 from pathlib import Path
@@ -30,6 +29,7 @@ from sdbench.record.store import load_record
 from sdbench.settings.setting import SAME_FP32
 from tests.refusals import printed_refusal
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_losses, weights_of
 
 SEED = 17
 PROMPTS = {"subject": "a photo of unqtkn dog", "class": "a photo of a dog"}
@@ -67,11 +67,6 @@ def run(name: str, num_steps: int, *argv: object, code: int = 0) -> Path:
     line = [*DREAMBOOTH, "--run_name", name, "--max_duration", f"{num_steps}ba"]
     assert train.main([*line, *map(str, argv)]) == code
     return Path("runs", name)
-
-
-def losses(folder: Path) -> list[float]:
-    with (folder / "steps.csv").open(newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def loss_by_hand(model: Path, *, microbatch: int, prior_loss_weight: float) -> float:
@@ -117,12 +112,8 @@ def test_the_loss_is_that_of_the_subject_and_the_weighted_one_of_the_class(model
     argv = ("--model_name", model, "--batch_size", 4, "--no_shuffle", "--allow_uneven_batch")
     argv += ("--device_train_microbatch_size", microbatch, "--prior_loss_weight", 0.25)
     expected = loss_by_hand(model, microbatch=microbatch, prior_loss_weight=0.25)
-    assert losses(run("one", 1, *argv)) == [pytest.approx(expected, rel=SAME_FP32)]
-
-
-def weights(folder: Path, part: str) -> dict[str, torch.Tensor]:
-    (file,) = (folder / part).glob("*.safetensors")
-    return load_file(file)
+    (loss,) = read_losses(run("one", 1, *argv))
+    assert float(loss) == pytest.approx(expected, rel=SAME_FP32)
 
 
 def changed_parts(before: Path, after: Path) -> set[str]:
@@ -131,8 +122,8 @@ def changed_parts(before: Path, after: Path) -> set[str]:
         part
         for part in ("unet", "vae", "text_encoder")
         if any(
-            not torch.equal(weight, weights(after, part)[name])
-            for name, weight in weights(before, part).items()
+            not torch.equal(weight, weights_of(after, part)[name])
+            for name, weight in weights_of(before, part).items()
         )
     }
 
@@ -199,7 +190,9 @@ def test_gradients_of_all_trained_parts_are_clipped_to_one_norm(model, monkeypat
         handle.remove()
     assert min(free) > 0.1
     assert norms[-2:] == pytest.approx([0.01, 0.01], rel=1e-3)
-    assert set(num_tensors) == {len(weights(model, "unet")) + len(weights(model, "text_encoder"))}
+    assert set(num_tensors) == {
+        len(weights_of(model, "unet")) + len(weights_of(model, "text_encoder"))
+    }
 
 
 @pytest.mark.slow
@@ -262,10 +255,10 @@ def test_two_ranks_share_the_encoding_and_go_on_as_one(model):
     assert all(
         torch.equal(alone[name], together[name]) for name in ("latent_mean", "latent_logvar")
     )
-    first = losses(Path("runs", "two"))
+    first = read_losses(Path("runs", "two"))
     train_in_two(3)
-    assert losses(Path("runs", "two"))[:2] == first
-    assert len(losses(Path("runs", "two"))) == 3
+    assert read_losses(Path("runs", "two"))[:2] == first
+    assert len(read_losses(Path("runs", "two"))) == 3
 
 
 def test_a_measurement_says_what_it_is_of(tmp_path):
@@ -284,49 +277,22 @@ def test_a_measurement_says_what_it_is_of(tmp_path):
 
 
 TINY = ("--model_name", "tiny", "--max_duration", "1ba")
-
-
-@pytest.mark.parametrize(
-    ("argv", "flag", "value"),
-    [
-        (("--task", "dreambooth", *SUBJECT, "--latents", "precomputed"), "latents", "precomputed"),
-        (("--task", "dreambooth", *SUBJECT, "--train", "vae"), "train", "vae"),
-        (("--task", "dreambooth", *SUBJECT, "--num_workers", "1"), "num_workers", 1),
-        (
-            ("--task", "dreambooth", *SUBJECT, "--caption_drop_probability", "0.1"),
-            "caption_drop_probability",
-            0.1,
-        ),
-        (("--task", "dreambooth", *SUBJECT, "--on_bad_sample", "skip"), "on_bad_sample", "skip"),
-    ],
-)
-def test_what_a_subject_cannot_have_is_refused(argv, flag, value, capsys):
-    write_pictures(subject=2)
-    assert train.main([*TINY, *argv]) == 2
-    refusal = printed_refusal(capsys.readouterr().err)
-    assert (refusal.flag, refusal.value) == (f"--{flag} or --task", value)
+KNOWN_TOKEN = ("--remote", "subject", "--instance_prompt", "my <dog>, a dog")
 
 
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (("--use_synth_data", "--instance_prompt", "a dog"), "--instance_prompt or --task"),
-        (("--task", "dreambooth", *SUBJECT, *CLASS[2:]), "--class_prompt or --class_remote"),
-        (
-            ("--task", "dreambooth", *SUBJECT, "--prior_loss_weight", "2"),
-            "--prior_loss_weight or --class_remote",
-        ),
-        (("--task", "dreambooth", "--use_synth_data", *CLASS), "--class_remote or --remote"),
-        (("--task", "dreambooth", *CLASS), "--class_remote or --remote"),  # so synthetic
-        (("--task", "dreambooth", *TOKEN), "--learned_token or --remote"),
-        (("--task", "dreambooth", *SUBJECT, *CLASS, *HELD_OUT), "--validation_remote"),
-        (("--task", "dreambooth", *SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
-        (("--task", "dreambooth", "--remote", "subject"), "--remote or --instance_prompt"),
+        ((*SUBJECT, *CLASS, *HELD_OUT), "--validation_remote"),
+        ((*SUBJECT, *CLASS, "--batch_size", "3"), "--batch_size"),
+        (SUBJECT[:2], "--remote or --instance_prompt"),
+        ((*KNOWN_TOKEN, "--learned_token", "dog", "--initial_token", "cat"), "--learned_token"),
+        ((*KNOWN_TOKEN, *TOKEN[:2], "--initial_token", "unqtkn"), "--initial_token"),
     ],
 )
-def test_what_has_no_effect_or_is_missing_is_refused(argv, flag, capsys):
+def test_what_pictures_and_tokens_cannot_be_is_refused(argv, flag, capsys):
     write_pictures(subject=2, **{"class": 2})
-    assert train.main([*TINY, *argv]) == 2
+    assert train.main([*TINY, "--task", "dreambooth", *argv]) == 2
     assert printed_refusal(capsys.readouterr().err).flag == flag
 
 
@@ -390,26 +356,6 @@ def test_a_token_is_learned_alone_and_loaded_by_diffusers(model, monkeypatch):
 @pytest.mark.slow
 def test_a_token_goes_on_and_gets_the_same_losses(model):
     learn_token(model, "--max_duration", "3ba", "--run_name", "whole")
-    whole = losses(Path("runs/whole"))
+    whole = read_losses(Path("runs/whole"))
     learn_token(model, "--resume", "auto")
-    assert losses(learn_token(model, "--resume", "auto", "--max_duration", "3ba")) == whole
-
-
-@pytest.mark.parametrize(
-    ("argv", "flag"),
-    [
-        (("--initial_token", "dog"), "--initial_token or --learned_token"),
-        (("--learned_token", "<dog>"), "--initial_token"),
-        ((*TOKEN, "--instance_prompt", "a dog"), "--instance_prompt or --learned_token"),
-        ((*TOKEN, "--train_text_encoder"), "--train_text_encoder or --learned_token"),
-        ((*TOKEN, "--lora_rank", "4"), "--lora_rank or --learned_token"),
-        ((*TOKEN, *CLASS), "--class_remote or --learned_token"),
-        (("--learned_token", "dog", "--initial_token", "cat"), "--learned_token"),
-        (("--learned_token", "<dog>", "--initial_token", "unqtkn"), "--initial_token"),
-    ],
-)
-def test_what_a_token_cannot_be_is_refused(argv, flag, capsys):
-    write_pictures(subject=2, **{"class": 2})
-    line = ["--task", "dreambooth", "--remote", "subject", "--instance_prompt", "my <dog>, a dog"]
-    assert train.main([*TINY, *line, *argv]) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == flag
+    assert read_losses(learn_token(model, "--resume", "auto", "--max_duration", "3ba")) == whole

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train
 from sdbench.cli import main as sdbench
 from sdbench.record.store import load_record
 from sdbench.state.checkpoint import Checkpoint, write_description
 from tests.refusals import printed_refusal, refusal_of
+from tests.train.written import weights_of
 
 SHORT = ("--use_synth_data", "--engine", "torch", "--batch_size", "2", "--max_duration", "1ba")
 UNET = ("--model_parts", "{unet: {pretrained: tiny}}")
@@ -34,14 +34,9 @@ def export(folder: Path, *argv: object) -> Path:
     return folder / "model"
 
 
-def weights(model: Path, part: str) -> dict[str, torch.Tensor]:
-    (file,) = (model / part).glob("*.safetensors")
-    return load_file(file)
-
-
 def has_same(part: str, one: Path, other: Path) -> bool:
     """Whether two folders have the same weights of a part."""
-    ours, others = weights(one, part), weights(other, part)
+    ours, others = weights_of(one, part), weights_of(other, part)
     assert ours.keys() == others.keys()
     return all(torch.equal(ours[name], others[name]) for name in ours)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
 import json
@@ -20,19 +19,11 @@ from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.state.states import flip_byte
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_steps
 
 TINY = ("--model_name", "tiny", "--batch_size", "16")
-RECIPE = (
-    "--use_ema",
-    "--ema_half_life_batches",
-    "3",
-    "--clip_norm",
-    "0.5",
-    "--lr_warmup_batches",
-    "4",
-    "--log_every_batches",
-    "1",
-)
+RECIPE = ("--use_ema", "--ema_half_life_batches", "3", "--clip_norm", "0.5")
+RECIPE += ("--lr_warmup_batches", "4", "--log_every_batches", "1")
 LORA = ("--lora_rank", "4", "--precision", "fp32")
 MASTERS = ("--precision", "bf16", "--master_weights", "fp32")
 # 49 samples are three batches of 16: steps 3 and 6 end an epoch.
@@ -54,8 +45,8 @@ def run(*args) -> int:
 
 def losses(results: Path, name: str) -> list[tuple[str, str, str]]:
     """Step, loss and learning rate of each step."""
-    with (results / name / "steps.csv").open(newline="") as file:
-        return [(row["step"], row["loss"], row["learning_rate"]) for row in csv.DictReader(file)]
+    rows = read_steps(results / name)
+    return [(row["step"], row["loss"], row["learning_rate"]) for row in rows]
 
 
 pytestmark = pytest.mark.usefixtures("launched")

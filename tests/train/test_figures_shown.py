@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import struct
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 
 import train
-from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from tests.data.datasets import write_folder
 from tests.score_networks import write_fid_network
+from tests.train.written import read_events, read_steps
 
+RUN = Path("runs", "one")
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "2")
 SHORT = (*TINY, "--log_every_batches", "2", "--lr", "0.001")
 SAMPLES = ("--sample_every_batches", "2", "--sample_steps", "1", "--sample_prompts", "prompts.txt")
@@ -31,8 +31,7 @@ def run(num_steps: int, *argv: str) -> list[dict[str, float]]:
     """Train, or go on with the run, to a step; the rows of steps.csv."""
     names = ("--run_name", "one", "--resume", "auto", "--max_duration", f"{num_steps}ba")
     assert train.main([*SHORT, *names, *argv]) == 0
-    with Path("runs", "one", "steps.csv").open(newline="") as file:
-        return [{name: float(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    return [{name: float(text) for name, text in row.items()} for row in read_steps(RUN)]
 
 
 def test_each_period_is_a_line(capsys):
@@ -89,32 +88,31 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(monkeypatch):
 @pytest.mark.slow
 def test_what_a_kill_has_cost_is_told():
     run(1)
-    folder = Path("runs", "one")
-    with (folder / "steps.csv").open("a") as file:  # as a process leaves it that was killed
+    with (RUN / "steps.csv").open("a") as file:  # as a process leaves it that was killed
         file.write("2,0.5,0.001,4.0,0.1\n3,0.4,0.001,4.0,0.1\n4,0.3")
-    *events, _ = (folder / "history.jsonl").read_text().splitlines(keepends=True)
-    (folder / "history.jsonl").write_text("".join(events))  # without its end
+    *events, _ = (RUN / "history.jsonl").read_text().splitlines(keepends=True)
+    (RUN / "history.jsonl").write_text("".join(events))  # without its end
     for name in ("steps.csv", "history.jsonl"):
         hour_ago_s = time.time() - 3600
-        os.utime(folder / name, (hour_ago_s, hour_ago_s))
+        os.utime(RUN / name, (hour_ago_s, hour_ago_s))
     rows = run(2)
     assert [row["step"] for row in rows] == [1, 2]
-    first, second = [event for event in read_history(folder) if event["event"] == "begin"]
+    first, second = read_events(RUN, "begin")
     assert (first["step"], first["num_lost_steps"], first["down_s"]) == (0, 0, 0.0)
     # Two steps of two images at four images/s.
     assert (second["step"], second["num_lost_steps"], second["lost_s"]) == (1, 2, 1.0)
     assert 3600 < second["down_s"] < 3660
-    summary = load_record(folder)["summary"]
+    summary = load_record(RUN)["summary"]
     assert (summary["num_restarts"], summary["num_lost_steps"], summary["lost_s"]) == (1, 2, 1.0)
     assert summary["down_s"] == second["down_s"]
     kept_s = sum(2 / row["images_per_second"] for row in rows)
     assert summary["total_train_s"] == pytest.approx(kept_s + 1.0)
 
     # Going on behind the planned end costs nothing, however much later.
-    os.utime(folder / "history.jsonl", (hour_ago_s, hour_ago_s))
-    os.utime(folder / "steps.csv", (hour_ago_s, hour_ago_s))
+    os.utime(RUN / "history.jsonl", (hour_ago_s, hour_ago_s))
+    os.utime(RUN / "steps.csv", (hour_ago_s, hour_ago_s))
     run(3)
-    *_, third = [event for event in read_history(folder) if event["event"] == "begin"]
+    *_, third = read_events(RUN, "begin")
     assert (third["step"], third["num_lost_steps"], third["down_s"]) == (2, 0, 0.0)
 
 
@@ -128,12 +126,12 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
     run(2, "--tensorboard", *SAMPLES, *SCORES)
     rows = run(3, "--tensorboard")
     files = sorted(Path("runs/one/tensorboard").iterdir())
-    events = [event for file in files for event in read_events(file)]
+    events = [event for file in files for event in read_tensorboard(file)]
     values = [(event.step, value) for event in events for value in event.summary.value]
     losses = {step: value.simple_value for step, value in values if value.tag == "loss/train/total"}
     assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows}
     assert [step for step, value in values if value.tag == "samples"] == [2]
-    (scores,) = (event for event in read_history(Path("runs", "one")) if event["event"] == "scores")
+    (scores,) = read_events(RUN, "scores")
     shown = [(step, value.simple_value) for step, value in values if value.tag == "scores/fid"]
     assert shown == [(2, pytest.approx(scores["fid"]))]
     # What is behind the start of a session in an older file is not shown.
@@ -141,7 +139,7 @@ def test_tensorboard_hides_the_steps_that_are_trained_again():
     assert starts == [3]
 
 
-def read_events(file: Path):
+def read_tensorboard(file: Path):
     """The events of a file: each has its length and a checksum before, and a checksum behind it."""
     from tensorboardX.proto.event_pb2 import Event
 

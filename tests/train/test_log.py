@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import resource
 from pathlib import Path
 
@@ -18,14 +16,11 @@ from sdbench.record.store import load_record
 from sdbench.tasks.train.log import TrainLog
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks, log_of
+from tests.train.written import read_events, read_steps
 
 RUN = Path("runs/run")
 TINY = ("--model_name", "tiny", "--engine", "torch", "--use_synth_data", "--batch_size", "2")
 TINY += ("--run_name", RUN.name, "--log_every_batches", "1")
-
-
-def history() -> list[dict]:
-    return [json.loads(line) for line in (RUN / "history.jsonl").read_text().splitlines()]
 
 
 def limit_files(num_bytes: int) -> None:
@@ -72,14 +67,12 @@ def test_a_run_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
     argv = [*TINY, "--max_duration", "15ba", "--save_every_batches", "3", "--keep", "9"]
     with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as ranks:
         assert exit_codes(ranks) == [0], log_of(tmp_path, 0).read_text()
-    with (RUN / "steps.csv").open(newline="") as file:
-        assert [row["step"] for row in csv.DictReader(file)] == [str(n) for n in range(1, 16)]
-    events = history()
-    errors = {event["step"]: event["error"] for event in events if event["event"] == "save"}
+    assert [row["step"] for row in read_steps(RUN)] == [str(n) for n in range(1, 16)]
+    errors = {event["step"]: event["error"] for event in read_events(RUN, "save")}
     assert errors.keys() == {3, 6, 9, 12, 15}
     assert errors[3] is errors[15] is None
     assert any(error is not None for error in errors.values())
-    assert events[-1]["event"] == "end"
+    assert read_history(RUN)[-1]["event"] == "end"
 
 
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp_path):
@@ -91,8 +84,8 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_and_is_noted(tmp
 
     with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
         assert exit_codes(ranks) == [1], log_of(tmp_path, 0).read_text()
-    (error,) = (event["error"] for event in history() if event["event"] == "save")
-    assert error is not None and error in load_record(RUN)["reason"]
+    (save,) = read_events(RUN, "save")
+    assert save["error"] is not None and save["error"] in load_record(RUN)["reason"]
 
 
 def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
@@ -102,7 +95,7 @@ def test_a_validation_loss_that_is_not_finite_ends_nothing(tmp_path, capsys):
     argv += ["--validation_remote", "held-out", "--num_validation_images", "2", "--use_ema"]
     assert train.main([*TINY, *argv]) == 0
     assert "warning: numbers of the event validation at step 1" in capsys.readouterr().err
-    (validation,) = (event for event in history() if event["event"] == "validation")
+    (validation,) = read_events(RUN, "validation")
     assert validation["loss"] is validation["ema_loss"] is None
     assert validation["by_timestep"] == [None] * 8
     assert validation["num_samples"] == 2
@@ -118,7 +111,6 @@ def test_a_run_goes_on_behind_a_damaged_last_line(tail):
         with (RUN / name).open("ab") as file:
             file.write(tail)
     assert train.main([*TINY, "--resume", "auto", "--max_duration", "2ba"]) == 0
-    with (RUN / "steps.csv").open(newline="") as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2"]
+    assert [row["step"] for row in read_steps(RUN)] == ["1", "2"]
     kinds = [event["event"] for event in read_history(RUN)]
     assert kinds == ["begin", "save", "end"] * 2

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import benchmark
 import generate
@@ -21,6 +20,7 @@ from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.state.checkpoint import Checkpoint
 from sdbench.tasks.train.weights import read_weights
 from tests.refusals import printed_refusal, refusal_of
+from tests.train.written import weights_of
 
 TINY = ("--model_name", "tiny", "--use_synth_data")
 RECIPE = ("--batch_size", "4", "--engine", "torch", "--precision", "fp32", "--lr", "0.01")
@@ -28,8 +28,6 @@ LORA = ("--lora_rank", "4", "--lora_alpha", "6", "--train_text_encoder")
 # Of train.py, and so of the random weights; generate.py draws the same ones by it.
 SEED = 17
 ONE_POSITION = "unet.mid_block.attentions.0.transformer_blocks.0.attn1"
-PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
-PARTS["text_encoder"] = "model"
 
 
 def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
@@ -41,12 +39,11 @@ def run(results: Path, name: str, num_steps: int, *argv: object) -> Path:
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run's model for diffusers."""
-    model = folder / "model"
     assert sdbench(["export", str(folder)]) == 0
     return {
         f"{part}.{name}": weight
-        for part, file in PARTS.items()
-        for name, weight in load_file(model / part / f"{file}.safetensors").items()
+        for part in ("unet", "vae", "text_encoder")
+        for name, weight in weights_of(folder / "model", part).items()
     }
 
 
@@ -154,7 +151,6 @@ def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "argv"),
     [
-        ("--lora_alpha or --lora_rank", ("--lora_alpha", "2")),
         ("--lora_layers", ("--lora_rank", "4", "--lora_layers", "to_q,nope")),
         (
             "--lora_text_encoder_layers",
@@ -164,7 +160,6 @@ def test_it_goes_beside_the_weights_of_another_run_which_it_keeps(tmp_path):
             "--lora_text_encoder_layers or --train_text_encoder",
             ("--lora_rank", "4", "--lora_text_encoder_layers", "fc1"),
         ),
-        ("--lora_rank", ("--lora_rank", "4", "--train", "vae")),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(flag, argv, tmp_path, capsys):

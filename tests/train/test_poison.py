@@ -5,7 +5,6 @@ Whatever the run does then, it keeps a checkpoint with finite values, and a resu
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -27,10 +26,12 @@ from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.state.states import make_checkpoints, make_state, names, save
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_events, read_steps
 
 pytestmark = pytest.mark.usefixtures("launched")
 
 NUM_STEPS, SAVE_EVERY = 8, 2
+RUN = Path("runs/run")
 LINE = f"""--remote data --model_name tiny --batch_size 4 --device_train_microbatch_size 2 --use_ema
     --save_every_batches {SAVE_EVERY} --log_every_batches 1 --run_name run --resume auto
     --max_duration {NUM_STEPS}ba"""
@@ -101,13 +102,7 @@ def saved():
 
 
 def losses(name="run"):
-    with Path("runs", name, "steps.csv").open(newline="") as file:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
-
-
-def events(kind):
-    lines = Path("runs/run/history.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return {int(row["step"]): float(row["loss"]) for row in read_steps(Path("runs", name))}
 
 
 def check(monkeypatch, what, where, action, *argv):
@@ -119,7 +114,7 @@ def check(monkeypatch, what, where, action, *argv):
     can_skip = action == "skip" and what in ("loss", "gradient")
     can_go_back = action == "back" and where != "at the last step"
     assert exit_code == (0 if can_skip or can_go_back else 1)
-    record = load_record(Path("runs/run"))
+    record = load_record(RUN)
     assert record["status"] == ("invalid" if exit_code else "ok")
     steps = saved()
     assert steps and all(steps.values())
@@ -127,7 +122,7 @@ def check(monkeypatch, what, where, action, *argv):
         # The newest one is the last before the fault.
         assert max(steps) == (step - 1) // SAVE_EVERY * SAVE_EVERY
         assert run(action, *argv) == 0
-        assert load_record(Path("runs/run"))["status"] == "ok"
+        assert load_record(RUN)["status"] == "ok"
         assert all(map(math.isfinite, losses().values()))
     assert max(saved()) == NUM_STEPS and all(saved().values())
     assert list(losses()) == list(range(1, NUM_STEPS + 1))
@@ -175,9 +170,9 @@ def test_two_ranks_go_back_together(monkeypatch, tmp_path, sharding):
     Poison(monkeypatch, "average", 4)
     argv = ("--engine", "torch", "--sharding", sharding, "--device_train_microbatch_size", 1)
     train_in_turn("torch", tmp_path, functools.partial(run, "back", *argv))
-    (event,) = events("bad_loss")
+    (event,) = read_events(RUN, "bad_loss")
     assert (event["step"], event["action"]) == (4, "back") and event["tensor"]
-    assert load_record(Path("runs/run"))["status"] == "ok"
+    assert load_record(RUN)["status"] == "ok"
     assert saved()[NUM_STEPS] and all(saved().values())
 
 
@@ -191,7 +186,7 @@ def test_gradients_that_are_clipped_are_judged_in_their_step(monkeypatch, action
         Poison(patch, "gradient", 3)
         line = ("--clip_norm", 1.0, "--no_shuffle", "--engine", "torch")
         assert run(action, *line) == (action == "stop")
-    (event,) = events("bad_loss")
+    (event,) = read_events(RUN, "bad_loss")
     assert (event["step"], event["gradient_norm"], event["action"]) == (3, "nan", action)
     assert math.isfinite(float(event["loss"]))
     (line,) = map(json.loads, Path("runs/run/bad_batches.jsonl").read_text().splitlines())
@@ -204,10 +199,10 @@ def test_a_state_that_is_not_finite_is_told_from_the_loss_that_it_leads_to(monke
     with monkeypatch.context() as patch:
         Poison(patch, "gradient", 4)
         assert run("stop", "--engine", "torch") == 1
-    (event,) = events("bad_loss")
+    (event,) = read_events(RUN, "bad_loss")
     assert event["step"] == 4 and event["tensor"]
     assert not Path("runs/run/bad_batches.jsonl").exists()
-    assert "step 4" in load_record(Path("runs/run"))["reason"]
+    assert "step 4" in load_record(RUN)["reason"]
 
 
 def test_a_run_that_comes_back_to_the_same_checkpoint_gives_up(monkeypatch):
@@ -215,7 +210,7 @@ def test_a_run_that_comes_back_to_the_same_checkpoint_gives_up(monkeypatch):
         poisoned = Poison(patch, "loss", 1)
         poisoned.of_loss = lambda loss: loss * math.nan if poisoned.steps_left < -1 else loss
         assert run("back", "--engine", "torch", "--max_duration", "20ba") == 1
-    assert [event["action"] for event in events("bad_loss")] == ["back", "stop"]
+    assert [event["action"] for event in read_events(RUN, "bad_loss")] == ["back", "stop"]
     assert saved() == {2: True}
 
 

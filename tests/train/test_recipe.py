@@ -10,6 +10,7 @@ import pytest
 import generate
 import train
 from sdbench.cli import main as sdbench
+from tests.train.written import read_events
 
 
 def go_through(configs: Path, *, num_images: int, vae: tuple, diffusion: tuple) -> dict:
@@ -27,12 +28,6 @@ def go_through(configs: Path, *, num_images: int, vae: tuple, diffusion: tuple) 
     assert generate.main(line) == 0
     assert sdbench(["judge", "drawn"]) == 0
     return json.loads(Path("drawn/judge.json").read_text())
-
-
-def validations(run: str) -> list[float]:
-    """The validation losses of a run, of the weights themselves."""
-    lines = Path("runs", run, "history.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "validation"]
 
 
 @pytest.mark.slow
@@ -58,5 +53,5 @@ def test_a_shortened_recipe_learns(tmp_path, repository):
         diffusion=("--max_duration", "100ba", "--validate_every_batches", 100),
     )
     # A white picture has an error of 0.25, and a model that knows only the mean latent one of 1.
-    assert validations("shapes_vae")[-1] < 0.1
-    assert validations("shapes")[-1] < 0.5
+    assert read_events(Path("runs/shapes_vae"), "validation")[-1]["loss"] < 0.1
+    assert read_events(Path("runs/shapes"), "validation")[-1]["loss"] < 0.5

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import os
 import signal
 import time
@@ -16,12 +14,14 @@ import train
 from sdbench.engines import ENGINES, load_engine
 from sdbench.measure import watch
 from sdbench.measure.watch import StepWatch
+from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.train import job as train_job
 from sdbench.tasks.train.hooks import TrainHooks
 from tests.data.datasets import write_folder
 from tests.forked import exit_codes, forked_ranks
 from tests.score_networks import write_fid_network
+from tests.train.written import read_events, read_steps, saved_steps
 
 pytestmark = pytest.mark.usefixtures("launched")
 
@@ -58,25 +58,16 @@ def be_slow(monkeypatch, *, step_s, signal_in, others_s=0.0):
     monkeypatch.setattr(train_job, "build", build_slow)
 
 
-def saved_steps():
-    return sorted(int(path.name[5:]) for path in RUN.glob("checkpoints/step_*"))
-
-
-def rows():
-    with (RUN / "steps.csv").open(newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file)]
-
-
-def events(kind):
-    lines = (RUN / "history.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+def kept() -> tuple[list[int], list[int]]:
+    """The steps with a checkpoint, and those in steps.csv."""
+    return saved_steps(RUN), [int(row["step"]) for row in read_steps(RUN)]
 
 
 def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
     monkeypatch.setattr(watch, "LEAST_PATIENCE_S", 0.0)
     be_slow(monkeypatch, step_s=1.5, signal_in=3, others_s=0.7)
     assert run("--engine", "torch") == 130
-    assert (saved_steps(), rows()) == ([3], [1, 2, 3])
+    assert kept() == ([3], [1, 2, 3])
 
 
 @pytest.mark.slow
@@ -84,15 +75,14 @@ def test_a_step_that_takes_long_is_waited_for_and_saved(monkeypatch):
 def test_steps_of_15_s_are_waited_for_and_saved(monkeypatch, engine):
     be_slow(monkeypatch, step_s=15.0, signal_in=2, others_s=15.0)
     assert run("--engine", engine) == 130
-    assert (saved_steps(), rows()) == ([2], [1, 2])
+    assert kept() == ([2], [1, 2])
 
 
 def test_steps_that_are_lost_with_one_that_is_broken_off_are_told(monkeypatch):
     be_slow(monkeypatch, step_s=60.0, signal_in=4)
     argv = ("--engine", "torch", "--save_every_batches", 2, "--stop_grace_s", 0.5)
     assert run(*argv) == 130
-    assert saved_steps() == [2]
-    assert rows() == [1, 2, 3]
+    assert kept() == ([2], [1, 2, 3])
     reason = load_record(RUN)["reason"]
     assert "SIGTERM" in reason and "step 3 is lost" in reason and "step 2" in reason
 
@@ -125,11 +115,8 @@ def test_a_look_is_left_at_once_and_the_step_before_it_saved(monkeypatch, engine
     argv = ("--engine", engine, "--device_train_microbatch_size", 2, *look)
     assert run(*argv) == 130
     assert num_checks == 2
-    assert (saved_steps(), rows()) == ([3], [1, 2, 3])
-    assert [event["event"] for event in map(json.loads, (RUN / "history.jsonl").open())] == [
-        "begin",
-        "save",
-    ]
+    assert kept() == ([3], [1, 2, 3])
+    assert [event["event"] for event in read_history(RUN)] == ["begin", "save"]
 
 
 def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, monkeypatch):
@@ -151,8 +138,8 @@ def test_a_kill_between_two_log_lines_loses_no_row_of_a_saved_step(tmp_path, mon
 
     with forked_ranks(program, tmp_path, num_ranks=1) as ranks:
         assert exit_codes(ranks) == [-signal.SIGKILL]
-    assert (saved_steps(), rows()) == ([4], [1, 2, 3, 4])
+    assert kept() == ([4], [1, 2, 3, 4])
     assert run(*argv) == 0
-    assert rows() == list(range(1, 10))
-    assert [event["num_lost_steps"] for event in events("begin")] == [0, 3]
+    assert kept()[1] == list(range(1, 10))
+    assert [event["num_lost_steps"] for event in read_events(RUN, "begin")] == [0, 3]
     assert load_record(RUN)["summary"]["num_lost_steps"] == 3

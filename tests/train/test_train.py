@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
-import json
 import multiprocessing
 import os
 import resource
@@ -31,6 +29,7 @@ from tests.forked import exit_codes, forked_ranks, log_of
 from tests.refusals import printed_refusal
 from tests.score_networks import write_clip, write_fid_network
 from tests.train.in_turn import train_in_turn
+from tests.train.written import read_events, read_losses, read_steps, saved_steps
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batch_size", "4")
 
@@ -38,16 +37,6 @@ TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch", "--batc
 def run(*argv: object) -> int:
     """Train in this process, in the working folder."""
     return train.main([*TINY, *map(str, argv)])
-
-
-def rows(run_folder: Path) -> list[dict[str, str]]:
-    with (run_folder / "steps.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def events(run_folder: Path, name: str) -> list[dict]:
-    lines = (run_folder / "history.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 def test_killed_then_stopped_then_finished(tmp_path):
@@ -61,9 +50,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
     def start_and_signal(number: int, *, num_steps: int) -> int:
         with forked_ranks(lambda: train.main(argv), tmp_path, num_ranks=1) as (process,):
             deadline_s = time.monotonic() + 120
-            while not any(
-                int(path.name[5:]) >= num_steps for path in folder.glob("checkpoints/step_*")
-            ):
+            while not any(step >= num_steps for step in saved_steps(folder)):
                 assert process.exitcode is None and time.monotonic() < deadline_s
                 time.sleep(0.05)
             os.killpg(process.pid, number)  # as a scheduler does: the loader's worker, too
@@ -73,12 +60,12 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert start_and_signal(signal.SIGKILL, num_steps=2) == -signal.SIGKILL
     assert start_and_signal(signal.SIGTERM, num_steps=6) == 130
     assert load_record(folder)["status"] == "interrupted"
-    last = max(int(path.name[5:]) for path in folder.glob("checkpoints/step_*"))
-    assert len(rows(folder)) == last  # SIGTERM saved the step that it ended behind
+    last = max(saved_steps(folder))
+    assert len(read_steps(folder)) == last  # SIGTERM saved the step that it ended behind
     argv[-1] = f"{last + 3}ba"
     assert train.main(argv) == 0
-    assert [int(row["step"]) for row in rows(folder)] == list(range(1, last + 4))
-    first, killed, stopped = events(folder, "begin")
+    assert [int(row["step"]) for row in read_steps(folder)] == list(range(1, last + 4))
+    first, killed, stopped = read_events(folder, "begin")
     assert first["step"] == 0 and killed["step"] >= 2 and stopped["step"] == last
     # SIGTERM has cost no step; starting again has taken its time.
     assert (stopped["num_lost_steps"], stopped["lost_s"]) == (0, 0)
@@ -88,7 +75,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
     assert summary["num_lost_steps"] == killed["num_lost_steps"]
     assert summary["lost_s"] == killed["lost_s"]
     assert summary["down_s"] == killed["down_s"] + stopped["down_s"]
-    kept_s = sum(4 / float(row["images_per_second"]) for row in rows(folder))
+    kept_s = sum(4 / float(row["images_per_second"]) for row in read_steps(folder))
     assert summary["total_train_s"] == pytest.approx(kept_s + killed["lost_s"])
     assert sdbench(["watch", str(folder)]) == 0
     assert "stood still for" in (folder / "watch.html").read_text()
@@ -132,11 +119,9 @@ def test_looks_leave_sharded_weights_as_they_were(tmp_path, sharding):
         )
     ]
     train_in_turn("torch", tmp_path, *runs)
-    blind, watched = (
-        [row["loss"] for row in rows(tmp_path / "runs" / name)] for name in ("blind", "watched")
-    )
+    blind, watched = (read_losses(tmp_path / "runs" / name) for name in ("blind", "watched"))
     assert watched == blind and len(blind) == 3
-    losses = events(tmp_path / "runs" / "watched", "validation")
+    losses = read_events(tmp_path / "runs" / "watched", "validation")
     assert [event["step"] for event in losses] == [1, 2, 3]
 
 
@@ -161,16 +146,16 @@ def test_looks_leave_the_training_as_it_was(tmp_path, monkeypatch):
     assert run(*recipe, "--run_name", "plain") == 0
     assert run(*recipe, "--run_name", "watched", *looks) == 0
     plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
-    assert [row["loss"] for row in rows(watched)] == [row["loss"] for row in rows(plain)]
+    assert read_losses(watched) == read_losses(plain)
 
-    validations = events(watched, "validation")
+    validations = read_events(watched, "validation")
     assert [event["step"] for event in validations] == [2, 4]
     assert all(event["num_samples"] == 5 for event in validations)
     assert opened == [str(tmp_path / "held-out")] * 2
     assert all(len(event["by_timestep"]) == 8 for event in validations)
-    assert [event["step"] for event in events(watched, "samples")] == [3, 4]
-    assert [event["step"] for event in events(watched, "save")] == [2, 4]
-    scores = events(watched, "scores")
+    assert [event["step"] for event in read_events(watched, "samples")] == [3, 4]
+    assert [event["step"] for event in read_events(watched, "save")] == [2, 4]
+    scores = read_events(watched, "scores")
     assert [(event["step"], event["num_pictures"]) for event in scores] == [(3, 2), (4, 2)]
     other_s = load_record(watched)["summary"]["other_s"]
     assert {"validation", "samples", "scores", "save"} == set(other_s)
@@ -271,7 +256,7 @@ def test_data_with_other_samples_are_refused_on_resume(tmp_path):
     assert not any("--save_every_batches" in note for note in record["notes"])
     assert record["status"] == "failed"
     assert "got 48; allowed: the 49 samples" in record["reason"]
-    assert len(rows(tmp_path / "runs" / "one")) == 1
+    assert len(read_steps(tmp_path / "runs" / "one")) == 1
 
 
 def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
@@ -289,46 +274,13 @@ def test_held_out_samples_that_are_trained_on_are_told_of(tmp_path, capsys):
     assert printed_refusal(capsys.readouterr().err).flag == "--validation_remote"
 
 
-@pytest.mark.parametrize(
-    ("flag", "argv"),
-    [
-        ("--max_duration", ()),
-        (
-            "--ema_decay or --ema_half_life_batches",
-            ("--max_duration", "1ba", "--ema_decay", "0.9", "--ema_half_life_batches", "5"),
-        ),
-        ("--ema_decay", ("--max_duration", "1ba", "--ema_decay", "1")),
-        ("--cuda_graph", ("--max_duration", "1ba", "--cuda_graph")),
-        ("--resume or --run_name", ("--max_duration", "1ba", "--resume", "auto")),
-        ("--validation_remote", ("--max_duration", "1ba", "--validate_every_batches", "1")),
-        ("--sample_prompts", ("--max_duration", "1ba", "--sample_every_batches", "1")),
-        (
-            "--ema_impl",
-            (
-                "--max_duration",
-                "1ba",
-                "--use_ema",
-                "--ema_impl",
-                "composer",
-                "--engine",
-                "composer",
-            ),
-        ),
-    ],
-)
-def test_refusals(flag, argv, capsys):
-    assert run(*argv) == 2
-    assert printed_refusal(capsys.readouterr().err).flag == flag
-
-
 def test_clipping_changes_what_is_above_the_norm_only(tmp_path):
     argv = ("--max_duration", "3ba", "--log_every_batches", 1, "--precision", "fp32")
     for name, norm in (("free", None), ("wide", 1e9), ("tight", 1e-9)):
         clip = () if norm is None else ("--clip_norm", norm)
         assert run(*argv, *clip, "--run_name", name) == 0
     free, wide, tight = (
-        [row["loss"] for row in rows(tmp_path / "runs" / name)]
-        for name in ("free", "wide", "tight")
+        read_losses(tmp_path / "runs" / name) for name in ("free", "wide", "tight")
     )
     assert wide == free
     assert tight[0] == free[0] and tight[2] != free[2]

@@ -37,9 +37,10 @@ from sdbench.settings.data import ONLINE, DataSettings
 from sdbench.settings.kinds import POSITIVE, TEXT, list_of, one_of
 from sdbench.settings.measuring import RunSettings
 from sdbench.settings.online import ActorSettings
-from sdbench.settings.ray import RAY, RaySettings, refuse_without_effect
+from sdbench.settings.ray import RAY, RaySettings
 from sdbench.settings.request import Request, parse
-from sdbench.settings.setting import REQUIRED, declarations, setting, shared
+from sdbench.settings.rules import settle
+from sdbench.settings.setting import REQUIRED, setting, shared
 from sdbench.settings.training import ModelSettings
 from sdbench.statistics.intervals import within_run_interval
 from sdbench.tasks import TASKS
@@ -123,6 +124,7 @@ class PrecomputeSettings:
         TORCH,
         "who encodes: this process and those that a launcher starts beside it, or actors of Ray "
         "Data anywhere in a cluster",
+        demands={"num_workers": ((None, 0), "the --num_decoders of Ray Data read the images")},
     )
     ray_address: str | None = shared(RaySettings, "ray_address")
     num_decoders: int = shared(ActorSettings, "num_decoders")
@@ -138,7 +140,7 @@ class PrecomputeSettings:
     model_name: str = shared(ModelSettings, "model_name")
     model_revision: str | None = shared(ModelSettings, "model_revision")
     seed: int = shared(RunSettings, "seed")
-    encoder_dtype: str | None = shared(ArithmeticSpeedups, "encoder_dtype", presets={})
+    encoder_dtype: str | None = shared(ArithmeticSpeedups, "encoder_dtype", presets={}, rules=())
     data_format: str = shared(DataSettings, "data_format")
     remote: str | None = shared(DataSettings, "remote")
     local: str | None = shared(DataSettings, "local")
@@ -321,24 +323,15 @@ def _encodes_on_gpu(flags: PrecomputeSettings, machine: Machine) -> bool:
 
 
 def _check_engine(request: Request[PrecomputeSettings], *, ranks: Ranks) -> None:
-    """Check that each setting acts under the engine, and connect to Ray where that is it.
+    """Connect to Ray, where that is the engine.
 
     Raises:
-        ConfigError: One of them does not, or there are several processes to connect.
+        ConfigError: There are several processes to connect.
         RunError: No Ray cluster answers.
     """
     config = request.config
     if config.engine == TORCH:
-        names = ("ray_address", *declarations(ActorSettings))
-        refuse_without_effect(request, names, needed="--engine ray")
         return
-    if config.num_workers:
-        raise ConfigError(
-            "actors of Ray Data read the images",
-            value=config.num_workers,
-            allowed="0, and --num_decoders",
-            flag="--num_workers or --engine",
-        )
     if ranks.world_size > 1:
         raise ConfigError(
             "one process takes what the actors of Ray Data give",
@@ -398,6 +391,7 @@ class Precompute(Task):
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan."""
         self._machine, self._ranks = machine, ranks
+        settle(self.request, machine=machine, ranks=ranks)
         _check_engine(self.request, ranks=ranks)
         self._plan = _resolve(self.request.config, machine=machine, ranks=ranks)
 

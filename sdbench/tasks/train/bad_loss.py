@@ -1,4 +1,4 @@
-"""What is done about a loss, gradients or weights that are not finite: `--on_bad_loss`."""
+"""`BadLosses` handles losses, gradients and weights that are not finite: `--on_bad_loss`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ if TYPE_CHECKING:
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
 
 STOP, SKIP, BACK = "stop", "skip", "back"
-# So many bad steps without a good one between them end a run: it does not recover.
+# A run with more bad steps in a row does not recover, and ends.
 MAX_IN_A_ROW = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The first thing of a run that is not finite.
+    """The first loss, gradient or state of a run that is not finite.
 
     Attributes:
-        step: Of the run; its update made the state what it is.
-        loss: Of the step.
-        gradient_norm: Of the step; None where it is not known.
-        tensor: The part of the state that was found so when it was saved; None where loss or
-            gradients are the fault, which the step's samples made so.
+        step: The step of the loss, or the one after which the state was saved.
+        loss: Loss of the step.
+        gradient_norm: Norm of its gradients; None if it is not known.
+        tensor: The part of the state that a save found; None if loss or gradients are the fault.
     """
 
     step: int
@@ -52,11 +51,11 @@ class Fault:
 
 
 class BadLosses:
-    """Deals with the bad steps of a run; what it does, it does on all ranks.
+    """Handles the bad steps of a run, on all ranks alike.
 
-    A step is bad if its loss is not finite, or the norm of its gradients where it is known: they
-    are clipped, or updates are to be skipped. The scaler of fp16 leaves out such updates itself.
-    Where neither tells, a save finds that the state is not finite, and saves nothing.
+    A step is bad if its loss is not finite, or the norm of its gradients. The norm is known if
+    gradients are clipped or bad updates skipped; the scaler of fp16 skips such updates itself.
+    Otherwise a save finds that the state is not finite, and saves nothing.
     """
 
     def __init__(
@@ -71,17 +70,17 @@ class BadLosses:
         ranks: Ranks,
         has_scaler: bool,
     ) -> None:
-        """Join the pieces.
+        """Connect the pieces.
 
         Args:
             action: A value of --on_bad_loss.
-            losses: Of the steps of this process.
-            loader: Of this rank; knows which samples a batch had.
-            checkpoints: Of the run.
-            folder: Of the run.
-            log: Of the run, on the first rank; None on the others.
-            ranks: The place of this process.
-            has_scaler: Whether the gradients are those of scaled losses.
+            losses: The losses of this process.
+            loader: The loader of this rank, which knows the samples of a batch.
+            checkpoints: The checkpoints of the run.
+            folder: The folder of the run.
+            log: The log of the run on the first rank; None on the others.
+            ranks: The rank of this process.
+            has_scaler: The losses are scaled, for fp16.
         """
         self._action = action
         self._losses = losses
@@ -97,14 +96,9 @@ class BadLosses:
         self._came_back_to: int | None = None
 
     def judge(self, state: TrainState, loss: Tensor, norm: Tensor | None) -> None:
-        """Leave a step's update out if a rank's loss or gradients are not finite, where asked for.
+        """With --on_bad_loss skip, skip the update if a rank's loss or gradients are not finite.
 
-        Only then it waits for the device.
-
-        Args:
-            state: Of this rank, whose gradients are there.
-            loss: Of this rank's batch, on the device.
-            norm: Of the gradients, on the device, if it is known.
+        Waits for the device only then. `loss` and `norm`, if it is known, are on the device.
         """
         if self._has_scaler:
             norm = None
@@ -128,33 +122,33 @@ class BadLosses:
 
     @property
     def is_known(self) -> bool:
-        """Whether a fault has been read that nothing has been done about; same on all ranks."""
+        """Whether a fault has been read and not handled yet; the same on all ranks."""
         found = (self._losses.first_not_finite, self._norms.first_not_finite, self._bad_save)
         return any(one is not None for one in found)
 
     def read(self) -> None:
-        """Read losses and norms up to this step; waits for the device."""
+        """Read losses and norms up to this step, which waits for the device."""
         self._losses.read()
         self._norms.read()
 
     def all_good(self) -> None:
-        """The steps up to this one have been read, and are good."""
+        """Note that all steps up to this one are good."""
         self._num_in_a_row = 0
 
     def save_was_bad(self, step: int, tensor: str) -> None:
-        """A save has found that a tensor of the state behind a step is not finite."""
+        """Note that a save has found a tensor that is not finite after a step."""
         if self._bad_save is None:
             self._bad_save = step, tensor
 
     def act(self, state: TrainState, *, is_last: bool) -> bool:
-        """Note the first bad step and its samples, and do what is asked for.
+        """Log the first bad step and its samples, and go on as --on_bad_loss says.
 
         Args:
-            state: Of this rank behind a step, at which the fault is known.
-            is_last: Whether no step follows.
+            state: The state of this rank after a step.
+            is_last: No step follows.
 
         Returns:
-            Whether an earlier state has been loaded.
+            True if an earlier state has been loaded.
 
         Raises:
             RunError: The run ends.
@@ -198,11 +192,7 @@ class BadLosses:
         return checkpoint is not None
 
     def _find_fault(self, num_steps: int) -> Fault:
-        """The first fault: of a step's loss and gradients, before the state that they led to.
-
-        Args:
-            num_steps: Of the run, up to now.
-        """
+        """The first fault: a bad loss or norm comes before the bad state that it leads to."""
         losses, norms = self._losses.read(), self._norms.read()
         first = num_steps + 1 - len(losses)  # the step of the first loss of this process
         found = (self._losses.first_not_finite, self._norms.first_not_finite)
@@ -218,7 +208,7 @@ class BadLosses:
     def _reason_to_stop(
         self, fault: Fault, checkpoint: Checkpoint | None, *, is_last: bool
     ) -> str | None:
-        """The end of a sentence, or None where the run goes on."""
+        """Why the run ends, as the end of a sentence; None if it goes on."""
         told = f"(--on_bad_loss {self._action})"
         if self._action == STOP:
             return ""
@@ -241,7 +231,7 @@ class BadLosses:
 
 
 def _go_back(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load weights, optimizer and average of a checkpoint; steps, data and random numbers go on."""
+    """Load weights, optimizer and average, but no random states, steps or position in the data."""
     tensors = state.tensors()
     checkpoint.load_into(
         {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}

@@ -1,4 +1,4 @@
-"""What happens between the steps of train.py: figures, checkpoints, validation, pictures."""
+"""`TrainHooks`: figures, checkpoints, validation and pictures between the steps of train.py."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class TrainHooks:
     """The `TrainingHooks` of a run.
 
     Attributes:
-        seconds: Time that was no training: by event, of this process.
+        seconds: Seconds without training in this process, by event.
         num_saved: Checkpoints written by this process.
-        last_loss: The last one that is finite, of those that have been read; None before the first.
+        last_loss: The last finite loss that has been read; None before the first.
     """
 
     def __init__(
@@ -53,23 +53,22 @@ class TrainHooks:
         facts: dict[str, Any],
         num_steps: int,
     ) -> None:
-        """Join the pieces.
+        """Connect the pieces.
 
         Args:
             config: The resolved config.
-            job: What is trained.
-            watch: Over the steps; its `PeriodTimer` stands still while anything but training is
-                done.
-            checkpoints: Of the run's folder.
-            storage: Gets copies of them; None: they stay where they are.
+            job: The training job.
+            watch: Watches the steps; its `PeriodTimer` is paused while nothing is trained.
+            checkpoints: The checkpoints in the run's folder.
+            storage: Gets copies of the checkpoints; None without one.
             resumed: The checkpoint to begin with, or None.
-            log: Of the run's folder, on the first rank; None on the others.
+            log: The log of the run on the first rank; None on the others.
             progress: Shows a line of figures for each period.
-            looks: Validation and the like by event: steps from one to the next, and what gives the
-                facts of the event; called on every rank.
-            bad_losses: Deals with losses that are not finite.
-            facts: What a checkpoint has beside the state: the settings.
-            num_steps: Of the run, those of earlier processes included.
+            looks: Evaluations by event: their interval in steps, and the function that every rank
+                calls for the facts of the event.
+            bad_losses: Handles losses that are not finite.
+            facts: Facts that are saved beside the state.
+            num_steps: Steps of the run, including those of earlier processes.
         """
         self.seconds: dict[str, float] = {}
         self.num_saved = 0
@@ -111,7 +110,7 @@ class TrainHooks:
             )
 
     def gradients_ready(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Wait for a save that reads the state, and leave out the update of a bad step."""
+        """Skip the update of a bad step, and wait for a save that still reads the state."""
         assert self._state is not None
         self._bad_losses.judge(self._state, loss, norm)
         if self._checkpoints.is_reading:
@@ -120,9 +119,9 @@ class TrainHooks:
             self._timer.start()
 
     def step_ended(self, state: TrainState) -> None:
-        """Write a line of figures, save and look at the model, whatever is due.
+        """Write figures, save and evaluate, whatever is due.
 
-        The save comes first: a look takes minutes, in which a run may be stopped.
+        The save comes first: an evaluation takes minutes, in which a run may be stopped.
         """
         step = state.num_steps
         if self._log is not None:
@@ -155,14 +154,14 @@ class TrainHooks:
             is_end = is_last and not self._watch.is_stopped
             has_gone_back = self._bad_losses.act(state, is_last=is_end)
             self._add_seconds("bad_loss", time.perf_counter() - started_s)
-        # A step of which nothing is left is not saved.
+        # After going back, the state is that of an older checkpoint.
         may_save = step != self._saved_step and not has_gone_back
         if saves and may_save:
             self._begin_save(state)
         for event, look in due:
-            self._checkpoints.wait_until_read()  # looks put averages in the place of weights
+            self._checkpoints.wait_until_read()  # evaluations swap the weights for averages
             self._timed(event, step, look, state)
-            if self._watch.is_stopped:  # a signal has ended the look
+            if self._watch.is_stopped:  # a signal has ended the evaluation
                 if may_save and not saves:
                     self._begin_save(state)
                 break
@@ -170,11 +169,7 @@ class TrainHooks:
         self._timer.start()
 
     def close(self) -> None:
-        """Wait for the checkpoint under way.
-
-        Raises:
-            RunError: It was not saved.
-        """
+        """Wait for the checkpoint under way; a `RunError` says that it was not saved."""
         if self._state is not None:
             try:
                 self._checkpoints.finish()
@@ -182,7 +177,7 @@ class TrainHooks:
                 self._report_saves()
 
     def describe_lost_steps(self) -> str:
-        """The end of a sentence about the steps of this process that no checkpoint has."""
+        """The end of a sentence about the steps of this process that are in no checkpoint."""
         newest = self._whole_step
         num_steps = 0 if self._state is None else self._state.num_steps
         if num_steps <= newest:
@@ -196,11 +191,7 @@ class TrainHooks:
         return f"; {steps} lost: {where}"
 
     def write_steps(self, step: int | None = None) -> None:
-        """Write a row for each step since the last call.
-
-        Args:
-            step: Of the run; None: the last one that has ended.
-        """
+        """Write a row for each step since the last call, up to `step` or to the last one."""
         if self._state is None:
             return
         step = self._state.num_steps if step is None else step

@@ -1,4 +1,4 @@
-"""The training job of train.py: that of a measurement, with the recipe of a real run."""
+"""`build`: the training job of train.py, with schedule, optimizer and average of a real run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from sdbench.tasks import autoencoding, pretrain
 
 
 def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
-    """Build model and loader, and describe the rest.
-
-    Args:
-        plan: The resolved run; its config is a `TrainConfig`.
-        phase: The model enters it around the work of each sub-model.
-    """
+    """Build model and loader of a run of train.py, and describe the rest."""
     config: Any = plan.config
     ema = None
     if config.use_ema:
@@ -52,14 +47,14 @@ def build(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
 
 
 def _ema_half_life_batches(config: Any) -> float:
-    """That of a config; of a decay d a step it is h in d ** h = 0.5."""
+    """The half-life h of the moving average; for a decay d per step, d ** h = 0.5."""
     if config.ema_decay is not None:
         return math.log(0.5) / math.log(config.ema_decay)
     return config.ema_half_life_batches or pretrain.EMA_HALF_LIFE_BATCHES
 
 
 def _build_parts(plan: Plan, *, phase: PhaseObserver) -> TrainJob:
-    """The job of what --train names, with the rates and the optimizer of a measurement."""
+    """The job for the VAE or for the U-Net, with the optimizer of a measurement."""
     config: Any = plan.config
     if config.train == "vae":
         return autoencoding.build(plan)
@@ -86,14 +81,8 @@ def learning_rate_factor(
 ) -> float:
     """The multiplier of the learning rate of a step; steps count from 0.
 
-    It rises as (step + 1) / num_warmup_steps, stays at 1 or falls to `end` in the last step.
-
-    Args:
-        step: Of the run.
-        schedule: ``constant``, ``cosine`` or ``linear``.
-        num_warmup_steps: Steps in which it rises.
-        num_steps: Of the run.
-        end: Factor of the last step of ``cosine`` and ``linear``.
+    It rises as (step + 1) / num_warmup_steps. Then ``constant`` stays at 1, and ``cosine`` and
+    ``linear`` fall to `end` in the last step.
     """
     if step < num_warmup_steps:
         return (step + 1) / num_warmup_steps

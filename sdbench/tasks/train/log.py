@@ -1,4 +1,4 @@
-"""Writes what a training run says as it goes: steps.csv, history.jsonl, and to trackers."""
+"""`TrainLog` writes steps.csv and history.jsonl of a training run, and logs to trackers."""
 
 from __future__ import annotations
 
@@ -43,16 +43,11 @@ TRACKED_FACTS = {
 class TrainLog:
     """The files of one run folder, and the trackers; on the first rank.
 
-    A full disk stops nothing: lines are kept until they can be written.
+    On a full disk the run goes on: lines are kept until they can be written.
     """
 
     def __init__(self, folder: Path, *, trackers: Sequence[Tracker] = ()) -> None:
-        """Name the files; nothing is written yet.
-
-        Args:
-            folder: Of the run.
-            trackers: Get the figures and the pictures as well.
-        """
+        """Name the files; nothing is written yet."""
         self._folder = folder
         self._steps = GrowingFile(folder / STEPS_NAME)
         self._history = GrowingFile(folder / HISTORY_NAME)
@@ -61,12 +56,12 @@ class TrainLog:
         self._mark: int | None = None
 
     def begin(self, *, num_steps: int, images_per_step: int, passed_over: Sequence[str]) -> None:
-        """Forget the steps behind a checkpoint, which are trained again, and add the event.
+        """Remove the steps after a checkpoint, which are trained again, and add the event.
 
         Args:
             num_steps: Steps of the checkpoint; 0 begins a new file.
-            images_per_step: Of all ranks together.
-            passed_over: As in `Checkpoint`.
+            images_per_step: Images of all ranks together.
+            passed_over: Damaged checkpoints, as in `Checkpoint`.
         """
         down_s = self._measure_silence()
         known = self._read_steps()
@@ -83,11 +78,7 @@ class TrainLog:
         )
 
     def totals(self, *, images_per_step: int) -> dict[str, Any]:
-        """Figures of the whole run: those of `cost_of_stops`, and the seconds trained.
-
-        Args:
-            images_per_step: Of all ranks together.
-        """
+        """Figures of the whole run: those of `cost_of_stops`, and the seconds trained."""
         costs = cost_of_stops(read_history(self._folder))
         kept_s = _add_up_time(self._read_steps(), images_per_step)
         return {"total_train_s": kept_s + costs["lost_s"], **costs}
@@ -102,13 +93,7 @@ class TrainLog:
                 tracker.log(figures, step=values["step"])
 
     def add_event(self, event: str, *, step: int, **facts: Any) -> None:
-        """Append an event: begin, end, save, validation, samples, scores, bad_loss.
-
-        Args:
-            event: Its name.
-            step: Steps that the run had when it happened.
-            **facts: JSON values. A number that is not finite becomes null, with a warning.
-        """
+        """Append an event with its facts; numbers that are not finite become null."""
         known = _only_finite(facts)
         if known != facts:
             print(
@@ -126,24 +111,24 @@ class TrainLog:
                 tracker.log_picture("samples", self._folder / facts["file"], step=step)
 
     def add_bad_batch(self, **facts: Any) -> None:
-        """Append a line about a batch, with these facts, as JSON values."""
+        """Append a line about a batch, with these facts as JSON values."""
         line = json.dumps({"time_utc": utc_now(), **facts}, allow_nan=False)
         self._bad_batches.append(line + "\n")
 
     def mark_step(self, step: int) -> None:
-        """Note that a step has ended, for a process that goes on after a kill."""
+        """Note that a step has ended, for the process that resumes the run after a kill."""
         assert self._mark is not None
         with contextlib.suppress(OSError):  # on a full disk the count of lost steps is too low
             os.pwrite(self._mark, b"%012d\n" % step, 0)
 
     def _open_mark(self) -> int:
-        """Open the file of `mark_step`, and read the step that is marked; 0 where none is."""
+        """Open the file of `mark_step`, and read the step in it, or 0."""
         self._mark = os.open(self._folder / MARK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         text = os.pread(self._mark, 13, 0)
         return int(text) if text.strip().isdigit() else 0
 
     def close(self) -> None:
-        """Try once more to write what could not be written; what is lost is told."""
+        """Try once more to write pending lines, and warn of those that are lost."""
         for file in (self._steps, self._history, self._bad_batches):
             file.close()
         if self._mark is not None:
@@ -151,7 +136,7 @@ class TrainLog:
             self._mark = None
 
     def _read_steps(self) -> list[list[str]]:
-        """The rows of the steps; one that is damaged is left out."""
+        """The whole rows of steps.csv."""
         if not self._steps.path.exists():
             return []
         text = self._steps.path.read_text(encoding="utf-8", errors="replace")
@@ -159,7 +144,7 @@ class TrainLog:
         return [row for row in csv.reader(lines) if _is_step(row)]
 
     def _measure_silence(self) -> float:
-        """Seconds since an earlier process has last written; 0 if it had trained to its end."""
+        """Seconds since an earlier process last wrote; 0 if it had trained to its end."""
         events = read_history(self._folder)
         if not events or events[-1]["event"] == "end":
             return 0.0
@@ -169,7 +154,7 @@ class TrainLog:
 
 
 def _is_step(row: Sequence[str]) -> bool:
-    """Whether a row of steps.csv is whole."""
+    """Return True if a row of steps.csv is whole."""
     if len(row) != len(TRAIN_STEP_COLUMNS):
         return False
     try:
@@ -194,7 +179,7 @@ def _as_csv(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _only_finite(value: Any) -> Any:
-    """The value with None for each number in it that is not finite: JSON has none for those."""
+    """Replace each number that is not finite by None, since JSON has no such numbers."""
     if isinstance(value, dict):
         return {name: _only_finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Whether the settings of today go on with the run that a checkpoint belongs to."""
+"""Checks whether a run may go on from a checkpoint: its settings, data and frozen weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from sdbench.settings.setting import declarations
 def compare_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ, each with its value before and now.
-
-    Args:
-        before: Settings of the checkpoint.
-        now: Settings of this process.
-        folder: Of the checkpoint, for the message.
+    """The settings that differ from those of a checkpoint, each with its value before and now.
 
     Raises:
-        ConfigError: One of them makes it another run.
+        ConfigError: A setting that identifies the run differs.
     """
     changes = {
         name: (before[name], value)
@@ -46,17 +41,17 @@ def compare_settings(
 def check_inputs(
     before: Mapping[str, Any], now: Mapping[str, Any], *, accepts: bool, folder: Path
 ) -> list[str]:
-    """What differs of the data and the frozen weights, in a few words each.
+    """Describe how the data and the frozen weights differ from those of a checkpoint.
 
     Args:
-        before: Facts of the checkpoint: ``data``, as `identify_data` gives it, and ``weights``, as
-            `Architecture.identify_weights`. Older ones have neither.
-        now: The same of this process.
-        accepts: Whether the run may go on with what differs.
-        folder: Of the checkpoint, for the message.
+        before: Facts of the checkpoint: ``data`` of `identify_data` and ``weights`` of
+            `Architecture.identify_weights`. Older checkpoints have neither.
+        now: The same facts of this process.
+        accepts: Return the differences instead of refusing them.
+        folder: The checkpoint, for the message.
 
     Raises:
-        ConfigError: Something differs, and it may not.
+        ConfigError: Something differs that is not accepted.
     """
     changes = []
     if before.get("data") and now["data"]:
@@ -64,14 +59,13 @@ def check_inputs(
         changes += [] if change is None else [change]
     known = before.get("weights", {})
     changes += [
-        f"the weights of the {part} are others"
+        f"the weights of the {part} have changed"
         for part, weights in now["weights"].items()
         if part in known and known[part] != weights
     ]
     if changes and not accepts:
         raise ConfigError(
-            f"the run that {folder} belongs to would go on with something else: "
-            f"{'; '.join(changes)}",
+            f"the run of {folder} would go on with other inputs: {'; '.join(changes)}",
             value="refuse",
             allowed="what the run had, another --run_name for another run, or accept",
             flag="--changed_inputs",
@@ -82,22 +76,22 @@ def check_inputs(
 def check_drawing(
     facts: Mapping[str, Any], random_parts: Collection[str], *, folder: Path, flag: str
 ) -> None:
-    """Check that random weights beside those of a checkpoint are drawn as they were before.
+    """Check that the seed still gives the random sub-models that a checkpoint does not hold.
 
     Args:
-        facts: Of the checkpoint.
-        random_parts: The sub-models that are drawn from the seed once more.
-        folder: Of the checkpoint, for the message.
-        flag: What it was given by.
+        facts: Facts of the checkpoint.
+        random_parts: Sub-models that are drawn from the seed again.
+        folder: The checkpoint, for the message.
+        flag: The flag that named it.
 
     Raises:
-        ConfigError: The seed gives other numbers today.
+        ConfigError: This version draws other weights from the same seed.
     """
     drawing = facts.get("drawing", 1)
     if random_parts and drawing != DRAWING:
         raise ConfigError(
-            f"the checkpoint {folder} is of a version that drew the random weights of "
-            f"{' and '.join(random_parts)} otherwise, and does not hold them",
+            f"an older version drew the random weights of {' and '.join(random_parts)} for the "
+            f"checkpoint {folder} in another way, and the checkpoint does not hold them",
             value=f"drawing {drawing}",
             allowed=f"drawing {DRAWING}, or the version of this suite that record.json names",
             flag=flag,

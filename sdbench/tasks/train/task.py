@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, RunError, add_remark
 from sdbench.base.secrets import redact_values
-from sdbench.data.identity import describe_data_or_warn, identify_data, sources_of
+from sdbench.data.identity import identify_data, sources_of
 from sdbench.measure import startup
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import DRAWING
@@ -27,9 +27,8 @@ from sdbench.run.runner import garbage_collection_paused
 from sdbench.run.task import Run
 from sdbench.run.tensorboard_log import TensorboardLog
 from sdbench.run.wandb_log import WandbLog
-from sdbench.tasks.train.effects import check_effects
 from sdbench.tasks.train.log import TrainLog
-from sdbench.tasks.train.parts import check_parts, find_random_parts, note_random_parts
+from sdbench.tasks.train.parts import find_random_parts, note_random_parts
 from sdbench.tasks.train.resuming import check_drawing, check_inputs, compare_settings
 from sdbench.tasks.training import TrainingTask
 
@@ -41,12 +40,8 @@ if TYPE_CHECKING:
     from sdbench.tasks.train.hooks import TrainHooks
 
 
-# Looks at the model, by what each of them needs.
-LOOKS = {
-    "validate_every_batches": "validation_remote",
-    "sample_every_batches": "sample_prompts",
-    "score_every_batches": "validation_remote",
-}
+# Intervals of what is done with the model while it trains.
+LOOKS = ("validate_every_batches", "sample_every_batches", "score_every_batches")
 # The summary of a run that goes on behind its end.
 NOTHING_LEFT = {
     "images_per_second": None,
@@ -67,17 +62,9 @@ class Train(TrainingTask):
     _hooks: TrainHooks | None = None
     _changed_inputs: Sequence[str] = ()
 
-    @property
-    def timeout_s(self) -> float:
-        """The flag --dist_timeout."""
-        return self.request.config.dist_timeout
-
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
         """Make the plan, and check what training needs beside a measurement."""
         config = self.request.config
-        _check(config)
-        check_effects(self.request)
-        check_parts(self.request)
         self.plan = resolve(
             self.request,
             machine=machine,
@@ -86,13 +73,22 @@ class Train(TrainingTask):
             resolve_steps=_resolve_length,
         )
         if config.save_every_batches is None:
-            self.plan = dataclasses.replace(
-                self.plan, notes=(*self.plan.notes, _describe_only_save(self.plan.num_steps))
+            self._note(
+                f"A checkpoint is written at the end, step {self.plan.num_steps}, or when the run "
+                "is told to stop: what kills it before takes all of it. More of them: "
+                "--save_every_batches."
             )
         self._refuse_another_run()
         self._initial = self._find_initial()
-        self._note_random_parts()
+        self._note(
+            note_random_parts(self.plan, given=_find_given_parts(self._found or self._initial))
+        )
         self._check_looks()
+
+    def _note(self, note: str | None) -> None:
+        """Add a sentence to the notes of the plan."""
+        if note is not None:
+            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
 
     def make_folder(self) -> Path:
         """The folder of --run_name, locked against a second run; else a new one."""
@@ -267,11 +263,9 @@ class Train(TrainingTask):
 
     def _compare_with(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
         """The settings that differ from those of a checkpoint."""
-        from sdbench.tasks.train.weights import parts_in
-
         before, folder = checkpoint.facts["config"], checkpoint.folder
         changes = compare_settings(before, self._settings(), folder=folder)
-        drawn, _ = find_random_parts(self.plan, given=parts_in(checkpoint))
+        drawn, _ = find_random_parts(self.plan, given=_find_given_parts(checkpoint))
         check_drawing(checkpoint.facts, drawn, folder=folder, flag="--run_name")
         if self.plan.ranks.rank == 0:
             accepts = self.plan.config.changed_inputs == "accept"
@@ -298,9 +292,7 @@ class Train(TrainingTask):
 
             check_scores(config, self._held_out)
         if config.validate_every_batches is not None:
-            overlap = describe_overlap(self.plan, self._held_out)
-            if overlap is not None:
-                self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, overlap))
+            self._note(describe_overlap(self.plan, self._held_out))
         if config.sample_every_batches is not None:
             read_prompts(config)
 
@@ -328,17 +320,6 @@ class Train(TrainingTask):
         check_weights(checkpoint, self.plan.architecture, parts=parts)
         return checkpoint
 
-    def _note_random_parts(self) -> None:
-        checkpoint = self._found or self._initial
-        given: set[str] = set()
-        if checkpoint is not None:
-            from sdbench.tasks.train.weights import parts_in
-
-            given = parts_in(checkpoint)
-        note = note_random_parts(self.plan, given=given)
-        if note is not None:
-            self.plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
-
     def _tell_of_resume(self, resumed: Checkpoint) -> None:
         changes = self._compare_with(resumed)
         if self.plan.ranks.rank != 0:
@@ -354,7 +335,6 @@ class Train(TrainingTask):
     ) -> dict[str, Any]:
         timings = measurements.timings
         images = (self.plan.num_steps - first_step) * job.images_per_step
-        stats = distributed.gather(job.loader.stats, self.plan.ranks)
         train_s = max(distributed.gather(timings.window_s, self.plan.ranks))
         return {
             "summary": {
@@ -366,16 +346,7 @@ class Train(TrainingTask):
                 "loss_last": hooks.last_loss,
                 "peak_memory_gib": measurements.peak_memory_gib,
             },
-            "workload": {
-                "num_parameters": job.num_parameters,
-                "num_trainable_parameters": job.num_trainable_parameters,
-                "flops_per_image": job.flops_per_image,
-                "num_images": self.plan.num_steps * job.images_per_step,
-                "num_bad_samples": sum(of_rank.num_bad_samples for of_rank in stats),
-                "num_dropped_samples": job.loader.stats.num_dropped_samples,
-                "num_failed_blocks": sum(of_rank.num_failed_blocks for of_rank in stats),
-            },
-            "data": describe_data_or_warn(self.plan.config) if self.plan.ranks.rank == 0 else None,
+            **self._describe_work(job, num_images=self.plan.num_steps * job.images_per_step),
         }
 
     def _totals(self, folder: Path) -> dict[str, Any]:
@@ -407,72 +378,13 @@ class Train(TrainingTask):
         )
 
 
-def _check(config: Any) -> None:
-    if config.max_duration is None:
-        raise ConfigError(
-            "a training run needs an end",
-            value=None,
-            allowed="batches, epochs or samples, e.g. 5000ba, 3ep or 100000sp",
-            flag="--max_duration",
-        )
-    if config.max_failures and config.resume != "auto":
-        raise ConfigError(
-            "ranks that Ray starts again have to go on with the run, not begin another",
-            value=config.resume,
-            allowed="auto, with a --run_name; or --max_failures 0",
-            flag="--resume or --max_failures",
-        )
-    for interval, needed in LOOKS.items():
-        if getattr(config, interval) is not None and getattr(config, needed) is None:
-            raise ConfigError(
-                f"--{interval} needs something to look at",
-                value=None,
-                allowed=f"a place given by --{needed}",
-                flag=f"--{needed}",
-            )
-    for interval in ("sample_every_batches", "score_every_batches"):
-        if getattr(config, interval) is not None and not config.step_has_encoders:
-            raise ConfigError(
-                "a model that is trained on latents has no encoders to draw with",
-                value=getattr(config, config.place_of_encoders),
-                allowed=f"encoders in the step, or no --{interval}: the exported model draws",
-                flag=f"--{config.place_of_encoders} or --{interval}",
-            )
-    if config.use_ema and config.ema_impl == "composer":
-        raise ConfigError(
-            "Composer's moving average is not kept in checkpoints",
-            value=config.ema_impl,
-            allowed="foreach",
-            flag="--ema_impl",
-        )
-    if config.cuda_graph:
-        raise ConfigError(
-            "a CUDA graph holds the whole step, and a checkpoint has to be read before its update",
-            value=True,
-            allowed="--no_cuda_graph",
-            flag="--cuda_graph",
-        )
-    if config.ema_decay is not None and config.ema_half_life_batches is not None:
-        raise ConfigError(
-            "the half-life of the moving average follows from its decay",
-            value=config.ema_half_life_batches,
-            allowed="one of both",
-            flag="--ema_decay or --ema_half_life_batches",
-        )
-    if config.resume == "auto" and config.run_name is None:
-        raise ConfigError(
-            "only a run with a name can be found again",
-            value=config.resume,
-            allowed="never, or auto with --run_name",
-            flag="--resume or --run_name",
-        )
+def _find_given_parts(checkpoint: Checkpoint | None) -> set[str]:
+    """The sub-models whose weights a checkpoint has."""
+    if checkpoint is None:
+        return set()
+    from sdbench.tasks.train.weights import parts_in
 
-
-def _describe_only_save(num_steps: int) -> str:
-    return (
-        f"A checkpoint is written at the end, step {num_steps}, or when the run is told to stop: "
-        "what kills it before takes all of it. More of them: --save_every_batches."
-    )
+    return parts_in(checkpoint)
 
 
 def _has_steps(folder: Path) -> bool:

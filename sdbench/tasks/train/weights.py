@@ -1,4 +1,4 @@
-"""The weights in a checkpoint of a training run: to begin another run with, or to give away."""
+"""Reads the weights of a training run's checkpoint, for another run or for an export."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COPIES_PREFIX = "fp32."
 
 
 def open_checkpoint(run: Path, *, flag: str) -> Checkpoint:
-    """The newest whole checkpoint of a run, or the one that is named.
+    """Open a checkpoint, or the newest whole one of a run.
 
     Args:
         run: Folder of a run, or of a checkpoint.
-        flag: What the folder was given by.
+        flag: The flag that named the folder.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no whole checkpoint.
     """
     if (run / DESCRIPTION_NAME).is_file():
         return Checkpoint.open(run)
@@ -52,7 +52,7 @@ def has_averages(checkpoint: Checkpoint) -> bool:
 
 
 def parts_in(checkpoint: Checkpoint) -> set[str]:
-    """The sub-models whose weights `read_weights` reads, and not LoRA or a token alone."""
+    """The sub-models whose whole weights a checkpoint has, not LoRA or a token alone."""
     weights = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
     whole = [name for name in weights if not (is_lora(name) or is_learned_row(name))]
     return {name.partition(".")[0] for name in whole}
@@ -62,8 +62,8 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
     """Read the trained weights, and the frozen ones that the run kept.
 
     Args:
-        checkpoint: Of a run of train.py.
-        use_ema: Take the moving averages for the trained ones.
+        checkpoint: Checkpoint of a run of train.py.
+        use_ema: Read the moving averages of the trained weights instead.
 
     Returns:
         Tensors on the CPU by the name ``<module>.<parameter>``.
@@ -83,7 +83,7 @@ def read_weights(checkpoint: Checkpoint, *, use_ema: bool) -> dict[str, Tensor]:
 
 
 def _read(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, on the CPU."""
+    """The tensors whose names begin with one of the prefixes, on the CPU."""
     tensors = {
         name: torch.empty_like(like, device="cpu")
         for name, like in checkpoint.tensors().items()
@@ -96,22 +96,22 @@ def _read(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> dict[str, Tensor
 def check_weights(
     checkpoint: Checkpoint, architecture: Architecture, *, parts: Sequence[str]
 ) -> None:
-    """Check that a model can begin with the weights of a checkpoint; neither is read or built.
+    """Check by names and shapes that a model can begin with the weights of a checkpoint.
 
     Args:
-        checkpoint: Of another run.
-        architecture: Of the model.
-        parts: The sub-models that the run has.
+        checkpoint: Checkpoint of another run.
+        architecture: Architecture of the model.
+        parts: The sub-models that this run has.
 
     Raises:
-        ConfigError: No name is the same, a weight has another size, or the checkpoint is of LoRA.
+        ConfigError: No name is shared, a shape differs, or the checkpoint has LoRA or a token.
     """
     there = weights_of(checkpoint.tensors(), use_ema=has_averages(checkpoint))
     if any(is_lora(name) or is_learned_row(name) for name in there):
         raise ConfigError(
-            "the checkpoint has LoRA or a token beside weights that it has not",
+            "the checkpoint has LoRA or a token without the weights that they belong to",
             value=str(checkpoint.folder),
-            allowed="its export, which has both in one, as --model_name",
+            allowed="its export, which has both, as --model_name",
             flag="--init_from",
         )
     here = {
@@ -129,18 +129,15 @@ def check_weights(
 
 
 def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
-    """Give a model the weights of the same names, the averaged ones where there are some.
+    """Load the weights of another run that have the same names, averaged ones if it has them.
 
     Args:
         model: Built, and not sharded yet; changed in place.
-        checkpoint: Of another run; `check_weights` has found it to suit the model.
+        checkpoint: A checkpoint that `check_weights` accepts.
 
     Returns:
-        The weights among them that are frozen in the model, as they were before they got its type,
-        and a sentence that says what was taken.
-
-    Raises:
-        ConfigError: A file is damaged.
+        The weights that are frozen in the model, in the type of the checkpoint, and a sentence that
+        says what was loaded.
     """
     use_ema = has_averages(checkpoint)
     weights = read_weights(checkpoint, use_ema=use_ema)
@@ -155,18 +152,7 @@ def take_weights(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Te
 
 
 def take_kept(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Give a model the frozen weights that the run has kept.
-
-    Args:
-        model: As `take_weights` takes it.
-        checkpoint: Of this run.
-
-    Returns:
-        The weights as they were saved.
-
-    Raises:
-        ConfigError: A file is damaged.
-    """
+    """Load the frozen weights in a checkpoint of this run; returns them as they were saved."""
     kept = {
         name.removeprefix(FROZEN_PREFIX): weight
         for name, weight in _read(checkpoint, (FROZEN_PREFIX,)).items()
@@ -176,7 +162,7 @@ def take_kept(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a model weights, by the names of `lora.named_weights`; each has to be one of its own."""
+    """Copy weights into a model by the names of `lora.named_weights`."""
     own = named_weights(model)
     with torch.no_grad():
         for name, weight in weights.items():
@@ -184,7 +170,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _count_parts(names: list[str]) -> str:
-    """The modules of weights, e.g. ``vae (88 tensors)``."""
+    """The modules of some weights, e.g. ``vae (88 tensors)``."""
     counts = collections.Counter(name.split(".")[0] for name in names)
     return " and ".join(f"{part} ({count} tensors)" for part, count in counts.items())
 

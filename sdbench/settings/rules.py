@@ -1,0 +1,174 @@
+"""`settle` and `check` apply the rules of all declarations: which values are legal, and act."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdbench.base.errors import ConfigError
+from sdbench.settings.request import ConfigT, Request
+from sdbench.settings.setting import (
+    GIVEN,
+    GPU,
+    AllBut,
+    Beside,
+    Rule,
+    Setting,
+    Situation,
+    declarations,
+    in_words,
+    of_device,
+)
+
+if TYPE_CHECKING:
+    from sdbench.measure.hardware import Machine
+    from sdbench.ranks.distributed import Ranks
+
+
+def settle(
+    request: Request[ConfigT], *, machine: Machine, ranks: Ranks
+) -> tuple[ConfigT, dict[str, str]]:
+    """Take the preset's values for this device, and check every setting by its rules.
+
+    Args:
+        request: The user's; a preset's value may be one for each device.
+        machine: The machine of this process.
+        ranks: The rank of this process.
+
+    Returns:
+        The config, and the reason for each replaced value of a preset.
+
+    Raises:
+        ConfigError: A value cannot be used here, or one that the user gave has no effect.
+    """
+    on_gpu = machine.device_type == GPU
+    config: Any = request.config
+    values = {name: of_device(value, on_gpu=on_gpu) for name, value in vars(config).items()}
+    config = dataclasses.replace(config, **values)
+    reasons: dict[str, str] = {}
+    # A rule may depend on another setting's value, so after a replacement all are checked again.
+    while True:
+        broken = list(_find_broken(request, Situation(config, machine, ranks)))
+        replaceable = [
+            (declared, rule)
+            for declared, rule in broken
+            if declared.presets and not request.is_users(declared.name)
+        ]
+        if not replaceable:
+            break
+        declared, rule = replaceable[0]
+        reasons[declared.name] = rule.problem
+        instead = declared.presets["seed"] if rule.instead is None else rule.instead
+        value = of_device(instead, on_gpu=on_gpu)
+        config = dataclasses.replace(config, **{declared.name: value})
+    for declared, rule in broken:
+        _refuse(declared, rule, getattr(config, declared.name))
+    return config, reasons
+
+
+def check(request: Request, names: Collection[str]) -> None:
+    """Check some settings by those of their rules that ask neither for a machine nor for ranks.
+
+    Raises:
+        ConfigError: One of them breaks a rule.
+    """
+    unknown: Any = None
+    for declared, rule in _find_broken(request, Situation(request.config, unknown, unknown), names):
+        _refuse(declared, rule, getattr(request.config, declared.name))
+
+
+def _refuse(declared: Setting, rule: Rule, value: Any) -> None:
+    raise ConfigError(
+        rule.problem,
+        value=declared.flag if value is True else value,
+        allowed=rule.allowed,
+        flag=" or ".join((declared.flag, *(f"--{name}" for name in rule.others))),
+    )
+
+
+def _find_broken(
+    request: Request, situation: Situation, names: Collection[str] | None = None
+) -> Iterator[tuple[Setting, Rule]]:
+    for declared, rule in _rules_of(type(request.config)):
+        if names is not None and declared.name not in names:
+            continue
+        is_users = request.is_users(declared.name)
+        if rule.is_about_effect:
+            is_exempt = not _is_asked_for(request, declared, rule)
+        else:
+            is_exempt = rule.allowed is None and is_users
+        is_about_it = getattr(situation.config, declared.name) in rule.values
+        if is_about_it and not is_exempt and not rule.is_met(situation):
+            yield declared, rule
+
+
+def _is_asked_for(request: Request, declared: Setting, rule: Rule) -> bool:
+    """Return True if the user wants what a setting does.
+
+    A file also has what --print_config has written, the keys of another program, and settings of
+    something that a flag switches off.
+    """
+    if request.origin[declared.name] != "file":
+        return request.origin[declared.name] == "flag"
+    is_switched_off = any(request.origin[other] == "flag" for other in rule.others)
+    is_translated = declared.name in request.translation.keys
+    return not (declared.presets or is_switched_off or is_translated)
+
+
+@functools.cache
+def _rules_of(config_type: type) -> tuple[tuple[Setting, Rule], ...]:
+    """The rules of a program, each with the setting whose values it is about."""
+    settings = declarations(config_type)
+    found = []
+    for declared in settings.values():
+        found += [(declared, rule) for rule in declared.rules]
+        for beside in declared.acts_beside:
+            if settings.keys() >= set(beside.names):
+                others = [settings[name] for name in beside.names]
+                found.append((declared, _make_effect_rule(declared, others, beside)))
+        for name, (values, reason) in declared.demands.items():
+            if name in settings:
+                rule = _make_demand(declared, settings[name], values, reason)
+                found.append((settings[name], rule))
+    return tuple(found)
+
+
+def _make_effect_rule(declared: Setting, others: Sequence[Setting], beside: Beside) -> Rule:
+    def is_met(situation: Situation) -> bool:
+        values = [getattr(situation.config, one.name) for one in others]
+        if beside.value is not None:
+            return beside.value in values
+        return any(value != one.default for value, one in zip(values, others, strict=True))
+
+    def describe(one: Setting) -> str:
+        if beside.value is not None:
+            return f"{one.flag} {beside.value}"
+        if one.default in (None, False):
+            return one.flag
+        return f"another {one.flag} than {one.default}"
+
+    return Rule(
+        AllBut([declared.default]),
+        is_met,
+        f"{declared.flag} has no effect",
+        f"only with {' or '.join(map(describe, others))}",
+        others=beside.names,
+        is_about_effect=True,
+    )
+
+
+def _make_demand(declared: Setting, other: Setting, values: Any, reason: str) -> Rule:
+    if values is GIVEN:
+        forbidden, allowed = (None,), other.kind.allowed
+    else:
+        forbidden = AllBut(values)
+        allowed = " | ".join(in_words(value) for value in values if value is not None) or "nothing"
+    return Rule(
+        forbidden,
+        lambda situation: getattr(situation.config, declared.name) == declared.default,
+        reason,
+        allowed,
+        others=(declared.name,),
+    )

@@ -1,0 +1,38 @@
+"""What a run of train.py has written, and what its model has."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sdbench.record.history import read_history
+
+
+def read_steps(run: Path) -> list[dict[str, str]]:
+    """The rows of steps.csv."""
+    with (run / "steps.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_losses(run: Path) -> list[str]:
+    """The loss of each step."""
+    return [row["loss"] for row in read_steps(run)]
+
+
+def read_events(run: Path, kind: str) -> list[dict]:
+    """The events of a kind in history.jsonl."""
+    return [event for event in read_history(run) if event["event"] == kind]
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps that have a checkpoint."""
+    return sorted(int(path.name[5:]) for path in run.glob("checkpoints/step_*"))
+
+
+def weights_of(model: Path, part: str) -> dict[str, Tensor]:
+    """The weights of a part of a diffusers folder."""
+    (file,) = (model / part).glob("*.safetensors")
+    return load_file(file)
