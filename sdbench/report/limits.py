@@ -1,4 +1,4 @@
-"""Tables of published profiles: the floor of a step, what is reached, and where the rest goes."""
+"""Tables of published profiles: the floor of a step, and the parts of a step above it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ ONE_PASS = "sdbench::adamw_one_pass"
 
 
 def load_profile(path: Path) -> dict[str, Any]:
-    """Read a profile.json.
-
-    Raises:
-        ConfigError: If it cannot be read, or is not that of a profile which ended well.
-    """
+    """Read a profile.json."""
     try:
         profile = read_json(path)
     except (OSError, ValueError) as error:
@@ -50,11 +46,7 @@ def load_profile(path: Path) -> dict[str, Any]:
 
 
 def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Floors and what is reached, and what the rest of the step is made of, a row for each profile.
-
-    Args:
-        profiles: Of `load_profile`. Those that name no floor of what a step needs are left out.
-    """
+    """The floors of steps, and the parts above them, of profiles with a needed floor."""
     known = [profile for profile in profiles if "needed_floor_ms" in profile["step"]]
     if not known:
         return []
@@ -97,7 +89,7 @@ def _floors(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
-    """What the profiled step takes above its needed floor; the parts add up to it."""
+    """The time of the profiled step above its needed floor, in ms, and its parts."""
     step = profile["step"]
     parts: dict[str, list[Mapping[str, Any]]] = {"update": [], "products": [], "casts": []}
     others: list[Mapping[str, Any]] = []

@@ -37,12 +37,7 @@ INSIDE, OUTSIDE, NO_BAND = "inside", "OUTSIDE", "no band yet"
 
 @dataclasses.dataclass(frozen=True)
 class LossRun:
-    """A run and its first losses.
-
-    Attributes:
-        record: Its record.
-        losses: One for each of the first 50 steps.
-    """
+    """A record and the losses of the first 50 steps."""
 
     record: dict[str, Any]
     losses: Sequence[float]
@@ -53,8 +48,7 @@ class Judged:
     """The distance of the losses of a run from those of the reference.
 
     Attributes:
-        run: The run.
-        recipe: Its preset, and the flags on top of it.
+        recipe: The preset, and the flags on top of it.
         deviation: The largest distance at one step; NaN if a loss is NaN.
         step: That step, from 0.
         mean_deviation: Mean over the steps, with its sign.
@@ -88,20 +82,12 @@ class Band:
 
     @property
     def half_width(self) -> float | None:
-        """The largest distance from a loss of the reference that is inside."""
+        """The largest distance from the reference that is inside."""
         return None if self.spread is None else NUM_SPREADS * self.spread
 
 
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
-    """Read the losses of a run.
-
-    Args:
-        record: Its record.
-        folder: Its folder.
-
-    Raises:
-        ConfigError: If it has fewer than 50 losses, or they cannot be read.
-    """
+    """Read the first 50 losses of a run; a run with fewer is refused."""
     path = folder / STEPS_NAME
     try:
         losses = [float(row["loss"]) for row in csv.DictReader(open_table(path))]

@@ -1,6 +1,6 @@
-"""Times of whole training runs against the number of workers: table and chart, as in seed 001.
+"""Table and chart of the times of whole training runs against the number of workers.
 
-Rows are runs of train.py that began anew and ended well, and quoted figures with a `run_time_s`.
+Rows are runs of train.py that ended well without a restart, and quoted figures with a `run_time_s`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
 NAME = "training_times"
 NAMES = (NAME,)
 MAX_PANELS = 4
-# What changes with the number of workers, and where a run is kept.
+# Settings that change with the number of workers, and those of the folder of a run.
 SCALED = {"num_devices", "num_nodes", "batch_size", "device_train_microbatch_size"}
 KEPT = declarations(LengthSettings).keys() - {"init_from"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Runs that differ in the number of workers only.
+    """Runs that differ only in the number of workers, by which their figures are sorted.
 
     Attributes:
         first: One of the rows.
-        times_s: Times of the runs by number of workers, in ascending order.
-        images_per_second: Median rate while training by number of workers, where it is known.
-        num_runs: By number of workers.
+        images_per_second: Median rate while training; None if unknown.
     """
 
     first: dict[str, Any]
@@ -61,10 +59,8 @@ class Series:
 def collect(records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]]) -> list[Series]:
     """Sort runs and quoted figures into series, quoted ones first.
 
-    Args:
-        records: Records of train.py. A run that was stopped and went on is left out: its record has
-            the time of its last process alone.
-        figures: Quoted rows; those without a `run_time_s` or a number of workers are left out.
+    Resumed runs are left out: their records have the time of the last process only. So are figures
+    without a `run_time_s` or a number of workers.
     """
     quoted = [row for row in figures if row.get(TIME) and row.get("num_gpus")]
     measured = [_make_row(record) for record in records if _is_whole(record)]
@@ -116,8 +112,7 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
 def draw(series: Sequence[Series]) -> Plot | None:
     """Draw the time of a run against the number of workers, with the ideal line.
 
-    Returns:
-        The chart, or None if no series has two numbers of workers.
+    None if no series has two numbers of workers.
     """
     lines = [one for one in series if len(one.times_s) > 1]
     if not lines:
