@@ -135,6 +135,13 @@ def describe_source(row: Mapping[str, Any]) -> str | None:
     return ", ".join(str(part) for part in parts if part is not None) or None
 
 
+def describe_origin(row: Mapping[str, Any]) -> str:
+    """The source of a figure; of measured ones, the folder of the published runs."""
+    if row["kind"] == MEASURED:
+        return "results/runs"
+    return describe_source(row) or "source not told"
+
+
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all rows of a run but the first the status `COPY`, so that the run counts once.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import read_json
+from sdbench.base.outside import read_json_object
 from sdbench.record.configuration import describe_other_settings, place_of_encoders
 from sdbench.record.store import PROFILE
 from sdbench.report.runs import describe_devices
@@ -21,27 +21,24 @@ ONE_PASS = "sdbench::adamw_one_pass"
 def load_profile(path: Path) -> dict[str, Any]:
     """Read a profile.json."""
     try:
-        profile = read_json(path)
-    except (OSError, ValueError) as error:
+        profile = read_json_object(path)
+        if profile.get("kind") != PROFILE:
+            raise ValueError("it is not the profile of a step")
+        make_limit_tables([profile])
+    except (
+        OSError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    ) as error:
         raise ConfigError(
             f"a profile cannot be read ({error})",
             value=str(path),
             allowed="profile.json as python -m sdbench profile wrote it",
             flag="--folder",
         ) from None
-    is_profile = isinstance(profile, dict) and profile.get("kind") == PROFILE
-    has_step = is_profile and isinstance(profile.get("step"), dict)
-    try:
-        tables = make_limit_tables([profile]) if has_step else None
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        tables = None
-    if tables is None:
-        raise ConfigError(
-            "this is no profile of a step",
-            value=str(path),
-            allowed="profile.json as python -m sdbench profile wrote it",
-            flag="--folder",
-        )
     return profile
 
 

@@ -134,10 +134,15 @@ def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
     if len(others) >= NUM_OTHER_WEIGHTS:
         by_step = zip(*(run.losses for run in others), strict=True)
         spread = math.sqrt(statistics.fmean(map(statistics.variance, by_step)))
-    band = Band(reference, spread, len(others), [_judge(run, reference) for run in others])
-    judged = [_judge(run, reference) for run in recipes]
-    judged = [dataclasses.replace(one, verdict=_verdict(one, band)) for one in judged]
-    return dataclasses.replace(band, judged=[*band.judged, *judged])
+    half_width = None if spread is None else NUM_SPREADS * spread
+    judged = [_judge(run, reference) for run in others]
+    for one in (_judge(run, reference) for run in recipes):
+        if half_width is None:
+            verdict = NO_BAND
+        else:
+            verdict = INSIDE if one.deviation <= half_width else OUTSIDE  # a NaN is outside
+        judged.append(dataclasses.replace(one, verdict=verdict))
+    return Band(reference, spread, len(others), judged)
 
 
 def _judge(run: LossRun, reference: LossRun) -> Judged:
@@ -157,12 +162,6 @@ def _judge(run: LossRun, reference: LossRun) -> Judged:
         mean_deviation=statistics.fmean(deviations),
         verdict=None,
     )
-
-
-def _verdict(one: Judged, band: Band) -> str:
-    if band.half_width is None:
-        return NO_BAND
-    return INSIDE if one.deviation <= band.half_width else OUTSIDE  # a NaN is outside
 
 
 def _table_rows(band: Band) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import group
-from sdbench.report.figures import MEASURED, describe_source, device_of
+from sdbench.report.figures import MEASURED, describe_origin, device_of
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_work, name_runs
 from sdbench.report.terminal import format_number
@@ -166,7 +166,7 @@ def _collect(
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(part for part in settings_of(row) if part)
-        return _device(row), settings, row["kind"], _source(row), row.get("ema")
+        return _device(row), settings, row["kind"], describe_origin(row), row.get("ema")
 
     drawable = [row for row in rows if row.get("images_per_second") and isinstance(x_of(row), int)]
     panels = []
@@ -215,7 +215,7 @@ def _describe_origin(rows: Sequence[dict[str, Any]]) -> str:
     """The runs and the command of the first, or where the figure was read."""
     first = rows[0]
     if first["kind"] != MEASURED:
-        return _source(first)
+        return describe_origin(first)
     names = name_runs([row["source"] for row in rows])
     count = "run" if len(rows) == 1 else f"median of {len(rows)} runs"
     return f"{count}: {names}\n{first['command']}"
@@ -245,7 +245,7 @@ def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         names = ("image_size", "latents", "ema", "micro_batch")
         values = [*_settings(row), *(row.get(name) for name in names)]
-        return (_device(row), _source(row), row["kind"], *values)
+        return (_device(row), describe_origin(row), row["kind"], *values)
 
     batches: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
@@ -407,10 +407,3 @@ def _count_devices(number: int | None) -> str:
 
 def _num_devices(row: dict[str, Any]) -> int | None:
     return row.get("num_gpus") or row.get("num_devices")
-
-
-def _source(row: dict[str, Any]) -> str:
-    """Where a figure comes from; of measured ones, the folder of the published runs."""
-    if row["kind"] == MEASURED:
-        return "results/runs"
-    return describe_source(row) or "source not told"

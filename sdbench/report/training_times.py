@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
 from sdbench.record.store import OK
-from sdbench.report.figures import MEASURED, TIME, describe_source
+from sdbench.report.figures import MEASURED, TIME, describe_origin
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_device
 from sdbench.report.tables import Cell, Table, make_cell, make_table, optional_cell
@@ -98,7 +98,7 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
             "efficiency, %": make_cell(100 * one.efficiency(number), num_digits=3),
             "images/s while it trains": make_cell(one.images_per_second[number]),
             "other settings": optional_cell(one.first.get("other_settings")),
-            "source": _source_of(one),
+            "source": describe_origin(one.first),
         }
         for one in series
         for number in one.times_s
@@ -118,7 +118,9 @@ def draw(series: Sequence[Series]) -> Plot | None:
     if not lines:
         return None
     shown = lines[:MAX_PANELS]
-    sources = "; ".join(dict.fromkeys(f"{one.first['kind']}: {_source_of(one)}" for one in shown))
+    sources = "; ".join(
+        dict.fromkeys(f"{one.first['kind']}: {describe_origin(one.first)}" for one in shown)
+    )
     if len(lines) > len(shown):
         sources = f"{len(lines) - len(shown)} more series are not drawn; {sources}"
     figure, axes = make_figure([2.2] * len(shown), sources=sources)
@@ -127,7 +129,7 @@ def draw(series: Sequence[Series]) -> Plot | None:
         gid = f"{NAME}-{number}"
         _draw_panel(ax, one, gid=gid)
         notes[gid] = [
-            f"{workers} workers: {_time_cell(times_s).text} s\n{_source_of(one)}"
+            f"{workers} workers: {_time_cell(times_s).text} s\n{describe_origin(one.first)}"
             for workers, times_s in one.times_s.items()
         ]
     title = "Time of a training run against the number of workers"
@@ -205,10 +207,3 @@ def _time_cell(times_s: Sequence[float]) -> Cell:
         low, high = format_number(interval.low), format_number(interval.high)
         text = f"median {text} ({low} to {high}, {interval.kind})"
     return Cell(text, median_s)
-
-
-def _source_of(series: Series) -> str:
-    """Where the figures come from; of measured ones, the folder of the published runs."""
-    if series.first["kind"] == MEASURED:
-        return "results/runs"
-    return describe_source(series.first) or "source not told"
