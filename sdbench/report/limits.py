@@ -22,7 +22,7 @@ def load_profile(path: Path) -> dict[str, Any]:
     """Read a profile.json."""
     try:
         profile = read_json_object(path)
-        if profile.get("kind") != PROFILE:
+        if profile.get("kind") != PROFILE or not isinstance(profile.get("step"), dict):
             raise ValueError("it is not the profile of a step")
         make_limit_tables([profile])
     except (
