@@ -123,17 +123,7 @@ class CompareFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two sides and write the comparison.
-
-    Args:
-        argv: Tables or folders, and flags.
-
-    Returns:
-        The exit code: 1 if --fail_if_slower finds a slower row or one that cannot be tested.
-
-    Raises:
-        ConfigError: For sides that cannot be compared.
-    """
+    """Write the comparison; exit with 1 if --fail_if_slower finds a slower or an untested row."""
     arguments = _parse(argv)
     loaded = [load_rows(path) for path in arguments.sides]
     try:
@@ -166,13 +156,6 @@ def find_failures(match: Match, *, threshold: float) -> list[str]:
     A tested row fails if its whole interval lies below the bound. A row that cannot be tested
     fails, whatever its ratio. So does a configuration without a figure of the candidate, which may
     have crashed.
-
-    Args:
-        match: The comparison.
-        threshold: Allowed loss as a fraction, e.g. 0.05.
-
-    Returns:
-        A line for each failure.
     """
     shown = [pair.baseline[0] for pair in match.pairs] + [runs[0] for runs in match.only_baseline]
     columns = varying_columns(match, shown)

@@ -63,16 +63,14 @@ MACHINE_CHANGED = "not comparable: the machine changed"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One configuration on both sides.
+    """The runs of one configuration on both sides.
 
     Attributes:
-        baseline: Runs of the baseline.
-        candidate: Runs of the candidate.
         comparison: Rate of the candidate over that of the baseline.
-        num_occasions: On which the baseline and the candidate were measured.
-        machine: Ratio of each figure of `MACHINE_FIGURES` in which the sides differ by more than
-            5 %, as far as that is known.
-        detectable_change: That 80 % of such comparisons would find; None if that cannot be told.
+        num_occasions: Number of occasions of the baseline and of the candidate.
+        machine: Ratio of each known figure of `MACHINE_FIGURES` that differs by more than 5 %.
+        detectable_change: Change that 80 % of such comparisons would find, as a fraction; None if
+            unknown.
     """
 
     baseline: Sequence[Row]
@@ -84,7 +82,7 @@ class Pair:
 
     @property
     def has_samples_of_several_runs(self) -> bool:
-        """Whether runs of one occasion were taken together."""
+        """Whether runs of one occasion were averaged into one sample."""
         return self.num_occasions != (len(self.baseline), len(self.candidate))
 
 
@@ -93,12 +91,10 @@ class Match:
     """Two sides, matched and compared.
 
     Attributes:
-        baseline: One side.
-        candidate: The other.
         columns: Settings that rows were matched on.
         compared: Values of baseline and candidate of each setting that is compared.
-        missing_on: Settings that one side has no value for, each with the name of that side.
-        origins: Values of baseline and candidate in which they differ otherwise.
+        missing_on: Name of the side that has no value of a setting, by setting.
+        origins: Other differences: values of baseline and candidate by column.
         pairs: Configurations on both sides, in the order of the baseline.
         only_baseline: Runs of each configuration that the candidate lacks.
         only_candidate: Runs of each configuration that the baseline lacks.
@@ -130,7 +126,7 @@ def match(
 
     Raises:
         ConfigError: If they differ in a guarded setting, if no configuration is on both sides, or
-            if what looks like runs of one configuration are not.
+            if rows with the same settings are not replicates.
     """
     known = [_known_settings(side) for side in (baseline, candidate)]
     common = [column for column in known[0] if column in known[1]]
@@ -176,7 +172,7 @@ def match(
         only_candidate=[runs for key, runs in theirs.items() if key not in ours],
         mean=geometric_mean(
             [
-                # What an occasion does to one row it does to the others: they are not independent.
+                # An occasion affects all rows alike, so they are not independent.
                 _without_verdict(pair.comparison, NOT_TESTED)
                 if pair.has_samples_of_several_runs
                 else pair.comparison
@@ -217,14 +213,7 @@ def _compare_runs(
     compared: Collection[str],
     origins: Mapping[str, tuple[str, str]],
 ) -> Pair:
-    """Compare the runs of one configuration, unless the machine may be what differs.
-
-    Args:
-        baseline: Runs of one side.
-        candidate: Runs of the other.
-        compared: Settings that are compared.
-        origins: In what the sides differ otherwise.
-    """
+    """Compare the runs of one configuration, unless the machine may be what differs."""
     times, other_times = map(_times_of, (candidate, baseline))
     if not MACHINES.isdisjoint(compared):
         occasions = find_occasions(times), find_occasions(other_times)
@@ -262,7 +251,7 @@ def _times_of(rows: Sequence[Row]) -> list[Time]:
 
 
 def _is_figure(value: Any) -> bool:
-    """Whether a cell has a figure; a sensor without a reading may say 0, and a table anything."""
+    """Whether a cell has a figure: a broken sensor may report 0, and a table may hold any text."""
     return isinstance(value, int | float) and value > 0
 
 
@@ -274,10 +263,10 @@ def _has_changed(figure: Comparison | None) -> bool:
 
 
 def _explains(name: str, compared: Collection[str], origins: Mapping[str, tuple[str, str]]) -> bool:
-    """Whether what differs between the sides may itself change a figure of the machine.
+    """Whether a difference of the sides may itself change a figure of the machine.
 
-    A matrix product depends on libraries and their variables; a GPU's clock and temperature on its
-    load, and so on every setting and on the code.
+    A matrix product depends on libraries and their environment variables; the clock and the
+    temperature of a GPU depend on its load, that is on every setting and on the code.
     """
     between = [
         column
@@ -296,7 +285,7 @@ def _without_verdict(comparison: Comparison, verdict: str) -> Comparison:
 
 
 def _correct(pairs: Sequence[Pair]) -> list[Pair]:
-    """Correct the verdicts for the number of tests, and tell what they could have found."""
+    """Correct the verdicts for the number of tests, and add the change that was detectable."""
     comparisons = correct_verdicts([pair.comparison for pair in pairs])
     num_tests = sum(comparison.interval is not None for comparison in comparisons)
     return [
@@ -350,7 +339,7 @@ def _in_words(values: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
 def _differing_origins(
     baseline: Sequence[Row], candidate: Sequence[Row]
 ) -> dict[str, tuple[str, str]]:
-    """What is no setting and not the same in all of these rows, be it within one side."""
+    """Columns of origin whose values differ between or within the sides."""
     columns = dict.fromkeys(
         column
         for row in (*baseline, *candidate)
@@ -391,7 +380,7 @@ def _check_guarded(compared: dict[str, tuple[str, str]], *, allow: Sequence[str]
 def _check_both_tell(
     known: Sequence[Sequence[str]], sides: Sequence[Side], *, allow: Sequence[str]
 ) -> None:
-    """Refuse sides of which only one has the columns that decide the work of an image."""
+    """Refuse two sides if only one has the columns that determine the work of an image."""
     for column in ("latents", "image_size"):
         lacking = [
             side.name for side, names in zip(sides, known, strict=True) if column not in names
@@ -424,7 +413,7 @@ def _nothing_matches(
 
 
 def _check_replicates(rows: Sequence[Row], compared: Iterable[str]) -> None:
-    """Check that runs of one configuration have one value of what is compared, and one source."""
+    """Check that replicates have one value of each compared setting, and one source."""
     for column in compared:
         _check_one_value(rows, column, "a side has several values of what is compared")
     if any(row.get("kind") != MEASURED for row in rows):

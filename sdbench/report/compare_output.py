@@ -98,7 +98,7 @@ def to_json_text(match: Match, *, lists_all: bool) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-# Each takes a comparison, and whether all settings and rows are listed, as CSV and JSON do anyway.
+# Each takes a comparison, and whether to list all settings and rows, as CSV and JSON always do.
 FORMATS: dict[str, Callable[..., str]] = {
     "terminal": to_text,
     "markdown": to_markdown_text,
@@ -121,8 +121,8 @@ class _Form(NamedTuple):
     Attributes:
         escape: Makes a value one line of plain text.
         draw: Makes a table.
-        bullet: Begins a line that is none of a table.
-        width: Columns that there are; None: a line may be as long as it is.
+        bullet: Prefix of a line outside of tables.
+        width: Width of a line in characters; None is unlimited.
     """
 
     escape: Callable[[Any], str]
@@ -132,11 +132,11 @@ class _Form(NamedTuple):
 
     @property
     def table_width(self) -> int:
-        """Columns of text beyond which a table is too wide to be read."""
+        """The widest table that can be read, in characters."""
         return self.width or PLAIN_WIDTH
 
     def lines(self, texts: Iterable[str]) -> str:
-        """Each text as a line, broken where there is no room."""
+        """Each text as a line, wrapped to the width."""
         lines = [self.bullet + self.escape(text) for text in texts]
         if self.width is not None:
             indent = " " * (len(self.bullet) + 2)
@@ -154,11 +154,9 @@ class _Form(NamedTuple):
         return "\n".join(lines)
 
     def table(self, rows: Sequence[tuple[Cells, Cells]], *, beside: Cells | None = None) -> str:
-        """A table; one that is too wide tells the settings below it, by the number of the row.
+        """A table; if it is too wide, the settings are listed below it by row number.
 
-        Args:
-            rows: Settings and figures of each row.
-            beside: Settings that are not told below it where a row has the same.
+        Those that are the same in `beside` are left out there.
         """
         table = _make_table({**settings, **figures} for settings, figures in rows)
         if max(map(len, to_terminal(table).splitlines())) <= self.table_width:
@@ -205,13 +203,7 @@ def _in_order(columns: Iterable[str]) -> list[str]:
 
 
 def _facts(match: Match, varying: Sequence[str], *, width: int | None) -> list[str]:
-    """The lines above the table.
-
-    Args:
-        match: The comparison.
-        varying: Columns of the table.
-        width: Of the line of what is the same; None: all of it is told.
-    """
+    """The lines above the table; `width` limits the line of settings that are the same."""
     lines = [f"baseline: {match.baseline.name}", f"candidate: {match.candidate.name}"]
     # The columns gpu and device have the same value in our own runs.
     columns_of: dict[tuple[str, str], list[str]] = {}
@@ -234,7 +226,7 @@ def _facts(match: Match, varying: Sequence[str], *, width: int | None) -> list[s
 
 
 def _tell_settings(cells: Cells, beside: Cells) -> str:
-    """Settings that are not the same in `beside`, those without a value last."""
+    """Settings that differ from `beside`, unknown ones last."""
     told = {name: cell for name, cell in cells.items() if cell != beside.get(name, EMPTY)}
     unknown = [name for name, cell in told.items() if cell.value is None]
     lists = [f"{name} {cell.text}" for name, cell in told.items() if cell.value is not None]
@@ -244,7 +236,7 @@ def _tell_settings(cells: Cells, beside: Cells) -> str:
 
 
 def _tell_same(row: Row, columns: Sequence[str], *, width: int | None) -> str:
-    """What is the same in all rows, as much of it as there is room for in one line."""
+    """The settings that all rows share, as many as fit into one line."""
     told = [f"{name} {as_text(row[name])}" for name in columns if row.get(name) is not None]
     line = "the same: " + (", ".join(told) or "the only configuration")
     num_told = len(told)
@@ -284,7 +276,7 @@ def _remarks(match: Match) -> list[str]:
 
 
 def _remarks_on_occasions(match: Match) -> list[str]:
-    """What the times of the runs, the machine then and the variation allow to be said."""
+    """Lines on how far times of the runs, changes of the machine and variation allow a verdict."""
     lines = []
     changes = [pair.detectable_change for pair in match.pairs if pair.detectable_change is not None]
     if changes:
@@ -429,13 +421,7 @@ def _make_rows(match: Match) -> list[dict[str, Any]]:
 
 
 def _make_row(match: Match, title: str, **sides: Sequence[Row]) -> dict[str, Any]:
-    """A row of the CSV file.
-
-    Args:
-        match: The comparison that it is from.
-        title: Value of the column ``row``.
-        sides: Runs of the configuration, for ``baseline``, ``candidate`` or both.
-    """
+    """A CSV row of a configuration, with its runs as ``baseline``, ``candidate`` or both."""
     runs = [run for side in sides.values() for run in side]
     return {
         **{column: runs[0].get(column) for column in match.columns},

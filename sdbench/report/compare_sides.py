@@ -29,9 +29,9 @@ Row = dict[str, Any]
 VERSION_PREFIX = "version of "
 VARIABLE_PREFIX = "variable "
 NOT_INSTALLED = "not installed"
-# Columns that a record has beside those of tables, by names that no table has: when it was, ...
+# Columns that records have and tables have not: the time of the run, ...
 WHEN = "time of the run"
-# ... what the machine could do then, with the name of the reading in the record and its unit, ...
+# ... figures of the machine at that time, each with its name in the record and its unit, ...
 PRODUCT = "matmul_tflops"
 GPU_READINGS = {
     "clock of the GPU": ("sm_clock_mhz", "MHz"),
@@ -41,7 +41,7 @@ MACHINE_FIGURES = {
     PRODUCT: ("matrix product", "TFLOP/s"),
     **{name: (name, unit) for name, (_, unit) in GPU_READINGS.items()},
 }
-# ... and what else it tells that is no setting.
+# ... and other facts that are not settings.
 UNCOMMITTED = "uncommitted changes"
 WEIGHTS = "weights of the model"
 POWER_LIMIT = "power limit of the GPU in W"
@@ -55,13 +55,7 @@ class NothingToCompareError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The figures of one side.
-
-    Attributes:
-        name: Its path or its value in the column.
-        rows: Rows with a figure.
-        left_out: Number of rows left out, by reason.
-    """
+    """The figures of one side, and the number of rows left out by reason."""
 
     name: str
     rows: Sequence[Row]
@@ -69,7 +63,7 @@ class Side:
 
     @property
     def is_of_records(self) -> bool:
-        """Whether all rows are records, which tell every setting, and not lines of a table."""
+        """Whether all rows are from records, which have every setting."""
         return all(f"{VERSION_PREFIX}python" in row for row in self.rows)
 
     def describe_left_out(self) -> str:
@@ -78,17 +72,10 @@ class Side:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Rows of a table, or of the records in a folder at any depth.
+    """Read a table in CSV, or the records in a folder at any depth.
 
-    Args:
-        path: A CSV file or a folder.
-
-    Returns:
-        The rows; a further copy of a run has the status `COPY`. A record that cannot be read is
-        named on stderr, and has a row with the status `UNREADABLE`.
-
-    Raises:
-        ConfigError: If it is neither, or if two runs have one id.
+    A further copy of a run has the status `COPY`. A record that cannot be read is named on stderr
+    and has a row with the status `UNREADABLE`.
     """
     if not path.is_dir():
         rows = read_figures(path, required=("images_per_second",))
@@ -106,15 +93,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def make_side(name: str, rows: Iterable[Row]) -> Side:
-    """Keep the rows that have a figure, and count the others.
-
-    Args:
-        name: Its path or its value in the column.
-        rows: Rows of any status.
-
-    Raises:
-        NothingToCompareError: If no row has a figure.
-    """
+    """Keep the rows that have a figure, of which there must be one, and count the others."""
     kept, left_out = [], Counter()
     side = Side(name, kept, left_out)
     for row in rows:
@@ -135,11 +114,7 @@ def make_side(name: str, rows: Iterable[Row]) -> Side:
 
 
 def check_distinct(baseline: Side, candidate: Side) -> None:
-    """Check that nothing is compared with itself.
-
-    Raises:
-        ConfigError: If a run, or the whole table, is on both sides.
-    """
+    """Raise a ConfigError if a run, or the whole table, is on both sides."""
     runs = [dict.fromkeys(map(run_of, side.rows)) for side in (baseline, candidate)]
     both = [run for run in runs[0] if run is not None and run in runs[1]]
     if both or baseline.rows == candidate.rows:
@@ -155,16 +130,9 @@ def check_distinct(baseline: Side, candidate: Side) -> None:
 def split(
     rows: Sequence[Row], *, column: str, baseline: str | None, candidate: str | None
 ) -> tuple[Side, Side]:
-    """Make two sides of one set of rows, by the value in a column.
+    """Split rows into two sides by the value in a column.
 
-    Args:
-        rows: All rows.
-        column: The column.
-        baseline: The value of one side or its beginning; None takes the first of two.
-        candidate: The value of the other; None takes the second of two.
-
-    Raises:
-        ConfigError: If there is no such column or value, or a side is to be chosen among several.
+    Without `baseline` and `candidate`, values or their beginnings, the column must have two values.
     """
     names = list(dict.fromkeys(as_text(row[column]) for row in rows if row.get(column) is not None))
     if not names:
@@ -208,7 +176,7 @@ def _load_run(file: Path) -> Row:
 
 
 def row_of_run(record: dict[str, Any]) -> Row:
-    """The row of a run of benchmark.py, with what its record has beside the columns of tables."""
+    """The row of a run of benchmark.py, with the columns that only records have."""
     settings = {
         name: value for name, value in settings_of(record).items() if name not in IN_COLUMNS
     }
@@ -233,16 +201,7 @@ def row_of_run(record: dict[str, Any]) -> Row:
 def tell_time(
     started_utc: str | None, *, of: str | Path, duration_s: float = 0.0
 ) -> dict[str, Time]:
-    """The cell with the time of a run; none where it is not told.
-
-    Args:
-        started_utc: When it began, in ISO 8601.
-        of: The run or the table, for the error.
-        duration_s: How long it took.
-
-    Raises:
-        ConfigError: If the text is no time.
-    """
+    """The cell with the time of a run, given in ISO 8601; empty without one."""
     if started_utc is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The results of runs that load data or encode a data set: printed text, CSV rows and a table."""
+"""Printed results, CSV rows and a table of runs that load or encode data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def format_feed(record: dict[str, Any]) -> str:
         record: A record of kind feed with the status ok.
 
     Returns:
-        Lines of name and value. The last answers --target_images_per_second, if it was given.
+        Lines of name and value; the last answers --target_images_per_second, if given.
     """
     config, summary = record["config"], record["summary"]
     stages = summary.get("ray")
@@ -99,7 +99,7 @@ def format_feed(record: dict[str, Any]) -> str:
 
 
 def _describe_processes(record: dict[str, Any]) -> str:
-    """Images/s of a loading process, with the number of such processes and of CPU cores."""
+    """Images/s of a loading process, with the numbers of processes and CPU cores."""
     num_workers, num_cores = record["config"]["num_workers"], record["machine"]["num_cpu_cores"]
     who = _count(num_workers, "worker") if num_workers else "the trainer's own, without workers"
     rate = format_number(record["summary"]["images_per_second_per_process"])
@@ -156,14 +156,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def make_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Make the CSV row of a run.
-
-    Args:
-        record: A record of kind feed or precompute, of any status.
-
-    Returns:
-        A value for every column; None where the run gave none.
-    """
+    """The CSV row of a record of kind feed or precompute, of any status; None is unknown."""
     config, machine = record["config"], record["machine"]
     summary = record["summary"] or {}
     interval = summary.get("images_per_second_interval") or {}
@@ -190,11 +183,7 @@ def format_csv(records: Iterable[dict[str, Any]]) -> str:
 
 
 def make_data_table(records: Iterable[dict[str, Any]]) -> Table:
-    """One row per configuration.
-
-    Args:
-        records: Records of kind feed or precompute; those that did not end well are left out.
-    """
+    """The table with a row for each configuration of the runs that ended well."""
     ended_well = [record for record in records if record["status"] == OK]
     groups = group(ended_well, key_of=lambda record: tuple(configuration_of(record).items()))
     rows = [_table_row(dict(settings), runs) for settings, runs in groups.items()]
@@ -223,7 +212,7 @@ def _table_row(settings: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict
 
 
 def configuration_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What runs that are replicates have in common: device, data and settings.
+    """The device, data and settings that replicates share.
 
     Args:
         record: A record of kind feed or precompute.

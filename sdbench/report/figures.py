@@ -135,8 +135,15 @@ def describe_source(row: Mapping[str, Any]) -> str | None:
     return ", ".join(str(part) for part in parts if part is not None) or None
 
 
+def describe_origin(row: Mapping[str, Any]) -> str:
+    """The source of a figure; of measured ones, the folder of the published runs."""
+    if row["kind"] == MEASURED:
+        return "results/runs"
+    return describe_source(row) or "source not told"
+
+
 def mark_copies(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give every further row of a run the status `COPY`, so that the run counts once.
+    """Give all rows of a run but the first the status `COPY`, so that the run counts once.
 
     Args:
         rows: Rows of tables or records.
@@ -225,7 +232,7 @@ def select_rows(
 
 
 def find_name(name: str, names: Sequence[str], *, what: str, flag: str) -> str:
-    """Find the name that is equal to this text, or the only one that begins with it.
+    """Find the name that equals this text, or the only one that begins with it.
 
     Args:
         name: The text to look for.

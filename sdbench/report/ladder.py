@@ -1,8 +1,8 @@
-"""`find_ladders` finds the rungs of the ladder among runs, by the settings in their records.
+"""Finds the ladder of speed-ups among runs, by the settings in their records.
 
-A configuration is known by its speed-ups that differ from those of the preset seed. A rung alone is
-seed with that rung only. The ladder is the longest chain of configurations in which each has one
-rung more than the one before.
+A configuration is identified by its speed-ups that differ from the preset seed. A rung alone is
+seed with that rung only. The ladder is the longest chain of configurations in which each adds one
+rung to the one before.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ BY_USER = ("flag", "file")
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """Runs of one configuration.
+    """Records of the runs of one configuration.
 
     Attributes:
-        runs: Their records.
-        context: Every setting that is no speed-up, by name, without the name of the preset.
-        added: The speed-ups that differ from those of the preset seed and have an effect here.
+        context: Every setting that is not a speed-up, by name, without the name of the preset.
+        added: The speed-ups that differ from the preset seed and have an effect here.
     """
 
     runs: Sequence[dict[str, Any]]
@@ -72,15 +71,15 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """What was measured in one context.
+    """The configurations measured in one context.
 
     Attributes:
         base: The preset seed.
-        alone: Configurations of one rung on top of it.
-        chain: Configurations with one rung more each, without the base. It ends with the preset
+        alone: Configurations with one rung.
+        chain: Configurations with one more rung each, without the base. It ends with the preset
             fast if a chain reaches it.
         fast: The preset fast; None if it was not measured.
-        beyond: Configurations with one rung more than fast or one less that are not in the chain.
+        beyond: Configurations outside the chain with one rung more or less than fast.
     """
 
     base: Configuration
@@ -108,11 +107,7 @@ class Ladder:
 def read_configurations(records: Iterable[dict[str, Any]]) -> list[Configuration]:
     """Group runs by configuration, in the order in which each was first seen.
 
-    A record without one of the speed-ups, made by an older version of the suite, is left out: it
-    does not say what that run did.
-
-    Args:
-        records: Records of training runs with the status ok.
+    A record of an older version that lacks one of the speed-ups is left out.
     """
     groups = group(
         (record for record in records if SEED.keys() <= record["config"].keys()),
@@ -150,12 +145,7 @@ def context_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle_settings(config: Mapping[str, Any], *, num_ranks: int) -> set[str]:
-    """Speed-ups that have no effect in a run, whatever their value.
-
-    Args:
-        config: All settings of the run.
-        num_ranks: Ranks of the run.
-    """
+    """Speed-ups that have no effect in a run, whatever their value."""
     has = {
         RANKS: num_ranks > 1,
         EMA: config["use_ema"],
@@ -217,8 +207,7 @@ def _make_ladder(base: Configuration, others: Sequence[Configuration]) -> Ladder
 def _find_chains(base: Configuration, others: Iterable[Configuration]) -> list[list[Configuration]]:
     """The longest chain from the base to every configuration that has one.
 
-    Each configuration of a chain has one rung more than the one before. Of several chains of one
-    length, the first is the one whose last configuration was measured first.
+    Of chains of the same length, the first is the one whose last configuration was measured first.
     """
     chains = [[base]]
     for one in sorted(others, key=lambda other: len(other.added)):
@@ -229,7 +218,7 @@ def _find_chains(base: Configuration, others: Iterable[Configuration]) -> list[l
 
 
 def difference(before: Configuration, after: Configuration) -> dict[str, Any]:
-    """What `after` adds to `before`; empty unless it has everything that `before` has."""
+    """The speed-ups that `after` adds to `before`; empty unless it has all those of `before`."""
     if any(after.added.get(name) != value for name, value in before.added.items()):
         return {}
     return {name: value for name, value in after.added.items() if name not in before.added}
@@ -247,19 +236,14 @@ def _is_beside(fast: Configuration, one: Configuration) -> bool:
 
 
 def is_one_rung(added: Mapping[str, Any]) -> bool:
-    """Whether settings are one rung of the ladder: a single one, or several that go together."""
+    """Whether settings are one rung: a single one, or several that belong together."""
     return len(added) == 1 or find_rung(added) is not None
 
 
 def families(
     configurations: Iterable[Configuration], *, without: Iterable[str]
 ) -> list[list[Configuration]]:
-    """Group configurations that differ in some settings only.
-
-    Args:
-        configurations: All of them.
-        without: Names of those settings.
-    """
+    """Group configurations that differ only in the settings named in `without`."""
     names = set(without)
 
     def key_of(one: Configuration) -> tuple[Any, ...]:
@@ -272,6 +256,6 @@ def families(
 
 
 def _has_own_threads(record: dict[str, Any]) -> bool:
-    """Whether a user, and not the number of cores, decided how many threads a rank has."""
+    """Whether the user chose the number of threads of a rank."""
     is_flag = record["origin"].get(THREADS) in BY_USER
     return is_flag or record["chosen"].get(THREADS) == "OMP_NUM_THREADS"

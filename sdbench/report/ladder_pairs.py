@@ -1,6 +1,6 @@
-"""Tables of what Composer, the EMA, micro-batches and ranks cost or gain.
+"""Tables of the cost or gain of Composer, the EMA, micro-batches and ranks.
 
-The configurations that a table compares differ in its subject and in nothing else.
+Each table compares configurations that differ in its subject only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MICRO_BATCH = "device_train_microbatch_size"
 
 
 def make_pair_tables(configurations: Sequence[Configuration]) -> dict[str, Table]:
-    """The tables by the names of their places; one without rows has nothing to compare."""
+    """The tables by the names of their places; one may have no rows."""
     tables = (
         ("engines", "Composer and the lean engine", _engine_rows(configurations)),
         ("ema", "A step with and without the EMA", _ema_rows(configurations)),

@@ -1,7 +1,7 @@
-"""Tables of what each speed-up gains, alone and on top of the others.
+"""Tables of the gain of each speed-up, alone and on top of the others.
 
-Gains are what `python -m sdbench compare` says of the runs of both configurations: a ratio of
-geometric means with a 95 % interval, or without one and the reason why not.
+A gain is the result of `python -m sdbench compare` for the runs of both configurations: a ratio of
+geometric means with a 95 % interval, or the reason why there is no interval.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ SEED_ORIGIN = "mosaicml/diffusion-benchmark"
 
 
 def make_ladder_tables(configurations: Sequence[Configuration]) -> list[Table]:
-    """One table for each context in which the preset seed and at least one speed-up were measured.
-
-    Args:
-        configurations: All that were measured.
-    """
+    """A table for each context in which the preset seed and a speed-up were measured."""
     return [
         make_table(
             _ladder_rows(ladder), name=f"ladder-{number}", caption=ladder.caption
@@ -43,11 +39,7 @@ def make_ladder_tables(configurations: Sequence[Configuration]) -> list[Table]:
 
 
 def make_pending_tables(configurations: Sequence[Configuration]) -> list[Table]:
-    """The rungs without a run, by device and by whether they need several ranks.
-
-    Args:
-        configurations: All that were measured.
-    """
+    """The rungs without a run, by device and by whether they need several ranks."""
     tables = []
     for device, has_ranks in itertools.product(DEVICES, (False, True)):
         measured = [
@@ -135,14 +127,7 @@ def _figures(
     together: Configuration | None = None,
     above: Configuration | None = None,
 ) -> dict[str, Cell]:
-    """Rates, gains, step times and memory of a rung.
-
-    Args:
-        base: The preset seed.
-        alone: The rung on top of the preset seed.
-        together: The rung on top of those above it.
-        above: Those above it, without the rung.
-    """
+    """Rates, gains, step times and memory of a rung on the preset seed, and on those above it."""
     known = [one.runs for one in (alone, together) if one is not None]
     return {
         "alone, images/s": rates_cell(alone.runs) if alone else EMPTY,
@@ -177,12 +162,7 @@ def ratio_cell(one: Configuration | None, baseline: Configuration | None) -> Cel
 
 
 def how_sure(comparison: Comparison, form: Callable[[float], str]) -> str:
-    """The interval, or why there is none, in brackets; of single runs beside each other nothing.
-
-    Args:
-        comparison: The comparison.
-        form: Makes a text of a ratio.
-    """
+    """The interval, or the reason why there is none, in brackets; empty for single runs."""
     if comparison.interval is not None:
         return f" ({form(comparison.interval.low)} to {form(comparison.interval.high)})"
     if comparison.verdict in (APART, MACHINE_CHANGED):

@@ -1,4 +1,4 @@
-"""Tables of published profiles: the floor of a step, what is reached, and where the rest goes."""
+"""Tables of published profiles: the floor of a step, and the parts of a step above it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError
-from sdbench.base.outside import read_json
+from sdbench.base.outside import read_json_object
 from sdbench.record.configuration import describe_other_settings, place_of_encoders
 from sdbench.record.store import PROFILE
 from sdbench.report.runs import describe_devices
@@ -19,42 +19,31 @@ ONE_PASS = "sdbench::adamw_one_pass"
 
 
 def load_profile(path: Path) -> dict[str, Any]:
-    """Read a profile.json.
-
-    Raises:
-        ConfigError: If it cannot be read, or is not that of a profile which ended well.
-    """
+    """Read a profile.json."""
     try:
-        profile = read_json(path)
-    except (OSError, ValueError) as error:
+        profile = read_json_object(path)
+        if profile.get("kind") != PROFILE or not isinstance(profile.get("step"), dict):
+            raise ValueError("it is not the profile of a step")
+        make_limit_tables([profile])
+    except (
+        OSError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    ) as error:
         raise ConfigError(
             f"a profile cannot be read ({error})",
             value=str(path),
             allowed="profile.json as python -m sdbench profile wrote it",
             flag="--folder",
         ) from None
-    is_profile = isinstance(profile, dict) and profile.get("kind") == PROFILE
-    has_step = is_profile and isinstance(profile.get("step"), dict)
-    try:
-        tables = make_limit_tables([profile]) if has_step else None
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        tables = None
-    if tables is None:
-        raise ConfigError(
-            "this is no profile of a step",
-            value=str(path),
-            allowed="profile.json as python -m sdbench profile wrote it",
-            flag="--folder",
-        )
     return profile
 
 
 def make_limit_tables(profiles: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Floors and what is reached, and what the rest of the step is made of, a row for each profile.
-
-    Args:
-        profiles: Of `load_profile`. Those that name no floor of what a step needs are left out.
-    """
+    """The floors of steps, and the parts above them, of profiles with a needed floor."""
     known = [profile for profile in profiles if "needed_floor_ms" in profile["step"]]
     if not known:
         return []
@@ -97,7 +86,7 @@ def _floors(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rest(profile: Mapping[str, Any]) -> dict[str, float]:
-    """What the profiled step takes above its needed floor; the parts add up to it."""
+    """The time of the profiled step above its needed floor, in ms, and its parts."""
     step = profile["step"]
     parts: dict[str, list[Mapping[str, Any]]] = {"update": [], "products": [], "casts": []}
     others: list[Mapping[str, Any]] = []

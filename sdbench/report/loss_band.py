@@ -37,12 +37,7 @@ INSIDE, OUTSIDE, NO_BAND = "inside", "OUTSIDE", "no band yet"
 
 @dataclasses.dataclass(frozen=True)
 class LossRun:
-    """A run and its first losses.
-
-    Attributes:
-        record: Its record.
-        losses: One for each of the first 50 steps.
-    """
+    """A record and the losses of the first 50 steps."""
 
     record: dict[str, Any]
     losses: Sequence[float]
@@ -53,8 +48,7 @@ class Judged:
     """The distance of the losses of a run from those of the reference.
 
     Attributes:
-        run: The run.
-        recipe: Its preset, and the flags on top of it.
+        recipe: The preset, and the flags on top of it.
         deviation: The largest distance at one step; NaN if a loss is NaN.
         step: That step, from 0.
         mean_deviation: Mean over the steps, with its sign.
@@ -88,20 +82,12 @@ class Band:
 
     @property
     def half_width(self) -> float | None:
-        """The largest distance from a loss of the reference that is inside."""
+        """The largest distance from the reference that is inside."""
         return None if self.spread is None else NUM_SPREADS * self.spread
 
 
 def read_run(record: dict[str, Any], folder: Path) -> LossRun:
-    """Read the losses of a run.
-
-    Args:
-        record: Its record.
-        folder: Its folder.
-
-    Raises:
-        ConfigError: If it has fewer than 50 losses, or they cannot be read.
-    """
+    """Read the first 50 losses of a run; a run with fewer is refused."""
     path = folder / STEPS_NAME
     try:
         losses = [float(row["loss"]) for row in csv.DictReader(open_table(path))]
@@ -148,10 +134,15 @@ def _make_band(reference: LossRun, runs: Sequence[LossRun]) -> Band:
     if len(others) >= NUM_OTHER_WEIGHTS:
         by_step = zip(*(run.losses for run in others), strict=True)
         spread = math.sqrt(statistics.fmean(map(statistics.variance, by_step)))
-    band = Band(reference, spread, len(others), [_judge(run, reference) for run in others])
-    judged = [_judge(run, reference) for run in recipes]
-    judged = [dataclasses.replace(one, verdict=_verdict(one, band)) for one in judged]
-    return dataclasses.replace(band, judged=[*band.judged, *judged])
+    half_width = None if spread is None else NUM_SPREADS * spread
+    judged = [_judge(run, reference) for run in others]
+    for one in (_judge(run, reference) for run in recipes):
+        if half_width is None:
+            verdict = NO_BAND
+        else:
+            verdict = INSIDE if one.deviation <= half_width else OUTSIDE  # a NaN is outside
+        judged.append(dataclasses.replace(one, verdict=verdict))
+    return Band(reference, spread, len(others), judged)
 
 
 def _judge(run: LossRun, reference: LossRun) -> Judged:
@@ -171,12 +162,6 @@ def _judge(run: LossRun, reference: LossRun) -> Judged:
         mean_deviation=statistics.fmean(deviations),
         verdict=None,
     )
-
-
-def _verdict(one: Judged, band: Band) -> str:
-    if band.half_width is None:
-        return NO_BAND
-    return INSIDE if one.deviation <= band.half_width else OUTSIDE  # a NaN is outside
 
 
 def _table_rows(band: Band) -> list[dict[str, Any]]:

@@ -16,15 +16,9 @@ END = "<!-- end generated: {} -->"
 
 
 def fill_blocks(text: str, contents: Mapping[str, str], *, path: Path) -> str:
-    """Replace the generated parts of a text.
+    """Replace the generated parts of a text, given by name.
 
-    Args:
-        text: The whole text.
-        contents: The new parts by name. The end marker has the first word of the name only.
-        path: File of the text, for errors.
-
-    Raises:
-        ConfigError: If a marker is missing.
+    The end marker has the first word of the name only. A missing marker is a ConfigError.
     """
     for name, content in contents.items():
         begin, end = BEGIN.format(name), END.format(name.split()[0])

@@ -1,7 +1,7 @@
 """Makes HTML pages of tables and charts.
 
-A page needs no network and no other file: charts are SVG in the page, and so is the script that
-searches, sorts and compares rows and tells what a point of a chart is. The template escapes every
+A page needs no network and no other file: it contains its charts as SVG, and the script that
+searches, sorts and compares rows and describes the points of a chart. The template escapes every
 text.
 """
 
@@ -21,15 +21,7 @@ KINDS = ("measured", "quoted", "modelled")
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a page.
-
-    Attributes:
-        heading: Its heading.
-        help_text: A sentence on how to read it.
-        tables: Its tables.
-        folds: Tables below them that a reader opens.
-        plots: Charts below these.
-    """
+    """A part of a page: a sentence on how to read it, tables, folded tables and charts."""
 
     heading: str
     help_text: str
@@ -46,16 +38,7 @@ class Section:
 def format_page(
     sections: Sequence[Section], *, template: str = RESULTS_TEMPLATE, **values: Any
 ) -> str:
-    """Make a page.
-
-    Args:
-        sections: Its parts, in order.
-        template: File beside this one; all but that of the results extend it.
-        **values: For the blocks of the template.
-
-    Returns:
-        The page as HTML.
-    """
+    """Render a page from a template beside this file, with values for its blocks."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -70,15 +70,13 @@ STYLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A drawn chart.
+    """A rendered chart.
 
     Attributes:
         name: File name without extension.
-        title: What the chart shows, in a line; also the alternative text of the picture.
-        svg: The chart as SVG.
-        png: The chart as PNG.
-        notes: What a reader of the page sees at the points of a line or at a bar, by the id of the
-            line or the bar in the SVG: a text of several lines for each point.
+        title: Also the alternative text of the picture.
+        notes: Text that the page shows at each point of a line or at a bar, by its id in the SVG,
+            which begins with the name.
     """
 
     name: str
@@ -116,14 +114,10 @@ def make_figure(
     gap: float = 0.85,
     below: float = 0.55,
 ) -> tuple[Figure, list[Axes]]:
-    """Make axes one below the other, with the sources of their figures under them.
+    """Make axes one below the other, with up to three lines of sources under them.
 
-    Args:
-        heights_inches: Height of each axes, in inches.
-        sources: Text of the sources; three lines of it are shown.
-        left: Space for the labels of the y axis, in inches.
-        gap: Space between two axes, in inches.
-        below: Space for the labels of the last x axis, in inches.
+    All sizes are in inches: the heights, the space for the labels of the y axis (`left`) and of the
+    last x axis (`below`), and the gap between two axes.
     """
     from matplotlib.figure import Figure
 
@@ -154,14 +148,7 @@ def shorten(text: Any, *, length: int = 60) -> str:
 def render(
     figure: Figure, *, name: str, title: str, notes: Mapping[str, Sequence[str]] | None = None
 ) -> Plot:
-    """Render a figure as SVG and PNG, without the date and the version of matplotlib.
-
-    Args:
-        figure: The chart.
-        name: See `Plot`.
-        title: See `Plot`.
-        notes: See `Plot`; the ids are the gids of lines and bars, and begin with the name.
-    """
+    """Render a figure as SVG and PNG, without the date and the version of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -173,13 +160,7 @@ def render(
 
 
 def save(plots: Iterable[Plot], folder: Path, *, names: Sequence[str]) -> None:
-    """Write the plots, and delete older ones that have no data any more.
-
-    Args:
-        plots: The plots to write.
-        folder: Folder of the files; created if it does not exist.
-        names: Every name that a plot may have.
-    """
+    """Write the plots, and delete those of `names`, all possible ones, that were not drawn."""
     folder.mkdir(exist_ok=True)
     drawn = set()
     for plot in plots:

@@ -53,17 +53,7 @@ class PublishFlags(ReportFlags):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish runs and rebuild what is made from them.
-
-    Args:
-        argv: Run folders.
-
-    Returns:
-        The exit code: 1 if one of several runs, or a file in the results folder, is left out.
-
-    Raises:
-        ConfigError: If no run is left: none is finished and not yet published.
-    """
+    """Publish runs and rebuild the tables; exit with 1 if a run or a file is left out."""
     flags = parse(
         PublishFlags,
         argv,
@@ -156,7 +146,7 @@ def publish(run: Path, *, results: Path, kind: str = RUNS) -> Path:
 
 
 def secrets_in(path: Path) -> Iterator[str]:
-    """Find texts that look like a secret: the path in a JSON file, or the line, with the kind."""
+    """The place and kind of each text that looks like a secret: a JSON path or a line number."""
     if path.suffix == ".json":
         texts = _texts_in(read_json(path), place="")
     else:

@@ -1,6 +1,6 @@
-"""Tables of other people's figures (results/quoted) and of predictions (results/modelled).
+"""Tables of published figures (results/quoted) and of predictions (results/modelled).
 
-The seed's ratio of two GPUs has a table of its own; all other figures are folded by their source.
+The seed's ratio of two GPUs has a table of its own; all other figures are folded by source.
 """
 
 from __future__ import annotations
@@ -31,14 +31,9 @@ SETTINGS = ("micro_batch", "num_workers", "ema")
 
 
 def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, Any]]], list[Path]]:
-    """Read every table of a folder; one that cannot be read is named and left out.
+    """Read the tables of a folder, by name; those that cannot be read are named and left out.
 
-    Args:
-        folder: Folder of CSV files, which need not exist.
-        kind: Kind of the rows that have none.
-
-    Returns:
-        Rows by the name of their file, and the files that are left out.
+    Rows without a kind get this one.
     """
 
     def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -51,14 +46,9 @@ def load_figures(folder: Path, *, kind: str) -> tuple[dict[str, list[dict[str, A
 def make_seed_table(
     quoted: dict[str, list[dict[str, Any]]], measured: Iterable[dict[str, Any]] = ()
 ) -> Table | None:
-    """Make the seed's table of P4de against P5, with rates measured here in the same settings.
+    """The seed's table of P4de against P5, with rates measured here in the same settings.
 
-    Args:
-        quoted: Rows by file.
-        measured: Rows of measured runs.
-
-    Returns:
-        A row for each micro-batch, number of workers and EMA; None without the seed's table.
+    None without the seed's table.
     """
     if SEED_TABLE not in quoted:
         return None
@@ -106,15 +96,11 @@ def make_seed_table(
 
 
 def fold_by_source(tables: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[Fold]:
-    """Put the figures of each source behind a line of their own.
+    """Fold the figures of each source, given as the rows of each file.
 
-    Args:
-        tables: The name and the rows of each file, with their kind. Times of whole runs and the
-            ratios that the seed prints have tables of their own and are left out.
-
-    Returns:
-        For each source, in order: a table for each kind of work, and one with the columns of its
-        file for days, costs and what else has no images/s.
+    A fold has a table for each kind of work, and one for each file with figures other than
+    images/s. Times of whole runs and the ratios that the seed prints have tables of their own and
+    are left out.
     """
     by_source: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for file, rows in tables:

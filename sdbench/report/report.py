@@ -1,7 +1,7 @@
 """Makes the tables, plots and pages of a results folder from records and from quoted figures.
 
-The same files give the same bytes: the output has no date and no name of a machine, and does not
-depend on the order of files.
+The same files give the same bytes: the output has no date and no host name, and does not depend on
+the order of files.
 """
 
 from __future__ import annotations
@@ -127,17 +127,7 @@ class ReportFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the tables, plots and pages of a results folder again.
-
-    Args:
-        argv: Arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 1 if a record or a table cannot be read, and is left out.
-
-    Raises:
-        ConfigError: For a folder without a README.md that has places for tables.
-    """
+    """Make the tables, plots and pages of a folder; exit with 1 if a file is left out."""
     flags = parse(
         ReportFlags,
         argv,
@@ -279,14 +269,7 @@ def _make_ladder(
 
 
 def load_losses(results: Path) -> tuple[list[loss_band.LossRun], list[Path]]:
-    """Load the runs whose losses are compared; one that cannot be read is named and left out.
-
-    Args:
-        results: The results folder.
-
-    Returns:
-        The runs, and the files that are left out.
-    """
+    """Load the runs whose losses are compared, and name those that cannot be read."""
 
     def read(path: Path) -> loss_band.LossRun:
         return loss_band.read_run(_load_record(path), path.parent)

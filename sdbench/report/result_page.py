@@ -1,7 +1,7 @@
-"""The generated parts of a page about one result.
+"""Fills the generated parts of a page about one result.
 
-A person writes who measured, what is not reported and why, and footnotes. Everything else comes
-from the records of the runs that the page's marker names by patterns:
+An author writes who measured, what is not reported and why, and footnotes. Everything else comes
+from the records of the runs that the marker of the page names by patterns:
 
     <!-- begin generated: runs 202611*_sd2-base-256px-* -->
 """
@@ -33,16 +33,7 @@ RUNS_MARKER = re.compile(BEGIN.format(r"(?P<name>runs +(?P<patterns>\S.*?))"))
 
 
 def fill(text: str, records: Sequence[dict[str, Any]], *, path: Path) -> str:
-    """Fill the generated parts of a page.
-
-    Args:
-        text: The page.
-        records: Records of training runs with the status ok.
-        path: The page's file, for messages.
-
-    Raises:
-        ConfigError: If the page lacks a marker, or no run matches a pattern.
-    """
+    """Fill the generated parts of a page."""
     marker = RUNS_MARKER.search(text)
     if marker is None:
         raise ConfigError(

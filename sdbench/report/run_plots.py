@@ -47,13 +47,9 @@ MAX_STEPS_DRAWN = 300
 
 
 def draw_breakdown(records: Sequence[dict[str, Any]]) -> Plot | None:
-    """Draw the share of each phase in a step, with axes for each device and kind of work.
+    """Draw the share of each phase in a step; None if no run was profiled.
 
-    Args:
-        records: Records of training runs with the status ok.
-
-    Returns:
-        The chart, or None if no run was profiled.
+    Each device and kind of work has axes of its own.
     """
     profiled = _latest([record for record in records if record["summary"].get("breakdown")])
     if not profiled:
@@ -107,15 +103,9 @@ def _work_of(record: dict[str, Any]) -> tuple[Any, ...]:
 def draw_step_times(
     records: Sequence[dict[str, Any]], runs: Path
 ) -> tuple[Plot | None, list[Path]]:
-    """Draw the time of every step, with warm-up shaded.
+    """Draw the time of every step, with warm-up shaded; None without a table of steps.
 
-    Args:
-        records: Records of training runs with the status ok.
-        runs: The folder that holds the folders of the runs.
-
-    Returns:
-        The chart, or None if no run's folder has a table of steps; and the tables of the newest
-        runs that cannot be read, which are named.
+    Tables of steps in the folder `runs` that cannot be read are named and returned.
     """
     traced = {runs / record["run_id"] / STEPS_NAME: record for record in _latest(records)}
     traced = {path: record for path, record in traced.items() if path.exists()}
@@ -168,7 +158,7 @@ def _describe_sources(shown: Sequence[dict[str, Any]], *, num_found: int) -> str
 def _draw_bar(
     ax: Axes, record: dict[str, Any], *, y: float, label: str, notes: dict[str, list[str]]
 ) -> None:
-    """Draw the phases of a step, and write what a reader sees at each into `notes`."""
+    """Draw the phases of a step, and add the text that the page shows at each to `notes`."""
     breakdown = record["summary"]["breakdown"]
     origin = f"run: {record['run_id']}\n{shlex.join(record['command'])}"
     left = 0.0
@@ -209,11 +199,7 @@ def _is_dark(colour: str) -> bool:
 
 
 def _read_steps(path: Path) -> list[tuple[int, str, float]]:
-    """Index, phase and time in seconds of every step.
-
-    Raises:
-        ConfigError: It cannot be read, or has no step.
-    """
+    """Index, phase and time in seconds of every step."""
     try:
         steps = [
             (int(step["index"]), step["phase"], float(step["step_time_s"]))

@@ -57,14 +57,14 @@ def read_record(path: Path, *, flag: str) -> dict[str, Any]:
 
 
 def use_each(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[list[T], list[Path]]:
-    """Use files of which any may be bad: a bad one is named on stderr, and left out.
+    """Use files; one that cannot be used is named on stderr and left out.
 
     Args:
         paths: Of the files, or of run folders.
         use: Reads one, or raises ConfigError.
 
     Returns:
-        What was made of each, in order, and the files that are left out.
+        The results in order, and the files that are left out.
     """
     whole, left_out = [], []
     for path in paths:
@@ -106,18 +106,11 @@ def _describe_cores(record: dict[str, Any]) -> str:
 def tell_apart(
     records: Sequence[dict[str, Any]], *, without: Collection[str] = ()
 ) -> tuple[str, list[str]]:
-    """Say what several configurations have in common, and what is different in each.
+    """The facts that configurations, given by a record each, share, and a label for each.
 
-    Where two do not differ in a setting of the user's, the commits of their code or, if these are
-    one, the times at which they began are told.
-
-    Args:
-        records: One of each configuration.
-        without: Names of facts that are told elsewhere, such as ``device``.
-
-    Returns:
-        What all share, and a label for each. Of a single one, its preset and the user's settings
-        are the label.
+    A label has the facts that differ; if these do not suffice, also the commit, and if that does
+    not, the start time. The label of a single configuration is its preset and the user's settings.
+    Facts named in `without` are left out.
     """
     facts = [
         {name: text for name, text in _facts_of(record).items() if name not in without}
@@ -183,7 +176,7 @@ def _start_of(record: dict[str, Any]) -> str:
 
 
 def name_runs(runs: Sequence[str]) -> str:
-    """The names of runs, of many the first few."""
+    """The names of the first few runs, and the number of the others."""
     left_out = len(runs) - MAX_NAMED_RUNS
     shown = ", ".join(runs[:MAX_NAMED_RUNS])
     return f"{shown} and {left_out} more" if left_out > 0 else shown

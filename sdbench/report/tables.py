@@ -1,24 +1,23 @@
-"""Tables of results, and their text in markdown and for a terminal."""
+"""Tables of results: columns declared once, shown as text, Markdown, HTML and CSV rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sdbench.base.escape import for_markdown, for_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
 
 # Rows that a page shows of a table.
 MAX_ROWS = 1000
-# Extra columns that tell where a row comes from, which no caption repeats.
+# Extra columns with the origin of a row, which no caption repeats.
 ORIGIN = ("run ids", "command")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """The text of a cell, and the value that the column is sorted by (None sorts last)."""
 
     text: str
@@ -36,12 +35,40 @@ class Column:
     Attributes:
         name: Its heading.
         is_number: Whether its cells are right-aligned.
-        is_extra: Whether it is shown on an HTML page alone, and there only when it is chosen.
+        is_extra: Whether only an HTML page has it, hidden until a reader chooses it.
     """
 
     name: str
     is_number: bool = False
     is_extra: bool = False
+
+
+class Field(NamedTuple):
+    """The declaration of a column of a table.
+
+    Attributes:
+        heading: Its heading.
+        value: Key of the value in a record, or a function of the record. A `Cell` is shown as it
+            is.
+        digits: Significant figures of a float.
+        unknown: Text of None.
+        is_left: Whether a column of numbers is left-aligned, as text always is.
+        is_extra: See `Column`.
+    """
+
+    heading: str
+    value: str | Callable[[Any], Any]
+    digits: int = 4
+    unknown: str = NOT_KNOWN
+    is_left: bool = False
+    is_extra: bool = False
+
+    def cell_of(self, record: Any) -> Cell:
+        """The cell of a record."""
+        value = record.get(self.value) if isinstance(self.value, str) else self.value(record)
+        if isinstance(value, Cell):
+            return value
+        return make_cell(value, num_digits=self.digits, unknown=self.unknown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +105,19 @@ class Table:
 
     @property
     def constants(self) -> dict[int, str]:
-        """Text of each column that says the same in all of several rows, by its index.
+        """Text of each column that is the same in all of several rows, by its index.
 
-        Figures with decimals are none of them, nor is the column that says whether a row was
-        measured: rows are filtered by it.
+        Figures with decimals do not count, nor does the column ``kind``, which rows are filtered
+        by.
         """
         if len(self.rows) < 2:
             return {}
         return {
-            index: self.rows[0][index].text
-            for index in range(len(self.columns))
+            index: cells[0].text
+            for index, cells in enumerate(zip(*self.rows, strict=True))
             if index != self.kind_column
-            and not isinstance(self.rows[0][index].value, float)
-            and len({row[index].text for row in self.rows}) == 1
+            and not isinstance(cells[0].value, float)
+            and len({cell.text for cell in cells}) == 1
         }
 
     @property
@@ -101,7 +128,7 @@ class Table:
 
     @property
     def common(self) -> str:
-        """What is the same in all rows, e.g. ``px 256, EMA no``; empty if nothing is."""
+        """What is the same in all rows, e.g. ``px 256, EMA no``."""
         return ", ".join(
             f"{self.columns[index].name} {text}"
             for index, text in self.constants.items()
@@ -112,12 +139,12 @@ class Table:
         """The table without the columns whose value is None in every row."""
         return self._with_columns(
             index
-            for index in range(len(self.columns))
-            if any(row[index].value is not None for row in self.rows)
+            for index, cells in enumerate(zip(*self.rows, strict=True))
+            if any(cell.value is not None for cell in cells)
         )
 
     def without_folded_columns(self) -> Table:
-        """The table without the columns that a page hides; the caption says what is common."""
+        """The table without the columns that a page hides; the caption has what is common."""
         folded, common = self.folded_columns, self.common
         table = self._with_columns(
             index for index in range(len(self.columns)) if index not in folded
@@ -136,15 +163,34 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Tables that are seen when a reader opens their line.
-
-    Attributes:
-        summary: The line, plain text.
-        tables: What is behind it.
-    """
+    """Tables that a reader unfolds by a click on their summary, a line of plain text."""
 
     summary: str
     tables: Sequence[Table]
+
+
+def tabulate(
+    fields: Sequence[Field], records: Iterable[Any], *, name: str = "", caption: str = ""
+) -> Table:
+    """Make a table with a row for each record.
+
+    Args:
+        fields: One for each column.
+        records: Mappings, or whatever the functions of the fields take.
+        name: See `Table`.
+        caption: See `Table`.
+    """
+    rows = [[field.cell_of(record) for field in fields] for record in records]
+    cells = zip(*rows, strict=True) if rows else [()] * len(fields)
+    columns = [
+        Column(
+            field.heading,
+            not field.is_left and not any(isinstance(cell.value, str) for cell in of_column),
+            field.is_extra,
+        )
+        for field, of_column in zip(fields, cells, strict=True)
+    ]
+    return Table(name, caption, columns, rows)
 
 
 def make_table(
@@ -153,34 +199,19 @@ def make_table(
     name: str = "",
     caption: str = "",
     left: Collection[str] = (),
-    extra: Collection[str] = (),
 ) -> Table:
-    """Make a table from rows by heading. Columns are in the order in which headings first occur.
+    """Make a table of rows by heading, in the order in which the headings first occur.
 
     Args:
         rows: Cells, or values for `make_cell`. A heading that a row lacks is an unknown value.
         name: See `Table`.
         caption: See `Table`.
-        left: Headings of columns to left-align. Columns with text are left-aligned anyway, all
-            others are right-aligned.
-        extra: Headings of columns that are on an HTML page alone.
+        left: Headings of columns of numbers to left-align.
     """
-    rows = [
-        {heading: value if isinstance(value, Cell) else make_cell(value) for heading, value in row}
-        for row in map(dict.items, rows)
-    ]
+    rows = list(rows)
     headings = dict.fromkeys(heading for row in rows for heading in row)
-    missing = make_cell(None)
-    cells = [[row.get(heading, missing) for heading in headings] for row in rows]
-    columns = [
-        Column(
-            heading,
-            heading not in left and not any(isinstance(one.value, str) for one in each),
-            heading in extra,
-        )
-        for heading, each in zip(headings, zip(*cells, strict=True), strict=True)
-    ]
-    return Table(name, caption, columns, cells)
+    fields = [Field(heading, heading, is_left=heading in left) for heading in headings]
+    return tabulate(fields, rows, name=name, caption=caption)
 
 
 def make_cell(value: Any, *, num_digits: int = 4, unknown: str = NOT_KNOWN) -> Cell:
@@ -228,9 +259,9 @@ def to_markdown(table: Table) -> str:
 
 def to_captioned_markdown(tables: Iterable[Table]) -> str:
     """Tables in markdown, each below its caption, which has what is the same in all rows."""
-    shown = [table.without_folded_columns() for table in tables]
     return "\n\n".join(
-        f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}" for table in shown
+        f"**{for_markdown(table.caption)}**\n\n{to_markdown(table)}"
+        for table in (table.without_folded_columns() for table in tables)
     )
 
 

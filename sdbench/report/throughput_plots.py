@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import group
-from sdbench.report.figures import MEASURED, describe_source, device_of
+from sdbench.report.figures import MEASURED, describe_origin, device_of
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_work, name_runs
 from sdbench.report.terminal import format_number
@@ -47,10 +47,8 @@ class Point:
     """Images/s at one micro-batch or number of GPUs.
 
     Attributes:
-        rate: The median of the runs.
-        low: Lowest end of their intervals.
-        high: Highest end of their intervals.
-        note: The figure in words, the runs and the command of the first, or the source.
+        rate: The median of the runs; `low` and `high` are the outermost ends of their intervals.
+        note: The figure in words, and its runs with the command of the first, or its source.
     """
 
     rate: float
@@ -61,15 +59,9 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Figures that differ in the micro-batch or in the number of GPUs only.
+    """Figures that differ only in the micro-batch or the number of GPUs, by which they are sorted.
 
-    Attributes:
-        device: Name of the device.
-        settings: Their other settings, as text.
-        kind: ``measured``, ``quoted`` or ``modelled``.
-        source: Where the figures come from.
-        has_ema: Whether an EMA was kept; None if not known.
-        points: Figures by micro-batch or number of GPUs, in ascending order.
+    `has_ema` is None if it is unknown.
     """
 
     device: str
@@ -89,14 +81,10 @@ class Panel:
 
 
 def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
-    """Draw throughput against micro-batch per GPU type, with and without EMA.
+    """Draw throughput against micro-batch, from rows of results/throughput.csv.
 
-    Args:
-        rows: Rows of results/throughput.csv; measured ones also have the ``command`` of their run.
-
-    Returns:
-        The seed's chart, with what else was done under its conditions, and that of other work;
-        neither without a series of two micro-batches.
+    Measured rows also have the ``command`` of their run. There is a chart of the seed's work and
+    one of other work, if a series has two micro-batches.
     """
     seed_panels, other_panels = [], []
     for work, series in _collect(
@@ -129,11 +117,7 @@ def draw_micro_batch(rows: Iterable[dict[str, Any]]) -> list[Plot]:
 def draw_scaling(rows: Iterable[dict[str, Any]]) -> list[Plot]:
     """Draw speed-up, with the ideal line, and throughput against the number of GPUs.
 
-    Args:
-        rows: Rows of results/throughput.csv.
-
-    Returns:
-        Both charts, or none if no series has two GPU counts.
+    There is no chart if no series has two numbers of GPUs.
     """
     rows = [row for row in rows if row.get("num_gpus")]
     scaled_with = _describe_batches(rows)
@@ -182,7 +166,7 @@ def _collect(
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         settings = ", ".join(part for part in settings_of(row) if part)
-        return _device(row), settings, row["kind"], _source(row), row.get("ema")
+        return _device(row), settings, row["kind"], describe_origin(row), row.get("ema")
 
     drawable = [row for row in rows if row.get("images_per_second") and isinstance(x_of(row), int)]
     panels = []
@@ -231,7 +215,7 @@ def _describe_origin(rows: Sequence[dict[str, Any]]) -> str:
     """The runs and the command of the first, or where the figure was read."""
     first = rows[0]
     if first["kind"] != MEASURED:
-        return _source(first)
+        return describe_origin(first)
     names = name_runs([row["source"] for row in rows])
     count = "run" if len(rows) == 1 else f"median of {len(rows)} runs"
     return f"{count}: {names}\n{first['command']}"
@@ -247,7 +231,7 @@ def _settings(row: dict[str, Any]) -> list[Any]:
 
 
 def _describe_batch(row: dict[str, Any]) -> str | None:
-    """The global batch of a row, or that it is a single micro-batch on each device."""
+    """The global batch of a row, unless it is one micro-batch on each device."""
     if not row.get("global_batch"):
         return None
     if row["global_batch"] == (row.get("micro_batch") or 0) * (_num_devices(row) or 0):
@@ -256,17 +240,12 @@ def _describe_batch(row: dict[str, Any]) -> str | None:
 
 
 def _describe_batches(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], str | None]:
-    """Find the batches in which a row was scaled.
-
-    Returns:
-        A function from a row to its global batch as text (strong scaling), or to its images per GPU
-        (weak scaling).
-    """
+    """A function from a row to its global batch (strong scaling) or images per GPU (weak)."""
 
     def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
         names = ("image_size", "latents", "ema", "micro_batch")
         values = [*_settings(row), *(row.get(name) for name in names)]
-        return (_device(row), _source(row), row["kind"], *values)
+        return (_device(row), describe_origin(row), row["kind"], *values)
 
     batches: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
@@ -428,10 +407,3 @@ def _count_devices(number: int | None) -> str:
 
 def _num_devices(row: dict[str, Any]) -> int | None:
     return row.get("num_gpus") or row.get("num_devices")
-
-
-def _source(row: dict[str, Any]) -> str:
-    """Where a figure comes from; of measured ones, the folder of the published runs."""
-    if row["kind"] == MEASURED:
-        return "results/runs"
-    return describe_source(row) or "source not told"

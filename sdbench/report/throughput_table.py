@@ -1,4 +1,4 @@
-"""Tables of training throughput: the best of each machine, all measured, and those of others.
+"""Tables of training throughput: the best of each machine, all measured, and published figures.
 
 Each resolution and place of the encoders has a table of its own: a step with the encoders in it is
 about 1.5 times the work of a step on latents, and an image of 512 px four times that of one of 256.
@@ -19,6 +19,7 @@ from sdbench.record.configuration import (
     place_of_encoders,
     settings_of,
 )
+from sdbench.record.row import make_row
 from sdbench.report.figures import describe_source, device_of
 from sdbench.report.runs import (
     describe_configuration,
@@ -32,48 +33,87 @@ from sdbench.report.runs import (
     summary_cell,
     tell_apart,
 )
-from sdbench.report.tables import (
-    EMPTY,
-    ORIGIN,
-    Cell,
-    Table,
-    make_table,
-    median_cell,
-    optional_cell,
-)
+from sdbench.report.tables import ORIGIN, Cell, Field, Table, median_cell, tabulate
 from sdbench.report.terminal import format_number
 from sdbench.statistics.intervals import between_runs_interval
 
-# Settings of a row, which its name tells where they differ.
-SETTINGS = (
-    *("model", "px", "preset", "engine", "precision", "EMA", "global batch", "micro-batch"),
-    "other settings",
+# Columns of rows that have the names of the columns of results/throughput.csv, and some more.
+WHO = (Field("kind", "kind"), Field("device", "device"), Field("devices", "num_devices"))
+CONFIGURATION = Field("configuration", "configuration")
+RATE = Field("images/s (95 % interval)", "rates")
+RATES = (RATE, Field("images/s per device", "images_per_second_per_device"))
+NUM_RUNS = Field("runs", "num_runs")
+MODEL = (Field("model", "model"), Field("px", "image_size"))
+PRESET = Field("preset", "preset")
+RECIPE = (
+    Field("engine", "engine"),
+    Field("precision", "precision"),
+    Field("EMA", "ema"),
+    Field("global batch", "global_batch"),
+    Field("micro-batch", "micro_batch"),
+)
+OTHER_SETTINGS = Field("other settings", "other_settings", unknown="")
+STEP = (
+    Field("scaling", "scaling", unknown=""),
+    Field("step p50, s", "step_time_p50_s"),
+    Field("peak memory, GiB", "peak_memory_gib"),
+)
+USE = (
+    Field("MFU, %", "mfu_percent"),
+    Field("MFU of measured matmul, %", "mfu_of_matmul_percent"),
+    Field("power, W", "power_w"),
+)
+NOTES, SOURCE = Field("notes", "notes", unknown=""), Field("source", "source")
+# Only a page has the names of the runs, and the command of the first.
+RUNS = tuple(Field(name, name, is_extra=True) for name in ORIGIN)
+# The settings of a measured row: its configuration names those that differ.
+SETTINGS = tuple(
+    field._replace(is_extra=True) for field in (*MODEL, PRESET, *RECIPE, OTHER_SETTINGS)
+)
+MEASURED = (
+    *WHO,
+    CONFIGURATION,
+    *RATES,
+    NUM_RUNS,
+    *SETTINGS,
+    *STEP,
+    *USE,
+    NOTES,
+    SOURCE,
+    *RUNS,
+)
+QUOTED = (*WHO, PRESET, OTHER_SETTINGS, *RATES, *MODEL, *RECIPE, *STEP, *USE, NOTES, SOURCE)
+HEADLINE = (
+    Field("machine", "machine"),
+    Field("work", "work"),
+    RATE,
+    NUM_RUNS,
+    *USE,
+    CONFIGURATION,
+    Field("best of", "num_configurations"),
+    NOTES._replace(is_left=True),
+    SOURCE,
+    *RUNS,
 )
 
 
 def make_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
-    """Make the tables of measured throughput.
+    """Make a table of measured throughput for each resolution and place of the encoders.
 
-    The runs of one configuration are one row, with a between-runs interval of three or more runs,
-    or the within-run interval of each of fewer.
-
-    Args:
-        records: Records of training runs with the status ok.
-
-    Returns:
-        One table for each resolution and place of the encoders.
+    The runs of one configuration are one row: three or more have a between-runs interval, fewer
+    the within-run interval of each.
     """
     groups = group_runs(records)
-    scalings = describe_scalings([runs[0] for runs in groups])
+    scalings = _describe_scalings([runs[0] for runs in groups])
     works = group(zip(groups, scalings, strict=True), key_of=lambda item: _work_of(item[0][0]))
     rows = {}
     for work, items in works.items():
         names = _name_apart([runs[0] for runs, _ in items])
         rows[work] = [
-            _measured_row(runs, name=name, scaling=scaling)
+            _measured_row(runs) | {"configuration": name, "scaling": scaling}
             for (runs, scaling), name in zip(items, names, strict=True)
         ]
-    return _make_work_tables(rows, extra=(*SETTINGS, *ORIGIN))
+    return _make_work_tables(rows, MEASURED)
 
 
 def _name_apart(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -88,30 +128,24 @@ def _work_of(record: dict[str, Any]) -> tuple[int, str]:
 
 
 def make_figure_tables(figures: Iterable[dict[str, Any]], *, name: str) -> list[Table]:
-    """Make tables of quoted and modelled throughput, one for each kind of work.
-
-    Args:
-        figures: Rows with images/s and their kind.
-        name: Beginning of the tables' names.
-    """
+    """Make tables of quoted and modelled throughput, one for each kind of work."""
     groups = group(figures, key_of=lambda row: (row.get("image_size"), row.get("latents")))
-    return _make_work_tables(
-        {work: list(map(_figure_row, rows)) for work, rows in groups.items()}, name=f"{name}-"
-    )
+    rows = {work: list(map(_figure_row, of_work)) for work, of_work in groups.items()}
+    return _make_work_tables(rows, QUOTED, name=f"{name}-")
 
 
 def _make_work_tables(
     rows: Mapping[tuple[Any, Any], Sequence[dict[str, Any]]],
+    fields: Sequence[Field],
     *,
     name: str = "",
-    extra: Sequence[str] = (),
 ) -> list[Table]:
     return [
-        make_table(
+        tabulate(
+            fields,
             of_work,
             name=f"{name}{image_size}px-{latents}",
             caption=describe_work(image_size=image_size, latents=latents),
-            extra=extra,
         ).without_empty_columns()
         for (image_size, latents), of_work in rows.items()
     ]
@@ -120,12 +154,9 @@ def _make_work_tables(
 def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
     """Make the table of the best configuration of each machine, model and kind of work.
 
-    The best is the one whose 95 % interval begins highest, so that a figure that is hardly known
-    does not stand for a machine. GPUs come first, and of a machine the model with the most trained
+    The best is the one whose 95 % interval begins highest, so that a poorly known figure does not
+    stand for a machine. GPUs come first, and of a machine the model with the most trained
     parameters.
-
-    Args:
-        records: Records of training runs with the status ok.
     """
     tracks = group(group_runs(records), key_of=lambda runs: _track_of(runs[0]))
     machines = list(dict.fromkeys(track.machine for track in tracks))
@@ -134,14 +165,20 @@ def make_headline_table(records: Iterable[dict[str, Any]]) -> Table:
         trained = tracks[track][0][0]["workload"]["num_trainable_parameters"]
         return not track.on_gpu, machines.index(track.machine), -trained
 
-    rows = [
-        _headline_row(max(tracks[track], key=_lowest_rate), num_configurations=len(tracks[track]))
-        for track in sorted(tracks, key=place)
-    ]
+    rows = []
+    for track in sorted(tracks, key=place):
+        best = max(tracks[track], key=_lowest_rate)
+        rows.append(
+            _measured_row(best)
+            | {
+                "machine": track.machine,
+                "work": f"{track.model}, {track.image_size} px, {track.latents}",
+                "configuration": describe_configuration(best[0]),
+                "num_configurations": len(tracks[track]),
+            }
+        )
     caption = "The best published configuration of each machine, model and kind of work"
-    return make_table(
-        rows, name="headlines", caption=caption, left=["notes"], extra=ORIGIN
-    ).without_empty_columns()
+    return tabulate(HEADLINE, rows, name="headlines", caption=caption).without_empty_columns()
 
 
 class _Track(NamedTuple):
@@ -157,13 +194,8 @@ class _Track(NamedTuple):
 def _track_of(record: dict[str, Any]) -> _Track:
     on_gpu = record["machine"]["device_type"] != "cpu"
     number = record["ranks"]["world_size" if on_gpu else "num_nodes"]
-    return _Track(
-        on_gpu,
-        f"{number} x {describe_device(record)}",
-        describe_model(record),
-        record["config"]["image_size"],
-        place_of_encoders(record["config"]),
-    )
+    machine = f"{number} x {describe_device(record)}"
+    return _Track(on_gpu, machine, describe_model(record), *_work_of(record))
 
 
 def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -177,31 +209,11 @@ def _lowest_rate(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
     return min(lows), statistics.median(rates)
 
 
-def _headline_row(runs: Sequence[dict[str, Any]], *, num_configurations: int) -> dict[str, Any]:
-    track, figures = _track_of(runs[0]), _figures_of(runs)
-    return {
-        "machine": track.machine,
-        "work": f"{track.model}, {track.image_size} px, {track.latents}",
-        "images/s (95 % interval)": rates_cell(runs),
-        "runs": len(runs),
-        **{name: cell for name, cell in figures.items() if name.startswith(("MFU", "power"))},
-        "configuration": describe_configuration(runs[0]),
-        "best of": num_configurations,
-        "notes": notes_cell(runs),
-        "source": _source_of(runs),
-        **_extra_cells(runs),
-    }
+def _describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
+    """Whether each configuration shows strong or weak scaling, or both, together with others.
 
-
-def describe_scalings(records: Sequence[dict[str, Any]]) -> list[str | None]:
-    """Find the configurations that together show strong or weak scaling.
-
-    Args:
-        records: One record of each configuration.
-
-    Returns:
-        For each: ``strong`` if others have the same global batch on another number of devices,
-        ``weak`` if others have the same batch per device, both joined by a comma, or None.
+    Strong: another has the same global batch on another number of devices. Weak: another has the
+    same batch per device.
     """
     sized = ("num_devices", "num_nodes", "batch_size")
     series: dict[tuple[Any, ...], set[int]] = {}
@@ -228,56 +240,27 @@ def _other_settings(record: dict[str, Any]) -> str | None:
     return ", ".join(filter(None, shown))
 
 
-def _measured_row(
-    records: Sequence[dict[str, Any]], *, name: str, scaling: str | None
-) -> dict[str, Any]:
-    first, config = records[0], records[0]["config"]
-    settings = (
-        describe_model(first),
-        config["image_size"],
-        config["preset"],
-        config["engine"],
-        config["precision"],
-        config["use_ema"],
-        config["batch_size"],
-        config["device_train_microbatch_size"],
-        _other_settings(first),
-    )
+def _measured_row(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of one configuration as a row: its settings, and figures over the runs."""
+    first = records[0]
     return {
-        "kind": "measured",
+        **make_row(first),
         "device": describe_device(first),
-        "devices": first["ranks"]["world_size"],
-        "configuration": name,
-        "images/s (95 % interval)": rates_cell(records),
-        "images/s per device": summary_cell(records, "images_per_second_per_device"),
-        "runs": len(records),
-        **dict(zip(SETTINGS, map(optional_cell, settings), strict=True)),
-        "scaling": optional_cell(scaling),
-        **_figures_of(records),
-        "notes": notes_cell(records),
-        "source": _source_of(records),
-        **_extra_cells(records),
-    }
-
-
-def _figures_of(records: Sequence[dict[str, Any]]) -> dict[str, Cell]:
-    """What was measured beside the rate."""
-    return {
-        "step p50, s": summary_cell(records, "step_time_p50_s"),
-        "peak memory, GiB": peak_memory_cell(records),
-        "MFU, %": summary_cell(records, "mfu_percent", num_digits=3),
-        "MFU of measured matmul, %": summary_cell(records, "mfu_of_matmul_percent", num_digits=3),
-        "power, W": median_cell(
+        "other_settings": _other_settings(first),
+        "rates": rates_cell(records),
+        "images_per_second_per_device": summary_cell(records, "images_per_second_per_device"),
+        "num_runs": len(records),
+        "step_time_p50_s": summary_cell(records, "step_time_p50_s"),
+        "peak_memory_gib": peak_memory_cell(records),
+        "mfu_percent": summary_cell(records, "mfu_percent", num_digits=3),
+        "mfu_of_matmul_percent": summary_cell(records, "mfu_of_matmul_percent", num_digits=3),
+        "power_w": median_cell(
             (record["summary"].get("gpu") or {}).get("power_w") for record in records
         ),
-    }
-
-
-def _extra_cells(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What a page alone can show: the names of the runs, and the command of the first."""
-    return {
+        "notes": notes_cell(records),
+        "source": _source_of(records),
         "run ids": name_runs([record["run_id"] for record in records]),
-        "command": shlex.join(records[0]["command"]),
+        "command": shlex.join(first["command"]),
     }
 
 
@@ -295,28 +278,13 @@ def _figure_row(figure: dict[str, Any]) -> dict[str, Any]:
     if low is not None and high is not None:
         text += f" ({format_number(low)} to {format_number(high)})"
     num_workers = figure.get("num_workers")
-    other_settings = None if num_workers is None else f"num_workers {num_workers}"
     return {
-        "kind": figure["kind"],
+        **figure,
         "device": device_of(figure),
-        "devices": num_devices,
-        "preset": figure.get("preset"),
-        "other settings": optional_cell(other_settings),
-        "images/s (95 % interval)": Cell(text, rate),
-        "images/s per device": rate / num_devices if num_devices else None,
-        "model": figure.get("model"),
-        "px": figure.get("image_size"),
-        "engine": figure.get("engine"),
-        "precision": figure.get("precision"),
-        "EMA": figure.get("ema"),
-        "global batch": figure.get("global_batch"),
-        "micro-batch": figure.get("micro_batch"),
-        "scaling": EMPTY,
-        "step p50, s": figure.get("step_time_p50_s"),
-        "peak memory, GiB": figure.get("peak_memory_gib"),
-        "MFU, %": figure.get("mfu_percent"),
-        "MFU of measured matmul, %": figure.get("mfu_of_matmul_percent"),
-        "power, W": figure.get("power_w"),
-        "notes": optional_cell(figure.get("reason")),
+        "num_devices": num_devices,
+        "other_settings": None if num_workers is None else f"num_workers {num_workers}",
+        "rates": Cell(text, rate),
+        "images_per_second_per_device": rate / num_devices if num_devices else None,
+        "notes": figure.get("reason"),
         "source": describe_source(figure),
     }

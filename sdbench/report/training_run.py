@@ -1,4 +1,4 @@
-"""Reads what a training run has kept so far, and draws it: curves, and grids of its pictures."""
+"""Reads the files of a training run, and draws its curves and grids of pictures."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ MAX_GRID_PIXELS = 1400
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """What a run has kept so far.
+    """A training run, which may still be going on.
 
     Attributes:
-        folder: Of the run.
-        record: Of its newest process.
+        record: Of the newest process.
         steps: A row for each step with `TRAIN_STEP_COLUMNS` and ``smooth_loss``, the exponentially
             weighted mean of the losses.
-        events: Of all its processes, in order.
+        events: Of all processes, in order.
     """
 
     folder: Path
@@ -55,16 +54,12 @@ class TrainingRun:
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """The events by which later processes went on with the run."""
+        """The events with which later processes resumed the run."""
         return self.of("begin")[1:]
 
 
 def read_run(folder: Path) -> TrainingRun:
-    """Read a run of train.py, which may be training meanwhile.
-
-    Raises:
-        ConfigError: There is none, or a file of it cannot be read.
-    """
+    """Read a run of train.py, which may still be training."""
     import pandas as pd
 
     record = read_record(folder, flag="RUN")
@@ -106,11 +101,7 @@ def half_life_of(num_steps: int) -> float:
 
 
 def draw_run(run: TrainingRun) -> Plot | None:
-    """Draw losses, learning rate, throughput and waiting against steps.
-
-    Returns:
-        The chart, or None before the first figures.
-    """
+    """Draw losses, learning rate, throughput and waiting against steps; None before the first."""
     if run.steps.empty:
         return None
     sources = (

@@ -1,6 +1,6 @@
-"""Times of whole training runs against the number of workers: table and chart, as in seed 001.
+"""Table and chart of the times of whole training runs against the number of workers.
 
-Rows are runs of train.py that began anew and ended well, and quoted figures with a `run_time_s`.
+Rows are runs of train.py that ended well without a restart, and quoted figures with a `run_time_s`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.record.configuration import as_key, describe_other_settings, group, settings_of
 from sdbench.record.store import OK
-from sdbench.report.figures import MEASURED, TIME, describe_source
+from sdbench.report.figures import MEASURED, TIME, describe_origin
 from sdbench.report.plots import MARKERS, SERIES_COLOURS, Plot, make_figure, render, shorten
 from sdbench.report.runs import describe_device
 from sdbench.report.tables import Cell, Table, make_cell, make_table, optional_cell
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
 NAME = "training_times"
 NAMES = (NAME,)
 MAX_PANELS = 4
-# What changes with the number of workers, and where a run is kept.
+# Settings that change with the number of workers, and those of the folder of a run.
 SCALED = {"num_devices", "num_nodes", "batch_size", "device_train_microbatch_size"}
 KEPT = declarations(LengthSettings).keys() - {"init_from"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Runs that differ in the number of workers only.
+    """Runs that differ only in the number of workers, by which their figures are sorted.
 
     Attributes:
         first: One of the rows.
-        times_s: Times of the runs by number of workers, in ascending order.
-        images_per_second: Median rate while training by number of workers, where it is known.
-        num_runs: By number of workers.
+        images_per_second: Median rate while training; None if unknown.
     """
 
     first: dict[str, Any]
@@ -61,10 +59,8 @@ class Series:
 def collect(records: Iterable[dict[str, Any]], figures: Iterable[dict[str, Any]]) -> list[Series]:
     """Sort runs and quoted figures into series, quoted ones first.
 
-    Args:
-        records: Records of train.py. A run that was stopped and went on is left out: its record has
-            the time of its last process alone.
-        figures: Quoted rows; those without a `run_time_s` or a number of workers are left out.
+    Resumed runs are left out: their records have the time of the last process only. So are figures
+    without a `run_time_s` or a number of workers.
     """
     quoted = [row for row in figures if row.get(TIME) and row.get("num_gpus")]
     measured = [_make_row(record) for record in records if _is_whole(record)]
@@ -102,7 +98,7 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
             "efficiency, %": make_cell(100 * one.efficiency(number), num_digits=3),
             "images/s while it trains": make_cell(one.images_per_second[number]),
             "other settings": optional_cell(one.first.get("other_settings")),
-            "source": _source_of(one),
+            "source": describe_origin(one.first),
         }
         for one in series
         for number in one.times_s
@@ -116,14 +112,15 @@ def make_time_table(series: Sequence[Series]) -> Table | None:
 def draw(series: Sequence[Series]) -> Plot | None:
     """Draw the time of a run against the number of workers, with the ideal line.
 
-    Returns:
-        The chart, or None if no series has two numbers of workers.
+    None if no series has two numbers of workers.
     """
     lines = [one for one in series if len(one.times_s) > 1]
     if not lines:
         return None
     shown = lines[:MAX_PANELS]
-    sources = "; ".join(dict.fromkeys(f"{one.first['kind']}: {_source_of(one)}" for one in shown))
+    sources = "; ".join(
+        dict.fromkeys(f"{one.first['kind']}: {describe_origin(one.first)}" for one in shown)
+    )
     if len(lines) > len(shown):
         sources = f"{len(lines) - len(shown)} more series are not drawn; {sources}"
     figure, axes = make_figure([2.2] * len(shown), sources=sources)
@@ -132,7 +129,7 @@ def draw(series: Sequence[Series]) -> Plot | None:
         gid = f"{NAME}-{number}"
         _draw_panel(ax, one, gid=gid)
         notes[gid] = [
-            f"{workers} workers: {_time_cell(times_s).text} s\n{_source_of(one)}"
+            f"{workers} workers: {_time_cell(times_s).text} s\n{describe_origin(one.first)}"
             for workers, times_s in one.times_s.items()
         ]
     title = "Time of a training run against the number of workers"
@@ -210,10 +207,3 @@ def _time_cell(times_s: Sequence[float]) -> Cell:
         low, high = format_number(interval.low), format_number(interval.high)
         text = f"median {text} ({low} to {high}, {interval.kind})"
     return Cell(text, median_s)
-
-
-def _source_of(series: Series) -> str:
-    """Where the figures come from; of measured ones, the folder of the published runs."""
-    if series.first["kind"] == MEASURED:
-        return "results/runs"
-    return describe_source(series.first) or "source not told"

@@ -1,4 +1,4 @@
-"""The command `python -m sdbench watch`: a page that shows how a training run goes."""
+"""The command `python -m sdbench watch`: a page with the progress of a training run."""
 
 from __future__ import annotations
 
@@ -62,17 +62,7 @@ class WatchFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page of a run.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: There is no such run.
-    """
+    """Write the page of a run."""
     flags = parse(
         WatchFlags,
         argv,
@@ -89,17 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(folder: Path, *, refresh_s: float | None = None) -> TrainingRun:
-    """Write the page into the folder of the run; it needs no other file.
+    """Write the page into the folder of the run, and return the run.
 
-    Args:
-        folder: Of the run.
-        refresh_s: Let the browser read the page again after so many seconds, while the run goes on.
-
-    Returns:
-        The run as the page shows it.
-
-    Raises:
-        ConfigError: There is no such run.
+    While the run goes on, the browser reloads the page every `refresh_s` seconds.
     """
     run = read_run(folder)
     is_over = run.record["status"] == OK
@@ -131,7 +113,7 @@ def _last_step(run: TrainingRun) -> int:
 
 
 def _make_state(run: TrainingRun) -> Table:
-    """Where the run is, in a row for each figure."""
+    """The state of the run, with a row for each figure."""
     record, steps = run.record, run.steps
     num_steps = record["workload"]["num_steps"]
     images_per_step = record["config"]["batch_size"]
@@ -229,7 +211,7 @@ def _describe_event(run: TrainingRun, event: dict[str, Any]) -> str:
 
 
 def _describe_loss(facts: dict[str, Any]) -> str:
-    """What a restart, or all of them, have cost."""
+    """The cost of a restart, or of all of them."""
     return (
         f"{facts['num_lost_steps']:,} steps, {_duration(facts['lost_s'])} of training; "
         f"stood still for {_duration(facts['down_s'])}"

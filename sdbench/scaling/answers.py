@@ -1,4 +1,4 @@
-"""Laws, predictions, costs and plans as text and as rows of CSV files."""
+"""Laws, predictions, costs and plans: rows of CSV files, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from sdbench.base.escape import for_terminal
 from sdbench.report.figures import as_text
-from sdbench.report.tables import Cell, make_cell, make_table, to_terminal
-from sdbench.report.terminal import NOT_KNOWN, format_number
+from sdbench.report.tables import Cell, Field, make_table, tabulate, to_terminal
+from sdbench.report.terminal import format_number
 from sdbench.scaling.candidates import LIKELY, Candidate, Limits
 from sdbench.scaling.cost import PRICES_FILE, Amount, Estimate, Recipe, Tariff
 from sdbench.scaling.overhead import Forecast, efficiency
 from sdbench.scaling.points import IMAGE_SIZE, Row, known_values
 from sdbench.statistics.law import MAX_MEAN_ERROR, Prediction, Setup, StepLaw
-
-AMOUNTS = ("days_to_train", "gpu_hours", "cost_usd", "energy_kwh")
 
 
 def format_lines(lines: Sequence[str]) -> str:
@@ -27,7 +23,7 @@ def format_lines(lines: Sequence[str]) -> str:
 
 
 def describe_figures(rows: Sequence[Row], law: StepLaw) -> list[str]:
-    """Lines on the figures that a law was fitted to, and on terms that they do not determine."""
+    """Lines on the figures that a law was fitted to, and on its terms without a value."""
     kinds = [
         f"{column} {as_text(known_values(rows, column)[0])}"
         for column in ("gpu", IMAGE_SIZE, "latents", "precision", "ema", "model", "preset")
@@ -49,12 +45,10 @@ def format_law(law: StepLaw) -> str:
     errors = law.errors()
     points = [
         {
-            **_setup(point.setup),
-            "step, s": point.step_time_s,
-            "images/s": make_cell(point.images_per_second, num_digits=5),
-            "law": make_cell(
-                point.setup.images_per_step / law.step_time_s(point.setup), num_digits=5
-            ),
+            **_setup_columns(point.setup),
+            "step_time_s": point.step_time_s,
+            "images_per_second": point.images_per_second,
+            "law": point.setup.images_per_step / law.step_time_s(point.setup),
             "error": Cell(f"{error:+.1%}", error),
         }
         for point, error in zip(law.points, errors, strict=True)
@@ -68,39 +62,14 @@ def format_law(law: StepLaw) -> str:
             "\nwarning: these figures do not follow the law, and nothing is predicted from it; see "
             "the largest errors"
         )
-    return "\n\n".join(
-        (to_terminal(make_table(constants)), to_terminal(make_table(points)), summary)
-    )
+    tables = (make_table(constants), tabulate((*FIGURE, *LAW), points))
+    return "\n\n".join((*map(to_terminal, tables), summary))
 
 
 def format_predictions(predictions: Sequence[Prediction], *, asked_images: int | None) -> str:
-    """Make the table of predictions.
-
-    Args:
-        predictions: In ascending order of GPUs.
-        asked_images: The global batch that was asked for; None for weak scaling.
-    """
-    rows = []
-    for one in predictions:
-        speed_up, efficiency = _gain(one, predictions[0])
-        notes = ["extrapolated"] if one.is_extrapolated else []
-        if asked_images not in (None, one.setup.images_per_step):
-            notes.insert(0, f"{one.setup.images_per_step} of {asked_images} images in a step")
-        rows.append(
-            {
-                **_setup(one.setup),
-                "step, s": one.step_time_s,
-                "images/s": make_cell(one.images_per_second, num_digits=5),
-                "95 % interval": format_range(
-                    one.images_per_second_low, one.images_per_second_high
-                ),
-                "rate per GPU": one.images_per_second / one.setup.num_gpus,
-                "speed-up": Cell(f"{speed_up:.2f}x", speed_up),
-                "efficiency": Cell(f"{efficiency:.0%}", efficiency),
-                "note": "; ".join(notes),
-            }
-        )
-    return to_terminal(make_table(rows))
+    """The table of predictions, which are in ascending order of GPUs."""
+    rows = prediction_rows(predictions, common={}, asked_images=asked_images)
+    return to_terminal(tabulate((*FIGURE, *PREDICTION), rows))
 
 
 def prediction_rows(
@@ -115,28 +84,27 @@ def prediction_rows(
     """
     rows = []
     for one in predictions:
-        setup, (speed_up, efficiency) = one.setup, _gain(one, predictions[0])
+        setup, first = one.setup, predictions[0]
+        speed_up = one.images_per_second / first.images_per_second
         rows.append(
             {
-                "source": common["source"],
+                "source": common.get("source"),
                 "kind": "modelled",
-                "gpu": common["gpu"],
+                "gpu": common.get("gpu"),
                 "num_gpus": setup.num_gpus,
-                "image_size": common["image_size"],
-                "latents": common["latents"],
-                "ema": common["ema"],
+                **{name: common.get(name) for name in ("image_size", "latents", "ema")},
                 "micro_batch": setup.micro_batch,
                 "global_batch": asked_images or setup.images_per_step,
                 "images_per_step": setup.images_per_step,
                 "images_per_second": one.images_per_second,
                 "images_per_second_low": one.images_per_second_low,
                 "images_per_second_high": one.images_per_second_high,
-                **{name: common[name] for name in ("precision", "engine", "model", "preset")},
+                **{name: common.get(name) for name in ("precision", "engine", "model", "preset")},
                 "num_micro_batches": setup.num_micro_batches,
                 "last_micro_batch": setup.last_micro_batch,
                 "step_time_s": one.step_time_s,
                 "speed_up": speed_up,
-                "efficiency_percent": 100 * efficiency,
+                "efficiency_percent": 100 * (speed_up * first.setup.num_gpus / setup.num_gpus),
                 "extrapolated": one.is_extrapolated,
             }
         )
@@ -148,15 +116,14 @@ def format_forecasts(forecasts: Sequence[Forecast]) -> str:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for one in forecasts:
         share = efficiency(one, forecasts)
-        cells = {
-            "step, ms": 1000 * one.step_time_s,
-            "efficiency": Cell(f"{share:.0%}", share),
-        }
+        setup = _setup_columns(one.setup)
         row = rows.setdefault(
-            (one.name, one.setup.num_gpus), {"change": one.name, **_setup(one.setup)}
+            (one.name, one.setup.num_gpus),
+            {"change": one.name} | {field.heading: field.cell_of(setup) for field in SETUP},
         )
         prefix = "with those above: " if one.is_together else "alone: "
-        row |= {f"{prefix}{heading}": value for heading, value in cells.items()}
+        row[f"{prefix}step, ms"] = 1000 * one.step_time_s
+        row[f"{prefix}efficiency"] = Cell(f"{share:.0%}", share)
     return to_terminal(make_table(rows.values()))
 
 
@@ -189,31 +156,24 @@ def describe_tariffs(gpu: str | None, price: Tariff | None, power: Tariff | None
 
 def format_estimates(estimates: Sequence[Estimate]) -> str:
     """Make the table of days, GPU-hours, cost and energy by GPU count."""
-    return to_terminal(make_table(map(_cost, estimates)))
+    return to_terminal(tabulate(COST, estimate_rows(estimates, common={})))
 
 
 def estimate_rows(
     estimates: Sequence[Estimate], *, common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Make the rows of the CSV file of estimates.
-
-    Args:
-        estimates: One for each number of GPUs.
-        common: Values of all rows: source, gpu, recipe and latents.
-    """
+    """The rows of the CSV file of estimates; all have the source, gpu, recipe and latents given."""
     return [
         {
-            "source": common["source"],
+            "source": common.get("source"),
             "kind": "modelled",
-            "gpu": common["gpu"],
+            "gpu": common.get("gpu"),
             "num_gpus": one.num_gpus,
-            "recipe": common["recipe"],
-            "latents": common["latents"],
-            **{
-                f"{name}{end}": None if math.isnan(number) else float(number)
-                for name in AMOUNTS
-                for end, number in zip(("", "_low", "_high"), getattr(one, name), strict=True)
-            },
+            **{name: common.get(name) for name in ("recipe", "latents")},
+            **amount_columns("days_to_train", one.days_to_train),
+            **amount_columns("gpu_hours", one.gpu_hours),
+            **amount_columns("cost_usd", one.cost_usd),
+            **amount_columns("energy_kwh", one.energy_kwh),
         }
         for one in estimates
     ]
@@ -231,20 +191,16 @@ def describe_limits(limits: Limits) -> str:
 
 def format_candidates(candidates: Sequence[Candidate], *, best: Candidate | None) -> str:
     """Make the table of candidates, with a mark at the best."""
-    rows = [
-        {
-            **_cost(one.estimate),
-            "micro-batch": ", ".join(str(stage.setup.micro_batch) for stage in one.predictions),
-            "images/step": one.predictions[0].setup.images_per_step,
-            "fits": one.fits,
-            "note": " ".join(
-                ["<- best"] * (one is best)
-                + ["extrapolated"] * any(stage.is_extrapolated for stage in one.predictions)
-            ),
-        }
-        for one in candidates
-    ]
-    return to_terminal(make_table(rows))
+    rows = estimate_rows([one.estimate for one in candidates], common={})
+    for row, one in zip(rows, candidates, strict=True):
+        notes = ["<- best"] if one is best else []
+        if any(stage.is_extrapolated for stage in one.predictions):
+            notes.append("extrapolated")
+        row["micro-batch"] = ", ".join(str(stage.setup.micro_batch) for stage in one.predictions)
+        row["images/step"] = one.predictions[0].setup.images_per_step
+        row |= {"fits": one.fits, "note": " ".join(notes)}
+    more = [Field(name, name) for name in ("micro-batch", "images/step", "fits", "note")]
+    return to_terminal(tabulate((*COST, *more), rows))
 
 
 def advise(candidates: Sequence[Candidate], best: Candidate | None, limits: Limits) -> str:
@@ -280,38 +236,51 @@ def _describe_estimate(one: Estimate, predictions: Sequence[Prediction] = ()) ->
     return f"{text}, {one.cost_usd[0]:,.0f} USD"
 
 
-def _setup(setup: Setup) -> dict[str, Any]:
-    """Columns of a step: GPUs, images, and micro-batches, e.g. ``2 of 4, the last of 1``."""
-    micro_batches = f"{setup.num_micro_batches} of {min(setup.micro_batch, setup.device_batch)}"
-    if setup.num_micro_batches > 1 and setup.last_micro_batch < setup.micro_batch:
-        micro_batches += f", the last of {setup.last_micro_batch}"
+def _setup_columns(setup: Setup) -> dict[str, int]:
+    names = ("num_gpus", "images_per_step", "micro_batch", "num_micro_batches", "last_micro_batch")
+    return {name: getattr(setup, name) for name in names}
+
+
+def _device_batch(row: Row) -> int:
+    return row["images_per_step"] // row["num_gpus"]
+
+
+def _micro_batches(row: Row) -> str:
+    """E.g. ``2 of 4, the last of 1``."""
+    text = f"{row['num_micro_batches']} of {min(row['micro_batch'], _device_batch(row))}"
+    if row["num_micro_batches"] > 1 and row["last_micro_batch"] < row["micro_batch"]:
+        text += f", the last of {row['last_micro_batch']}"
+    return text
+
+
+def _note(row: Row) -> str:
+    notes = ["extrapolated"] if row["extrapolated"] else []
+    if row["images_per_step"] != row["global_batch"]:
+        notes.insert(0, f"{row['images_per_step']} of {row['global_batch']} images in a step")
+    return "; ".join(notes)
+
+
+def amount_columns(name: str, amount: Amount) -> dict[str, float | None]:
+    """An amount and the ends of its interval as columns of a CSV file; NaN is unknown."""
     return {
-        "GPUs": setup.num_gpus,
-        "images/step": setup.images_per_step,
-        "per GPU": setup.device_batch,
-        "micro-batches": micro_batches,
+        f"{name}{end}": None if math.isnan(value) else float(value)
+        for end, value in zip(("", "_low", "_high"), amount, strict=True)
     }
 
 
-def _cost(one: Estimate) -> dict[str, Any]:
-    return {
-        "GPUs": one.num_gpus,
-        "days": float(one.days_to_train[0]),
-        "95 % interval": _interval(one.days_to_train),
-        "GPU-hours": round(one.gpu_hours[0]),
-        "cost, USD": _whole(one.cost_usd),
-        "95 % interval, USD": _interval(one.cost_usd),
-        "energy of the boards, kWh": _whole(one.energy_kwh),
-    }
+def range_field(heading: str, name: str, *, unknown: str = "") -> Field:
+    """The column of the interval of an amount, from its columns in a CSV file."""
+
+    def text_of(row: Row) -> str:
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        return unknown if low is None and high is None else format_range(low, high)
+
+    return Field(heading, text_of)
 
 
-def _whole(amount: Amount) -> Cell:
-    value = amount[0]
-    return Cell(NOT_KNOWN, None) if math.isnan(value) else make_cell(round(value))
-
-
-def _interval(amount: Amount) -> str:
-    return "" if np.isnan(amount[1:]).all() else format_range(*amount[1:])
+def whole_field(heading: str, name: str) -> Field:
+    """A column of rounded numbers."""
+    return Field(heading, lambda row: None if row[name] is None else round(row[name]))
 
 
 def format_range(low: float | None, high: float | None) -> str:
@@ -323,7 +292,34 @@ def format_range(low: float | None, high: float | None) -> str:
     )
 
 
-def _gain(one: Prediction, first: Prediction) -> tuple[float, float]:
-    """Speed-up over the first prediction, and that speed-up over the ideal one."""
-    speed_up = one.images_per_second / first.images_per_second
-    return speed_up, speed_up * first.setup.num_gpus / one.setup.num_gpus
+# The columns of tables, whose rows have the names of the columns of the CSV files.
+SETUP = (
+    Field("GPUs", "num_gpus"),
+    Field("images/step", "images_per_step"),
+    Field("per GPU", _device_batch),
+    Field("micro-batches", _micro_batches),
+)
+FIGURE = (*SETUP, Field("step, s", "step_time_s"), Field("images/s", "images_per_second", digits=5))
+LAW = (Field("law", "law", digits=5), Field("error", "error"))
+PREDICTION = (
+    Field(
+        "95 % interval",
+        lambda row: format_range(row["images_per_second_low"], row["images_per_second_high"]),
+    ),
+    Field("rate per GPU", lambda row: row["images_per_second"] / row["num_gpus"]),
+    Field("speed-up", lambda row: Cell(f"{row['speed_up']:.2f}x", row["speed_up"])),
+    Field(
+        "efficiency",
+        lambda row: Cell(f"{row['efficiency_percent']:.0f}%", row["efficiency_percent"]),
+    ),
+    Field("note", _note),
+)
+COST = (
+    Field("GPUs", "num_gpus"),
+    Field("days", "days_to_train"),
+    range_field("95 % interval", "days_to_train"),
+    whole_field("GPU-hours", "gpu_hours"),
+    whole_field("cost, USD", "cost_usd"),
+    range_field("95 % interval, USD", "cost_usd"),
+    whole_field("energy of the boards, kWh", "energy_kwh"),
+)

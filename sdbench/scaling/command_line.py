@@ -408,14 +408,7 @@ COMMANDS = {
 
 
 def parse(argv: Sequence[str] | None) -> tuple[str, Any]:
-    """Read a command line.
-
-    Args:
-        argv: A command and its arguments; None takes those of the process.
-
-    Returns:
-        A key of `COMMANDS` and the values of its flags.
-    """
+    """Read a command line."""
     prog = "python -m sdbench scaling"
     name, rest = request.choose_command(
         {name: command.summary for name, command in COMMANDS.items()},

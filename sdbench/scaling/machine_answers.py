@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdbench.report.tables import Cell, make_cell, make_table, to_terminal
+from sdbench.report.tables import Cell, Field, make_cell, make_table, tabulate, to_terminal
 from sdbench.report.terminal import NOT_KNOWN, format_number
-from sdbench.scaling.answers import format_range
+from sdbench.scaling.answers import amount_columns, format_range, range_field, whole_field
 from sdbench.scaling.cost import Amount, Machine
 from sdbench.scaling.machines import Feeding, Fleet, Job, WorkerRates, add
-
-ENDS = ("", "_low", "_high")
 
 
 def describe_fleet(fleet: Fleet) -> list[str]:
@@ -71,42 +69,24 @@ def format_feedings(feedings: Sequence[Feeding]) -> str:
 
 def format_jobs(ways: Mapping[str, Sequence[Job]]) -> str:
     """Make the table of all jobs, those of a way below each other."""
-    rows = [
-        {
-            "way": way,
-            "job": _name(job),
-            "machines": _describe_machines(job.machines),
-            "images/s": _cell(job.images_per_second),
-            "slowest": " or ".join(job.slowest),
-            "hours": _cell(job.hours),
-            "95 % interval": _range(job.hours),
-            "cost, USD": _whole(job.cost_usd),
-        }
-        for way, jobs in ways.items()
-        for job in jobs
-    ]
-    return to_terminal(make_table(rows))
+    return to_terminal(tabulate(JOB, job_rows(ways, recipe="")))
 
 
 def format_ways(ways: Mapping[str, Sequence[Job]]) -> str:
     """Make the table of the ways to train with their sums."""
-    rows = []
-    for way, jobs in ways.items():
-        hours, cost = _hours(jobs), _cost(jobs)
-        rows.append(
-            {
-                "way": way,
-                "hours": _cell(hours),
-                "95 % interval": _range(hours),
-                "days": format_number(hours[0] / 24),
-                "GPU-hours of trainers": round(_worked(jobs, "num_trainers")),
-                "of encoders": round(_worked(jobs, "num_encoders")),
-                "core-hours of decoders": round(_worked(jobs, "num_decoders")),
-                "cost, USD": _whole(cost),
-                "95 % interval, USD": _range(cost),
-            }
-        )
-    return to_terminal(make_table(rows))
+    rows = [
+        {
+            "way": way,
+            **amount_columns("hours", _hours(jobs)),
+            "days": format_number(_hours(jobs)[0] / 24),
+            "GPU-hours of trainers": round(_worked(jobs, "num_trainers")),
+            "of encoders": round(_worked(jobs, "num_encoders")),
+            "core-hours of decoders": round(_worked(jobs, "num_decoders")),
+            **amount_columns("cost_usd", _cost(jobs)),
+        }
+        for way, jobs in ways.items()
+    ]
+    return to_terminal(tabulate(WAY, rows))
 
 
 def advise(ways: Mapping[str, Sequence[Job]], *, terabytes: float) -> list[str]:
@@ -142,10 +122,10 @@ def job_rows(ways: Mapping[str, Sequence[Job]], *, recipe: str) -> list[dict[str
             "num_encoders": job.num_encoders,
             "num_decoders": job.num_decoders,
             "machines": _describe_machines(job.machines),
-            **_columns("images_per_second", job.images_per_second),
+            **amount_columns("images_per_second", job.images_per_second),
             "slowest": " or ".join(job.slowest),
-            **_columns("hours", job.hours),
-            **_columns("cost_usd", job.cost_usd),
+            **amount_columns("hours", job.hours),
+            **amount_columns("cost_usd", job.cost_usd),
         }
         for way, jobs in ways.items()
         for job in jobs
@@ -173,19 +153,8 @@ def _describe_machines(machines: Sequence[tuple[Machine, int]]) -> str:
     return ", ".join(f"{number} x {machine.name}" for machine, number in machines)
 
 
-def _columns(name: str, amount: Amount) -> dict[str, float | None]:
-    return {
-        f"{name}{end}": None if math.isnan(value) else float(value)
-        for end, value in zip(ENDS, amount, strict=True)
-    }
-
-
 def _cell(amount: Amount) -> Cell:
     return make_cell(float(amount[0]), num_digits=5)
-
-
-def _whole(amount: Amount) -> Cell:
-    return make_cell(round(float(amount[0])))
 
 
 def _range(amount: Amount) -> str:
@@ -194,3 +163,24 @@ def _range(amount: Amount) -> str:
 
 def _with_range(amount: Amount) -> str:
     return f"{format_number(amount[0])} ({_range(amount)})"
+
+
+HOURS = (
+    Field("hours", "hours", digits=5),
+    range_field("95 % interval", "hours", unknown=NOT_KNOWN),
+)
+JOB = (
+    *(Field(name, name) for name in ("way", "job", "machines")),
+    Field("images/s", "images_per_second", digits=5),
+    Field("slowest", "slowest"),
+    *HOURS,
+    whole_field("cost, USD", "cost_usd"),
+)
+WAY = (
+    Field("way", "way"),
+    *HOURS,
+    *(Field(name, name) for name in ("days", "GPU-hours of trainers", "of encoders")),
+    Field("core-hours of decoders", "core-hours of decoders"),
+    whole_field("cost, USD", "cost_usd"),
+    range_field("95 % interval, USD", "cost_usd", unknown=NOT_KNOWN),
+)

@@ -283,12 +283,6 @@ def test_work_that_one_side_does_not_tell_is_not_compared_unless_allowed(capsys,
     assert "1.00x" in compare(capsys, *paths, "--allow", column)
 
 
-def test_a_table_keeps_apart_what_has_no_column_of_its_own(capsys, tmp_path, a_record):
-    write_runs(tmp_path / "a", a_record, 10.0, attention="sdpa")
-    write_runs(tmp_path / "b", a_record, 20.0, attention="eager")
-    assert "attention: sdpa -> eager" in compare(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
-
-
 def test_several_kinds_of_different_work_are_not_compared_either(capsys, tmp_path):
     a = write_table(tmp_path / "a.csv", *rows_of(latents="online"))
     b = write_table(
@@ -418,13 +412,6 @@ def test_a_gate_without_a_verdict_is_shut(
     code, message = gate(capsys, a, b)
     assert code == 1
     assert f"not tested: too few runs ({numbers}; 2 or more on each side are needed)" in message
-
-
-def test_a_gate_on_a_quoted_table_is_shut(capsys, repository):
-    table = repository / "results" / "quoted" / "aws_p4de_p5_single_node.csv"
-    code, message = gate(capsys, table, "--between", "gpu")
-    assert code == 1
-    assert message.count("n=1 and n=1") == 7
 
 
 def test_a_gate_with_nothing_to_compare_is_shut(capsys, tmp_path, a_record):

@@ -78,7 +78,7 @@ def test_a_profile_without_that_floor_is_in_no_table(tmp_path):
     assert "No runs yet." in (results / "limits.md").read_text()
 
 
-NO_PROFILES = ["{", "[]", "{}", '{"kind": "profile"}']
+NO_PROFILES = ["{", "[]", "{}", '{"kind": "profile"}', '{"kind": "profile", "step": "x"}']
 NO_FIGURES = '{"kind": "profile", "step": {"needed_floor_ms": 1.0}}'
 
 

@@ -56,6 +56,13 @@ def test_two_runs_keep_the_interval_of_each():
         {"machine__device_name": "another"},
         {"config__attention": "math", "origin__attention": "flag"},
         {"config__data_format": "mds"},
+        {"config__engine": "torch"},
+        {"config__attention": "eager"},
+        {"config__optimizer": "adamw"},
+        {"config__remote": "s3://another/data-set"},
+        {"data": {"sha256": "1" * 64, "num_files": 1, "num_bytes": 9, "made_by": [None]}},
+        {"machine__num_cpu_cores": 64},
+        {"ranks__num_nodes": 2},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -65,29 +72,14 @@ def test_another_setting_is_another_row(change):
 
 
 @pytest.mark.parametrize(
-    "change",
+    "changes",
     [
-        {"config__attention": "eager"},
-        {"config__optimizer": "adamw"},
-        {"config__remote": "s3://another/data-set"},
-        {"data": {"sha256": "1" * 64, "num_files": 1, "num_bytes": 9, "made_by": [None]}},
-        {"machine__num_cpu_cores": 64},
-        {"ranks__num_nodes": 2},
+        [{}, dict(config__measure_batches=40, config__seed=18, config__results_dir="other")],
+        [{"config__lr": 1}, {"config__lr": 1.0}],
     ],
 )
-def test_what_may_change_a_step_keeps_runs_apart(change):
-    (table,) = make_tables([make_record(), make_record(**change)])
-    assert len(table.rows) == 2
-
-
-def test_how_a_run_was_measured_does_not_keep_runs_apart():
-    longer = make_record(config__measure_batches=40, config__seed=18, config__results_dir="other")
-    (table,) = make_tables([make_record(), longer])
-    assert len(table.rows) == 1
-
-
-def test_a_whole_number_is_the_same_setting_with_and_without_a_point():
-    (table,) = make_tables([make_record(config__lr=1), make_record(config__lr=1.0)])
+def test_what_is_no_other_setting_does_not_keep_runs_apart(changes):
+    (table,) = make_tables([make_record(**change) for change in changes])
     assert len(table.rows) == 1
 
 
@@ -97,11 +89,6 @@ def test_what_the_user_chose_beyond_the_columns_is_told():
     )
     (table,) = make_tables([record])
     assert cells(table)["other settings"] == "attention math, num_workers 0, data_format mds"
-
-
-def test_engines_are_told_apart():
-    (table,) = make_tables([make_record(config__engine=name) for name in ("torch", "ray")])
-    assert [cells(table, row=row)["engine"] for row in range(2)] == ["torch", "ray"]
 
 
 def test_encoders_beside_the_training_have_a_table_of_their_own():
