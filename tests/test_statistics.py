@@ -1,4 +1,4 @@
-"""Intervals and comparisons against values worked out by hand, and their coverage."""
+"""Intervals, drift and comparisons against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ def test_within_run_interval_of_ten_steps_is_a_t_interval_over_single_steps():
     assert (interval.kind, interval.num_samples, interval.level) == ("within-run", 10, 0.95)
 
 
-def test_nine_steps_have_no_interval():
+def test_the_within_run_interval_of_few_many_and_unequal_steps():
     assert intervals.within_run_interval([1.0, 2.0, 3.0] * 3, images_per_step=1) is None
-
-
-def test_many_steps_make_twenty_blocks():
     # Blocks of two steps, each with mean 1.5 s: what varies inside a block does not count.
     interval = intervals.within_run_interval([1.0, 2.0] * 20, images_per_step=3)
     assert interval.num_samples == 20
     assert interval.low == interval.high == pytest.approx(2.0)
-
-
-def test_an_interval_wider_than_its_mean_has_no_upper_bound():
+    # An interval wider than its mean has no upper bound.
     interval = intervals.within_run_interval([0.01] * 5 + [100.0] * 5, images_per_step=1)
     assert interval.high == math.inf
 
@@ -83,99 +78,6 @@ def test_between_runs_interval_needs_three_runs():
     assert interval.low == pytest.approx(math.exp(-4.302653 * 0.4001887), rel=1e-5)
     assert interval.high == pytest.approx(1 / interval.low)
     assert interval.kind == "between-runs"
-
-
-def test_compare_says_faster_only_when_shown():
-    faster = intervals.compare([2.00, 2.01, 1.99], [1.00, 1.01, 0.99])
-    assert faster.verdict == "faster"
-    assert faster.ratio == pytest.approx(2.0, rel=1e-3)
-    assert faster.interval.low < 2.0 < faster.interval.high
-    assert intervals.compare([1.00, 1.01, 0.99], [2.00, 2.01, 1.99]).verdict == "slower"
-
-
-def test_compare_ignores_a_change_below_two_percent_however_sure():
-    rates = np.array([1.0, 1.0001, 0.9999])
-    assert intervals.compare(rates * 1.015, rates).verdict == "no difference shown"
-    assert intervals.compare(rates * 1.025, rates).verdict == "faster"
-
-
-def test_compare_does_not_test_a_single_run():
-    comparison = intervals.compare([1.3], [1.0])
-    assert (comparison.verdict, comparison.interval) == ("not tested", None)
-    assert comparison.ratio == pytest.approx(1.3)
-
-
-def correlated_steps(generator, *, num_trials, num_steps, correlation, variation=0.03):
-    """Step times around 1 s whose deviations are a first-order autoregression."""
-    noise = generator.normal(size=(num_trials, num_steps))
-    steps = np.empty_like(noise)
-    steps[:, 0] = noise[:, 0]
-    for index in range(1, num_steps):
-        new = math.sqrt(1 - correlation**2) * noise[:, index]
-        steps[:, index] = correlation * steps[:, index - 1] + new
-    return 1 + variation * steps
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
-def test_within_run_interval_covers_the_truth_with_correlated_steps(correlation):
-    # An i.i.d. interval over single steps covers 70 % of the time at 0.5 and 44 % at 0.8. With 1000
-    # trials at a true coverage of 95 % the standard error is 0.7 %.
-    trials = correlated_steps(
-        np.random.default_rng(0), num_trials=1000, num_steps=200, correlation=correlation
-    )
-    covered = 0
-    for trial in trials:
-        interval = intervals.within_run_interval(list(trial), images_per_step=1)
-        covered += interval.low <= 1.0 <= interval.high
-    assert 0.93 <= covered / len(trials) <= 0.98
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "correlation", "least"),
-    [(10, 0.0, 0.93), (10, 0.5, 0.92), (10, 0.8, 0.88), (20, 0.5, 0.93), (20, 0.8, 0.90)],
-)
-def test_windows_as_short_as_the_defaults_cover_nearly_as_often(num_steps, correlation, least):
-    # The standard error of 1500 trials is 0.6 %.
-    trials = correlated_steps(
-        np.random.default_rng(3), num_trials=1500, num_steps=num_steps, correlation=correlation
-    )
-    covered = 0
-    for trial in trials:
-        interval = intervals.within_run_interval(list(trial), images_per_step=1)
-        covered += interval.low <= 1.0 <= interval.high
-    assert least <= covered / len(trials) <= 0.99
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
-def test_stopping_at_a_precision_hardly_costs_coverage(correlation):
-    # WindowPolicy at 20, 40, ... 320 steps for 5 %, as --target_precision has them.
-    trials = correlated_steps(
-        np.random.default_rng(1),
-        num_trials=400,
-        num_steps=320,
-        correlation=correlation,
-        variation=0.1,
-    )
-    covered = 0
-    for trial in trials:
-        looks = (20, 40, 80, 160, 320)
-        length = next(
-            (n for n in looks if intervals.is_precise(list(trial[:n]), target=0.05)), looks[-1]
-        )
-        interval = intervals.within_run_interval(list(trial[:length]), images_per_step=1)
-        covered += interval.low <= 1.0 <= interval.high
-    # The standard error of 400 trials is 1.3 %.
-    assert 0.89 <= covered / len(trials) <= 0.985
-
-
-def test_a_trend_is_drift_and_noise_is_not():
-    generator = np.random.default_rng(2)
-    settled = correlated_steps(generator, num_trials=200, num_steps=100, correlation=0.5)
-    false_alarms = sum(not intervals.check_steady(list(trial)).is_steady for trial in settled)
-    assert false_alarms <= 20  # a tenth
-    trend = np.linspace(1.10, 1.0, 100)
-    found = sum(not intervals.check_steady(list(trial * trend)).is_steady for trial in settled)
-    assert found >= 190
 
 
 def test_drift_is_told_by_a_slope_and_by_a_jump():

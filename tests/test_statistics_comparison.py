@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -24,6 +25,17 @@ def test_the_interval_is_that_of_scipys_welch_test():
     assert comparison.p_value == pytest.approx(reference.pvalue)
     assert comparison.degrees_of_freedom == pytest.approx(reference.df)
     assert (comparison.interval.num_samples, comparison.interval.level) == (3, 0.95)
+    assert intervals.compare(rates, baseline_rates).verdict == "faster"
+    assert intervals.compare(baseline_rates, rates).verdict == "slower"
+
+
+def test_a_change_below_two_percent_is_ignored_and_a_single_run_is_not_tested():
+    rates = np.array([1.0, 1.0001, 0.9999])
+    assert intervals.compare(rates * 1.015, rates).verdict == "no difference shown"
+    assert intervals.compare(rates * 1.025, rates).verdict == "faster"
+    single = intervals.compare([1.3], [1.0])
+    assert (single.verdict, single.interval) == ("not tested", None)
+    assert single.ratio == pytest.approx(1.3)
 
 
 def test_runs_without_any_variation_have_a_point_for_an_interval():
@@ -52,40 +64,31 @@ def test_the_geometric_mean_of_two_comparisons_by_hand():
     assert mean.interval.high == pytest.approx(mean.ratio * math.exp(half), rel=1e-6)
     assert mean.verdict == "faster"
 
-
-def test_the_geometric_mean_with_an_untested_row_is_not_tested():
-    tested = intervals.compare([1.0, 1.01], [2.0, 2.01])
-    untested = intervals.compare([8.0], [1.0])
-    mean = intervals.geometric_mean([tested, untested])
-    assert mean.ratio == pytest.approx(math.sqrt(tested.ratio * 8))
+    # With an untested comparison the mean is not tested.
+    mean = intervals.geometric_mean([comparisons[0], intervals.compare([8.0], [1.0])])
+    assert mean.ratio == pytest.approx(math.sqrt(1.2 * 8))
     assert (mean.interval, mean.verdict) == (None, "not tested")
 
 
-def test_holm_takes_back_the_verdicts_that_chance_explains():
-    # Holm on p = 0.001, 0.02, 0.03, 0.04: 0.001 <= 0.05/4 passes, 0.02 > 0.05/3 stops all others.
-    comparisons = [make_comparison(p_value) for p_value in (0.03, 0.001, 0.04, 0.02)]
-    corrected = intervals.correct_verdicts(comparisons)
-    assert [one.verdict for one in corrected] == [
-        "no difference shown",
-        "faster",
-        "no difference shown",
-        "no difference shown",
-    ]
-    assert [one.interval for one in corrected] == [one.interval for one in comparisons]
-
-
-def test_holm_passes_on_to_the_next_larger_p_value():
-    # 0.012 <= 0.05/4, 0.016 <= 0.05/3, 0.02 <= 0.05/2 and 0.04 <= 0.05/1: all stay.
-    comparisons = [make_comparison(p_value) for p_value in (0.04, 0.016, 0.012, 0.02)]
-    assert intervals.correct_verdicts(comparisons) == comparisons
-
-
-def test_an_untested_row_does_not_count_among_the_many():
-    untested = intervals.compare([2.0], [1.0])
-    comparisons = [make_comparison(0.04), *[untested] * 20]
-    assert intervals.correct_verdicts(comparisons) == comparisons
-
-
-def make_comparison(p_value: float) -> intervals.Comparison:
+@pytest.mark.parametrize(
+    ("p_values", "kept"),
+    [
+        # 0.001 <= 0.05/4 passes, 0.02 > 0.05/3 stops all others.
+        ((0.03, 0.001, 0.04, 0.02), [1]),
+        # 0.012 <= 0.05/4, 0.016 <= 0.05/3, 0.02 <= 0.05/2 and 0.04 <= 0.05/1.
+        ((0.04, 0.016, 0.012, 0.02), [0, 1, 2, 3]),
+        # An untested comparison does not count.
+        ((0.04, *[None] * 20), [0]),
+    ],
+)
+def test_holm_takes_back_the_verdicts_that_chance_explains(p_values, kept):
     interval = intervals.Interval(1.05, 1.15, 0.95, "between-runs", 5)
-    return intervals.Comparison(1.1, interval, "faster", 0.0004, 8.0, p_value)
+    comparisons = [
+        intervals.compare([2.0], [1.0])
+        if p_value is None
+        else intervals.Comparison(1.1, interval, "faster", 0.0004, 8.0, p_value)
+        for p_value in p_values
+    ]
+    corrected = intervals.correct_verdicts(comparisons)
+    assert [index for index, one in enumerate(corrected) if one.verdict == "faster"] == kept
+    assert [one.interval for one in corrected] == [one.interval for one in comparisons]

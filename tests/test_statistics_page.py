@@ -10,6 +10,10 @@ import pytest
 from sdbench.statistics import intervals
 from tools import simulate_steps
 
+COVERAGE, PRECISION, ALARMS = "## Within-run", "## --target", "## Drift"
+SEEN = "Percent of the windows whose interval has the true rate in it: of"
+POWER = "Percent of the windows that are called drifting where"
+
 
 @pytest.fixture(scope="module")
 def page(repository) -> str:
@@ -32,51 +36,56 @@ def assert_says(page_share: str, share: float, *, least: float = 0.0, most: floa
 
 @pytest.mark.parametrize(
     ("case", "num_steps", "least"),
-    [("plain", 10, 0.95), ("correlated, 0.8", 20, 0.93), ("heavy-tailed", 50, 0.94)],
+    [
+        ("plain", 10, 0.95),
+        ("correlated, 0.5", 10, 0.91),
+        ("correlated, 0.8", 10, 0.91),
+        ("correlated, 0.8", 20, 0.93),
+        ("correlated, 0.8", 200, 0.94),
+        ("heavy-tailed", 50, 0.94),
+    ],
 )
 def test_the_page_has_the_coverage_of_the_intervals(page, case, num_steps, least):
     covered, *_, width = simulate_steps.find_coverage(case, num_steps)
-    share, half_width = cell(page, "## Within-run", case, f"{num_steps} steps").split()
+    share, half_width = cell(page, COVERAGE, case, f"{num_steps} steps").split()
     assert_says(share, covered, least=least)
     assert half_width == f"({100 * width:.1f})"
 
 
 def test_an_interval_covers_where_an_outlier_was_seen_and_not_where_none_was(page):
     _, without, seen, _ = simulate_steps.find_coverage("outliers", 50)
-    row = cell(
-        page,
-        "Percent of the windows whose interval has the true rate in it: of",
-        "outliers",
-        "50 steps",
-    )
-    assert_says(row.split(" / ")[0], without, most=0.05)
-    assert_says(row.split(" / ")[1], seen, least=0.95)
+    shares = cell(page, SEEN, "outliers", "50 steps").split(" / ")
+    assert_says(shares[0], without, most=0.05)
+    assert_says(shares[1], seen, least=0.95)
 
 
-def test_a_precision_is_not_reached_by_missing_the_outliers(page):
-    reached, length, covered = simulate_steps.find_precision("outliers")
-    assert_says(
-        cell(page, "## --target", "outliers", "reach it, % of the runs"), reached, most=0.05
-    )
-    assert cell(page, "## --target", "outliers", "median steps") == f"{length:.0f}"
-    column = "interval has the true rate in it, %"
-    assert_says(cell(page, "## --target", "outliers", column), covered, least=0.93)
+@pytest.mark.parametrize(
+    ("case", "least", "most"), [("outliers", 0.0, 0.05), ("correlated, 0.5", 0.99, 1.0)]
+)
+def test_a_precision_is_reached_where_no_outliers_are_missed(page, case, least, most):
+    reached, length, covered = simulate_steps.find_precision(case)
+    columns = ("reach it, % of the runs", "median steps", "interval has the true rate in it, %")
+    shares = [cell(page, PRECISION, case, column) for column in columns]
+    assert_says(shares[0], reached, least=least, most=most)
+    assert shares[1] == f"{length:.0f}"
+    assert_says(shares[2], covered, least=0.93)
 
 
-@pytest.mark.parametrize("num_steps", [10, 20])
-def test_few_windows_of_correlated_steps_are_called_drifting(page, num_steps):
-    alarms = simulate_steps.find_alarms("correlated, 0.8", num_steps)
-    assert_says(cell(page, "## Drift", "correlated, 0.8", f"{num_steps} steps"), alarms, most=0.13)
-
-
-@pytest.mark.parametrize(("num_steps", "least"), [(50, 0.48), (100, 0.75)])
-def test_a_drift_of_the_size_of_the_noise_is_found(page, num_steps, least):
-    case = "plain, 3 % faster from end to end"
-    found = simulate_steps.find_alarms(case, num_steps)
-    share = cell(
-        page, "Percent of the windows that are called drifting where", case, f"{num_steps} steps"
-    )
-    assert_says(share, found, least=least)
+@pytest.mark.parametrize(
+    ("heading", "case", "num_steps", "least", "most"),
+    [
+        (ALARMS, "correlated, 0.5", 100, 0.0, 0.1),
+        (ALARMS, "correlated, 0.8", 10, 0.0, 0.13),
+        (ALARMS, "correlated, 0.8", 20, 0.0, 0.13),
+        (POWER, "plain, 3 % faster from end to end", 50, 0.48, 1.0),
+        (POWER, "plain, 3 % faster from end to end", 100, 0.75, 1.0),
+    ],
+)
+def test_a_drift_is_found_and_few_steady_windows_are_called_drifting(
+    page, heading, case, num_steps, least, most
+):
+    share = simulate_steps.find_alarms(case, num_steps)
+    assert_says(cell(page, heading, case, f"{num_steps} steps"), share, least=least, most=most)
 
 
 @pytest.mark.parametrize("num_steps", [10, 20])

@@ -1,8 +1,7 @@
 """Times the engines beside each other, or online preprocessing beside encoders in the step.
 
-Runs benchmark.py once for each side, in turn and in fresh processes; which is first moves on with
-each repeat, so that a machine that grows slower or faster favours none. Flags behind ``--`` are
-given to all sides:
+Runs benchmark.py once for each side, in turn and in fresh processes. Flags behind ``--`` are given
+to all sides:
 
     python tools/compare_engines.py --repeats 5 --output engines.md -- \
         --model_name small --image_size 128 --batch_size 8 --use_synth_data --latents precomputed
@@ -11,25 +10,24 @@ given to all sides:
         --model_name small --image_size 128 --batch_size 8 --remote my-pictures
 
 The sides `online` are for two cores: a trainer that encodes has a thread on each; otherwise the
-trainer has one and the encoder the other, beside one decoder. About ten batches are prepared ahead
-of the trainer: the window has to be many times as long.
+trainer and the encoder have one each, beside one decoder. About ten batches are prepared ahead of
+the trainer: the window has to be many times as long.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+# A script's own folder is on the path, the repository is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sdbench.launch.child import Outcome, run_child, tail  # noqa: E402
-from sdbench.record.store import OK  # noqa: E402
-from sdbench.report.tables import make_table, to_markdown  # noqa: E402
-from sdbench.statistics.intervals import compare  # noqa: E402
+from sdbench.launch.child import Outcome, run_child, tail
+from sdbench.record.store import OK
+from sdbench.report.tables import make_table, to_markdown
+from sdbench.statistics.intervals import compare
+from tools.comparison import ROOT, in_turn, make_parser, spread
 
 DATA_WAIT = "waits for data, %"
 BENCHMARK = str(ROOT / "benchmark.py")
@@ -56,14 +54,8 @@ def launcher_of(flags: Sequence[str], num_ranks: int) -> list[str]:
     return [*torchrun, "--nproc_per_node", str(num_ranks), BENCHMARK]
 
 
-def order_of(names: Sequence[str], repeat: int) -> list[str]:
-    """The sides, beginning one further with each repeat."""
-    start = repeat % len(names)
-    return [*names[start:], *names[:start]]
-
-
 def figures_of(outcome: Outcome) -> dict[str, float]:
-    """The figures of a run; seconds outside the window are all that a command costs beside it."""
+    """Return the figures of a run, including the seconds of the command outside of the window."""
     summary = outcome.summary
     return {
         "images/s": summary["images_per_second"],
@@ -75,11 +67,15 @@ def figures_of(outcome: Outcome) -> dict[str, float]:
 
 
 def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str], folder: Path) -> str:
-    """Medians with their ranges, ratios to the first side with 95 % intervals, and the records."""
+    """Return medians with ranges, ratios to the first side with 95 % intervals, and the runs."""
     figures = {name: [figures_of(outcome) for outcome in of_side] for name, of_side in runs.items()}
     baseline = next(iter(figures))
     medians = [
-        {"": name, "runs": len(rows), **{key: _spread(rows, key) for key in rows[0]}}
+        {
+            "": name,
+            "runs": len(rows),
+            **{key: spread([row[key] for row in rows]) for key in rows[0]},
+        }
         for name, rows in figures.items()
     ]
     # A wait of 0 has no ratio.
@@ -108,11 +104,6 @@ def format_report(runs: dict[str, list[Outcome]], *, flags: Sequence[str], folde
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _spread(rows: Sequence[dict[str, float]], key: str) -> str:
-    values = [row[key] for row in rows]
-    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
-
-
 def _ratio(rows: Sequence[dict[str, float]], others: Sequence[dict[str, float]], key: str) -> str:
     found = compare([row[key] for row in rows], [row[key] for row in others])
     if found.interval is None:
@@ -122,15 +113,12 @@ def _ratio(rows: Sequence[dict[str, float]], others: Sequence[dict[str, float]],
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run everything, print the report, write it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, repeats=3, output="markdown file", takes_flags=True)
     parser.add_argument("--sides", choices=SIDES, default="engines")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num_ranks", type=int, default=1)
     parser.add_argument("--warmup_batches", type=int, default=5)
     parser.add_argument("--measure_batches", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=None, help="for the runs (default: beside)")
-    parser.add_argument("--output", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("flags", nargs="*", help="for all sides, behind --")
     arguments = parser.parse_args(argv)
     folder = (arguments.folder or arguments.output.with_suffix("")).resolve()
     # A window of the same steps in each run, with nothing behind it.
@@ -140,17 +128,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     sides = SIDES[arguments.sides]
     runs: dict[str, list[Outcome]] = {name: [] for name in sides}
-    for repeat in range(arguments.repeats):
-        for name in order_of(list(sides), repeat):
-            command = launcher_of(sides[name], arguments.num_ranks)
-            command += [*sides[name], *window, *arguments.flags]
-            place = folder / f"{repeat + 1}_{name.replace(' ', '_')}"
-            outcome = run_child(command, folder=place)
-            if outcome.status != OK:
-                sys.exit(f"{name}: {outcome.status}, {outcome.reason}\n{tail(place)}")
-            runs[name].append(outcome)
-            rate = outcome.summary["images_per_second"]
-            print(f"repeat {repeat + 1} of {arguments.repeats}: {name} {rate:.4g} images/s")
+    for repeat, name in in_turn(sides, repeats=arguments.repeats):
+        command = launcher_of(sides[name], arguments.num_ranks)
+        command += [*sides[name], *window, *arguments.flags]
+        place = folder / f"{repeat}_{name.replace(' ', '_')}"
+        outcome = run_child(command, folder=place)
+        if outcome.status != OK:
+            sys.exit(f"{name}: {outcome.status}, {outcome.reason}\n{tail(place)}")
+        runs[name].append(outcome)
+        rate = outcome.summary["images_per_second"]
+        print(f"repeat {repeat} of {arguments.repeats}: {name} {rate:.4g} images/s")
     text = format_report(runs, flags=arguments.flags, folder=folder)
     print(f"\n{text}")
     arguments.output.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Times steps over links of limited speed, beside what the scaling law predicts.
+"""Times steps over links of limited speed and compares them with the scaling law.
 
     python tools/compare_links.py --repeats 3 --output comparison.json
 
@@ -10,8 +10,6 @@ the time that a link adds to the step on the same number of nodes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,17 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+# A script's own folder is on the path, the repository is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sdbench.measure import hardware  # noqa: E402
-from sdbench.record import provenance  # noqa: E402
-from sdbench.record.store import load_record  # noqa: E402
-from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown  # noqa: E402
-from sdbench.statistics.law import communication_share  # noqa: E402
-from tests.nodes import address_of, limit_links, make_nodes  # noqa: E402
+from sdbench.record.store import load_record
+from sdbench.report.tables import Cell, Column, Table, make_cell, to_markdown
+from sdbench.statistics.law import communication_share
+from tests.nodes import address_of, limit_links, make_nodes
+from tools import comparison
 
-# Of each model what a rank does in a step, and how many steps are measured.
+# Work of a rank in a step of each model, and the number of measured steps.
 WORK = {
     "tiny": {"image_size": 64, "device_batch": 4, "num_steps": 20},
     "small": {"image_size": 128, "device_batch": 2, "num_steps": 3},
@@ -44,7 +41,7 @@ TIMEOUT_S = 900
 
 
 def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
-    """The record of a run with a rank on each node."""
+    """Run with a rank on each node and return the record."""
     work = WORK[model]
     results = folder / f"run-{len(list(folder.iterdir()))}"
     arguments = (
@@ -53,7 +50,8 @@ def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
         "--num_threads 1 --no_measure_peak --profile_batches 0 --warmup_batches 1 "
         f"--max_warmup_batches 1 --measure_batches {work['num_steps']} --results_dir {results}"
     )
-    command = [str(ROOT / "multi-node" / "start-ranks.sh"), *arguments.split()]
+    program = str(comparison.ROOT / "multi-node" / "start-ranks.sh")
+    command = [program, *arguments.split()]
     processes = []
     for index, name in enumerate(names):
         environment = {
@@ -83,22 +81,23 @@ def run(names: Sequence[str], model: str, folder: Path) -> dict[str, Any]:
 
 
 def predict_added_s(num_bytes: int, *, num_nodes: int, rate_mbit: int) -> float:
-    """What a link adds to a step by the law, when nothing hides behind the backward pass.
-
-    Args:
-        num_bytes: Of the gradients, each of which has 8 bit and crosses a link twice.
-        num_nodes: That exchange them.
-        rate_mbit: Of each link, in both directions.
-    """
+    """Return the time that links add to a step by the law if the backward pass hides nothing."""
+    # Each byte of the gradients has 8 bits and crosses a link twice.
     return communication_share(num_nodes) * 2 * 8 * num_bytes / (rate_mbit * 1e6)
 
 
 def summarize(result: dict[str, Any]) -> Table:
-    """A row for each model, number of nodes and link.
-
-    Args:
-        result: What `main` writes.
-    """
+    """Make a row for each model, number of nodes and link of the result that `main` writes."""
+    headings = (
+        "model",
+        "nodes",
+        "link",
+        "step, s (lowest to highest run)",
+        "images/s",
+        "added by the link, s",
+        "predicted, s",
+        "measured / predicted",
+    )
     rows = []
     for model, cells in result["step_time_p50_s"].items():
         for cell, times_s in cells.items():
@@ -125,27 +124,15 @@ def summarize(result: dict[str, Any]) -> Table:
                     make_cell(ratio, num_digits=3, unknown=""),
                 ]
             )
-    headings = (
-        "model",
-        "nodes",
-        "link",
-        "step, s (lowest to highest run)",
-        "images/s",
-        "added by the link, s",
-        "predicted, s",
-        "measured / predicted",
-    )
     columns = [Column(name, is_number=name not in ("model", "link")) for name in headings]
     return Table("links", "Steps over limited links", columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = comparison.make_parser(__doc__, repeats=3, output="JSON file", needs_output=False)
     parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--nodes", nargs="+", type=int, default=NUMS_NODES, metavar="N")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default: 3)")
-    parser.add_argument("--output", type=Path, help="JSON file for the result")
     flags = parser.parse_args(argv)
     steps_s: dict[str, dict[str, list[float]]] = {model: {} for model in flags.models}
     gradient_bytes = {}
@@ -169,13 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "work": WORK,
         "gradient_bytes": gradient_bytes,
         "step_time_p50_s": steps_s,
-        "machine": hardware.as_dict(hardware.inspect_machine(local_rank=0)),
-        "versions": provenance.package_versions(),
-        "git": provenance.git_state(),
+        **comparison.describe_origin(),
     }
     print(to_markdown(summarize(result)))
-    if flags.output is not None:
-        flags.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    comparison.write_json(flags.output, result)
     return 0
 
 

@@ -1,28 +1,26 @@
 """Times `--preset seed` and `--preset fast` beside an independent loop of the recipe.
 
 Runs the reference loop and the two presets in turn, in fresh processes, on sd2-base at 256 px,
-global batch 2, micro-batch 2, no EMA. The order rotates with each repeat, so that a machine that
-grows slower or faster favours none of them. It takes about five minutes a run on two cores:
+global batch 2, micro-batch 2, no EMA. It takes about five minutes a run on two cores:
 
     python tools/compare_presets.py --repeats 3 --output comparison.json
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+# A script's own folder is on the path, the repository is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sdbench.record.store import load_record  # noqa: E402
-from sdbench.statistics.intervals import Comparison, compare  # noqa: E402
+from sdbench.record.store import load_record
+from sdbench.statistics.intervals import Comparison, compare
+from tools.comparison import ROOT, in_turn, launch, make_parser, write_json
 
 BATCH_SIZE = 2
 WORKLOAD = ["--image_size", "256", "--batch_size", str(BATCH_SIZE)]
@@ -32,41 +30,27 @@ PROGRAMS = {
     "seed": ["benchmark.py", "--use_synth_data", "--preset", "seed", *WORKLOAD],
     "fast": ["benchmark.py", "--use_synth_data", "--preset", "fast", *WORKLOAD],
 }
+COMPOSER = ("-m", "composer.cli.launcher", "-n", "1")
 PAIRS = (("seed", "reference"), ("fast", "seed"), ("fast", "reference"))
 
 
 def run_reference(flags: Sequence[str]) -> dict[str, Any]:
-    """Run the reference loop; its figures are the JSON line among what the launcher prints."""
-    output = _launch([*PROGRAMS["reference"], *flags])
+    """Run the reference loop and return the figures, the JSON line of its output."""
+    output = launch(*COMPOSER, *PROGRAMS["reference"], *flags)
     (line,) = (line for line in output.splitlines() if line.startswith("{"))
     return json.loads(line)
 
 
 def run_preset(name: str, flags: Sequence[str], *, results_dir: Path) -> dict[str, Any]:
-    """Run the benchmark with a preset; its figures are in the record that it adds."""
+    """Run the benchmark with a preset and return the figures of its record."""
     before = set(results_dir.glob("*/record.json"))
-    _launch([*PROGRAMS[name], *flags, "--results_dir", str(results_dir)])
+    launch(*COMPOSER, *PROGRAMS[name], *flags, "--results_dir", str(results_dir))
     (path,) = set(results_dir.glob("*/record.json")) - before
     return {"run": path.parent.name, **load_record(path)["summary"]}
 
 
-def _launch(arguments: Sequence[str]) -> str:
-    command = [sys.executable, "-m", "composer.cli.launcher", "-n", "1", *arguments]
-    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-    if result.returncode != 0:
-        sys.exit(f"exit {result.returncode}: {' '.join(command)}\n{result.stdout}{result.stderr}")
-    return result.stdout
-
-
-def order_of(repeat: int) -> list[str]:
-    """The programs, beginning one further with each repeat."""
-    names = list(PROGRAMS)
-    start = repeat % len(names)
-    return names[start:] + names[:start]
-
-
 def compare_medians(runs: Sequence[dict[str, Any]], name: str, baseline: str) -> Comparison:
-    """Compare the rates that the runs' median step times stand for."""
+    """Compare the rates of the runs' median step times."""
     rates = {
         program: [BATCH_SIZE / run["step_time_p50_s"] for run in runs if run["program"] == program]
         for program in (name, baseline)
@@ -75,7 +59,7 @@ def compare_medians(runs: Sequence[dict[str, Any]], name: str, baseline: str) ->
 
 
 def format_table(runs: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, Any]]) -> str:
-    """The runs, then the ratios."""
+    """Return the runs, then the ratios."""
     lines = ["repeat  program    median step (s)  images/s"]
     for run in runs:
         lines.append(
@@ -94,13 +78,11 @@ def format_table(runs: Sequence[dict[str, Any]], comparisons: Sequence[dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run everything, print the table, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = make_parser(__doc__, repeats=3, output="JSON file")
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--warmup_batches", type=int, default=2)
     parser.add_argument("--measure_batches", type=int, default=10)
     parser.add_argument("--results_dir", type=Path, default=ROOT / "runs")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args(argv)
     names = ("num_workers", "warmup_batches", "measure_batches")
     settings = {name: getattr(arguments, name) for name in names}
@@ -108,14 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     results_dir = arguments.results_dir.resolve()
 
     runs: list[dict[str, Any]] = []
-    for repeat in range(arguments.repeats):
-        for program in order_of(repeat):
-            print(f"repeat {repeat + 1} of {arguments.repeats}: {program}", flush=True)
-            if program == "reference":
-                figures = run_reference(flags)
-            else:
-                figures = run_preset(program, flags, results_dir=results_dir)
-            runs.append({"repeat": repeat + 1, "program": program, **figures})
+    for repeat, program in in_turn(PROGRAMS, repeats=arguments.repeats):
+        print(f"repeat {repeat} of {arguments.repeats}: {program}", flush=True)
+        if program == "reference":
+            figures = run_reference(flags)
+        else:
+            figures = run_preset(program, flags, results_dir=results_dir)
+        runs.append({"repeat": repeat, "program": program, **figures})
 
     comparisons = [
         {
@@ -132,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs": runs,
         "comparisons": comparisons,
     }
-    arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(arguments.output, content)
 
 
 if __name__ == "__main__":

@@ -8,27 +8,20 @@ shared memory each, as torch's default_collate takes it; and with workers that u
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the repository is not
+# A script's own folder is on the path, the repository is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sdbench import data  # noqa: E402
-from sdbench.data.pipeline import shared_batches  # noqa: E402
-from sdbench.data.source import SourceConfig  # noqa: E402
-from sdbench.measure import hardware  # noqa: E402
-from sdbench.record import provenance  # noqa: E402
-from sdbench.statistics.intervals import compare  # noqa: E402
+from sdbench import data
+from sdbench.data.pipeline import shared_batches
+from sdbench.data.source import SourceConfig
+from tools import comparison
 
 
 class NewMemory(shared_batches.SharedBatches):
@@ -41,8 +34,10 @@ class NewMemory(shared_batches.SharedBatches):
         return {name: shared_batches._share(*kind) for name, kind in layout.items()}, None
 
 
-def build(folder: Path, *, num_workers: int, reuse: bool, arguments: dict[str, Any]) -> Any:
-    """A loader of one of the three ways, one epoch old."""
+def make_reader(
+    folder: Path, *, num_workers: int, reuse: bool, arguments: dict[str, Any]
+) -> Callable[[], int]:
+    """Make a function that reads one epoch and every value of it, after the first epoch."""
     loader = data.build(
         SourceConfig(
             data_format="mds",
@@ -55,31 +50,27 @@ def build(folder: Path, *, num_workers: int, reuse: bool, arguments: dict[str, A
     )
     if not reuse:
         loader.collate_fn._slots = NewMemory(prefetch_factor=2)
-    measure(loader)
-    return loader
 
+    def read() -> int:
+        num_samples = 0
+        for batch in loader:
+            num_samples += len(batch["text_embedding"])
+            for tensor in batch.values():
+                tensor.view(torch.int16).amax()
+        return num_samples
 
-def measure(loader: Any) -> float:
-    """Samples a second of one epoch, every value touched."""
-    started_s = time.perf_counter()
-    num_samples = 0
-    for batch in loader:
-        num_samples += len(batch["text_embedding"])
-        for tensor in batch.values():
-            tensor.view(torch.int16).amax()
-    return num_samples / (time.perf_counter() - started_s)
+    read()
+    return read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = comparison.make_parser(__doc__, repeats=7, output="JSON file", needs_output=False)
     parser.add_argument("folder", type=Path, help="an MDS data set of latents")
     parser.add_argument("--image_size", type=int, default=512, help="pixels (default: 512)")
     parser.add_argument("--text_embedding_dim", type=int, default=1024, help="(default: 1024)")
     parser.add_argument("--batch_size", type=int, default=64, help="samples (default: 64)")
     parser.add_argument("--num_workers", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--repeats", type=int, default=7, help="epochs of each (default: 7)")
-    parser.add_argument("--output", type=Path, help="JSON file for the result")
     flags = parser.parse_args(argv)
     torch.set_num_threads(1)
     arguments = {
@@ -87,41 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "text_embedding_dim": flags.text_embedding_dim,
         "device_batch_size": flags.batch_size,
     }
-    ways = {
-        "no workers": build(flags.folder, num_workers=0, reuse=True, arguments=arguments),
-        "new memory": build(
-            flags.folder, num_workers=flags.num_workers, reuse=False, arguments=arguments
-        ),
-        "slots": build(
-            flags.folder, num_workers=flags.num_workers, reuse=True, arguments=arguments
-        ),
+    ways = {"no workers": (0, True), "new memory": (flags.num_workers, False)}
+    ways["slots"] = (flags.num_workers, True)
+    readers = {
+        name: make_reader(flags.folder, num_workers=number, reuse=reuse, arguments=arguments)
+        for name, (number, reuse) in ways.items()
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(flags.repeats):
-        for name, loader in ways.items():
-            rates[name].append(measure(loader))
-            print(f"{name}: {rates[name][-1]:.0f} samples/s", file=sys.stderr)
-    ratio = compare(rates["slots"], rates["new memory"])
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(
-        f"slots / new memory: {ratio.ratio:.2f}, {ratio.verdict}; medians "
-        + ", ".join(f"{name} {rate:.0f} samples/s" for name, rate in medians.items())
-    )
-    result = {
+    facts = {
         "what": "samples/s of MDS latents, one epoch each, every value touched by the trainer",
         **arguments,
         "num_workers": flags.num_workers,
-        "samples_per_second": rates,
-        "median_samples_per_second": medians,
-        "ratio": ratio.ratio,
-        "ratio_interval": None if ratio.interval is None else dataclasses.asdict(ratio.interval),
-        "verdict": ratio.verdict,
-        "machine": hardware.as_dict(hardware.inspect_machine(local_rank=0)),
-        "versions": provenance.package_versions(),
-        "git": provenance.git_state(),
     }
-    if flags.output is not None:
-        flags.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = comparison.time_readers(
+        readers, baseline="new memory", unit="samples", repeats=flags.repeats
+    )
+    comparison.write_json(flags.output, facts | result)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Prints a sweep for a GPU as one for a CPU: the same cells with the miniature and few steps.
+"""Prints a sweep for a GPU as one for a CPU: the same cells with the tiny model and few steps.
 
-What a CPU has no part of is left out and named in a comment; the preset's `compile` and `attention`
-are those of a GPU, so that the other paths are too. `make rehearse-gpu` makes the runs:
+Cells that need a GPU are left out and named in a comment. The preset's `compile` and `attention`
+are those of a GPU, so that the code paths are the same. `make rehearse-gpu` makes the runs:
 
     python tools/gpu_stand_in.py sweeps/benchmark_gpu_1.yaml > stand-in.yaml
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-# Values that a cell may have, and what stands for each of them.
+# The replacement of each value that a cell may have.
 STAND_INS: dict[str, dict[Any, Any]] = {
     "image_size": {512: 128, 256: 64},
     "batch_size": {128: 8, 4: 4},
@@ -30,17 +30,7 @@ TIMEOUT_S = 1800
 
 
 def stand_in(sweep: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A sweep for a CPU in the place of one for a GPU.
-
-    Args:
-        sweep: Content of the file.
-
-    Returns:
-        The content of the other one, and the cells that it leaves out.
-
-    Raises:
-        KeyError: A value has no stand-in.
-    """
+    """Make a sweep for a CPU from one for a GPU; return it and the cells that it leaves out."""
     left_out = [cell for cell in sweep["list"] if any(name in cell for name in FOR_GPUS_ONLY)]
     cells = [_smaller(cell) for cell in sweep["list"] if cell not in left_out]
     for cell in cells:

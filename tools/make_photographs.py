@@ -1,22 +1,22 @@
-"""Makes a tar of photographs that are large enough and many enough to measure a loader with.
+"""Makes a tar of enough large photographs to measure a data loader.
 
     pip install --no-deps --target packages scikit-image==0.25.2 scikit-learn==1.7.2
     export PYTHONPATH=packages
     python tools/make_photographs.py photographs-512.tar --side 512
     python tools/make_photographs.py photographs-1024.tar --side 1024
 
-The packages get a folder of their own: transformers imports scikit-learn, and pandas with it, in
-each run of an environment that has it.
+The packages get a folder of their own: in the environment, transformers would import scikit-learn
+and pandas in each run.
 
 Drawings decode several times faster than photographs. Here each picture is a crop of one of six
-photographs: scaled to between 0.6 and 1 times its size, mirrored at its edges until it is large
-enough, cut out somewhere, and encoded as a JPEG of quality 90. So it has the detail of a camera's
-picture, which enlarging would smooth away; how many bits a pixel takes is printed, as decoding
-takes longer the more they are.
+photographs: scaled to 0.6 to 1 times its size, mirrored at its edges until it is large enough,
+cropped at random, and encoded as a JPEG of quality 90. So it keeps the detail of a camera's
+picture, which enlarging would smooth away. The bits per pixel are printed: decoding time grows with
+them.
 
 The photographs come with scikit-image (astronaut, NASA, and rocket, SpaceX: public domain; chelsea,
 Stefan van der Walt, and coffee, Rachel Michetti: CC0) and scikit-learn (china, danielbuechele, and
-flower, vultilion: CC BY 2.0). The tar is not to be published without those names.
+flower, vultilion: CC BY 2.0). Name them if you publish the tar.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ NUM_PICTURES = 6720
 
 
 def find_photographs() -> list[Path]:
-    """The photographs' files.
-
-    Raises:
-        FileNotFoundError: A package is not installed, or lacks one.
-    """
+    """Return the files of the photographs in the packages."""
     paths = []
     for package, names in PHOTOGRAPHS.items():
         # Not imported: only its files are wanted.
@@ -73,16 +69,7 @@ def _open(path: Path) -> Image.Image:
 
 
 def make_picture(number: int, *, side: int, seed: int) -> tuple[bytes, str]:
-    """A picture by its number, and its caption.
-
-    Args:
-        number: Of the picture, from 0.
-        side: Pixels of each side.
-        seed: Of scale and place.
-
-    Returns:
-        A JPEG file, and the photograph's name with the number.
-    """
+    """Make the JPEG file of a square picture by its number, and its caption."""
     paths = find_photographs()
     path = paths[number % len(paths)]
     photograph = _open(path)
@@ -90,7 +77,7 @@ def make_picture(number: int, *, side: int, seed: int) -> tuple[bytes, str]:
     scale = generator.uniform(*SCALES)
     size = tuple(round(scale * length) for length in photograph.size)
     pixels = np.asarray(photograph.resize(size, Image.Resampling.LANCZOS))
-    # Half of the photograph more than is needed, so that there is a choice of crops.
+    # Half of the photograph beyond the crop, so that crops differ.
     pad = [(0, max(side + length // 2 - length, 0)) for length in pixels.shape[:2]]
     pixels = np.pad(pixels, [*pad, (0, 0)], mode="symmetric")
     top, left = (int(generator.integers(length - side + 1)) for length in pixels.shape[:2])
@@ -101,11 +88,7 @@ def make_picture(number: int, *, side: int, seed: int) -> tuple[bytes, str]:
 
 
 def write_tar(path: Path, *, num_pictures: int, side: int, seed: int) -> float:
-    """Write pictures with captions as a WebDataset tar.
-
-    Returns:
-        Bits per pixel of the files, on average.
-    """
+    """Write pictures with captions as a WebDataset tar; return their mean bits per pixel."""
     make = functools.partial(make_picture, side=side, seed=seed)
     num_bytes = 0
     with tarfile.open(path, "w") as tar, multiprocessing.Pool() as pool:

@@ -1,7 +1,7 @@
-"""What `mutations.py run` does: plant a fault in a copy and run the tests that cover its lines.
+"""Runs `mutations.py run`: plants a fault in a copy and runs the tests that cover its lines.
 
-Coverage is collected once, of the suite without faults, with the test as the context of each line.
-In a file, RC below, of which `coverage` and pytest-cov are the readers:
+Coverage is collected once, for the suite without faults, with the test as the context of each line.
+A file, RC below, configures `coverage` and pytest-cov:
 
     [run]
     source = /CHECKOUT/sdbench
@@ -10,18 +10,18 @@ In a file, RC below, of which `coverage` and pytest-cov are the readers:
     data_file = /FOLDER/.coverage
     disable_warnings = no-data-collected, module-not-measured, module-not-imported
 
-In the checkout, with the whole path of RC:
+In the checkout, with the absolute path of RC:
 
     COVERAGE_OF_PROCESSES=RC PYTHONPATH=tools python -m pytest -n auto --dist loadfile \
         -p coverage_by_test --cov --cov-config=RC --cov-context=test --cov-report= \
         --junitxml=JUNIT.xml
 
-Each job has a clone of the checkout and a process that has imported what is not ours; tests run in
-forks of it (`mutation_worker.py`), with /dev/shm and temporary files of their own. Tests are taken
-by their recorded seconds, the shortest first, up to the budget. A fault is found where a test fails
-twice with it and passes without; a test that fails without it in this harness is left out from
-then on (RESULT.excluded.txt). A row is unfinished where the clock went round three times the budget
-(the machine was busy); the next run takes it again, and the last row of a fault counts.
+Each job has a clone of the checkout and a process that has imported third-party packages; tests run
+in forks of it (`mutation_worker.py`), with /dev/shm and temporary files of their own. The shortest
+tests by recorded seconds run first, up to the budget. A fault is found if a test fails twice with
+it and passes without it; a test that fails without it in this harness is excluded from then on
+(RESULT.excluded.txt). A row is unfinished if it took three times the budget because the machine was
+busy; the next run repeats it, and the last row of a fault counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ENVIRONMENT = {
 
 
 class Tests:
-    """Which tests cover a line, and how long each takes."""
+    """The tests that cover each line, and their durations."""
 
     def __init__(self, checkout: Path, coverage: Path, durations: Path):
         self._checkout = checkout
@@ -76,10 +76,11 @@ class Tests:
             self._of_file[_file_of(test)].append(test)
 
     def covering(self, file: str, lines: range, text: bytes) -> tuple[set[str], bool]:
-        """The tests that run one of these lines, and whether it is known that they do.
+        """Return the tests that run one of these lines, and True if coverage shows it.
 
-        What a module runs when it is imported is seen in its first test only: for that, the tests
-        that run any of the file or name its module. They stand in, too, where no test is known.
+        Coverage attributes code that runs at import to the first test only. For such code, and
+        where no test is known, these are the tests that run any line of the file or name its
+        module.
         """
         contexts = self._read_contexts(file)
         begins = _begin_of_statement(text, lines)
@@ -104,7 +105,7 @@ class Tests:
         return self._contexts[file]
 
     def _of_contexts(self, contexts) -> set[str]:
-        """The tests; all of a file where one alone set up what its others may use."""
+        """Return the tests, and all tests of a file if one set up a fixture for the others."""
         phases: dict[str, set[str]] = defaultdict(set)
         for context in set(contexts) - {""}:
             test, _, phase = context.rpartition("|")
@@ -116,7 +117,7 @@ class Tests:
         return tests
 
     def choose(self, tests: set[str], budget_s: float) -> list[str]:
-        """The shortest within the budget, at least one, those of a file in a row."""
+        """Return the shortest tests within the budget, at least one, grouped by file."""
         chosen: dict[str, list[str]] = defaultdict(list)
         left_s = budget_s
         for test in sorted(tests, key=lambda test: (self.seconds.get(test, 1.0), test)):
@@ -167,7 +168,7 @@ class Worker:
     def __init__(self, checkout: Path, folder: str):
         self.copy = Path(folder, "copy")
         subprocess.run(["git", "clone", "-q", "--shared", checkout, self.copy], check=True)
-        # Records name a commit, and whether files differ from it: a fault is not to be seen there.
+        # Records name the commit and changed files: they must not show the fault.
         files = subprocess.check_output(["git", "ls-files", "-z", "*.py"], cwd=self.copy)
         hide = ["git", "update-index", "--assume-unchanged", "-z", "--stdin"]
         subprocess.run(hide, input=files, cwd=self.copy, check=True)
@@ -182,7 +183,7 @@ class Worker:
         )
 
     def ask(self, **job: object) -> dict:
-        """The answer of `mutation_worker.judge`."""
+        """Return the answer of `mutation_worker.judge`."""
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         if not (answer := self._process.stdout.readline()):

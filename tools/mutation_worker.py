@@ -1,7 +1,7 @@
-"""Runs tests in forks of a process that has imported what they import and is not ours.
+"""Runs tests in forks of a process that has imported their third-party packages.
 
-Imports of torch, Composer and others take longer than most tests. A line of JSON on standard input
-is a job, one on standard output its answer.
+Imports of torch, Composer and others take longer than most tests. Each line of JSON on standard
+input is a job, answered by a line on standard output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 # Ray starts threads when it is imported.
 NOT_IMPORTED = {"sdbench", "tests", "ray"}
-# A fork loses threads. This one (pyarrow's) is started again by its library.
+# A fork loses threads. The library (pyarrow) starts this one again.
 KNOWN_THREADS = {"jemalloc_bg_thd"}
 # linux/sched.h, linux/mount.h, linux/prctl.h
 CLONE_NEWNS = 0x20000
@@ -34,7 +34,7 @@ PARENT = os.getppid()  # another one if it has died
 
 
 def import_what_is_imported(folder: Path) -> None:
-    """Run every import of others' code, wherever in the tests or the package it stands."""
+    """Run every import of third-party code in the tests and the package."""
     statements = set()
     for path in [*folder.glob("sdbench/**/*.py"), *folder.glob("tests/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -52,7 +52,7 @@ def import_what_is_imported(folder: Path) -> None:
 
 
 class Watch:
-    """Takes the named tests in their order and notes what starts and fails, as it happens."""
+    """Runs the named tests in order and notes starts and failures as they happen."""
 
     def __init__(self, tests: list[str], notes: Path):
         self._places = {test: place for place, test in enumerate(tests)}
@@ -111,9 +111,9 @@ def _run_pytest(copy: Path, tests: list[str], scratch: Path, limit_s: float) -> 
 
 
 def run_tests(copy: Path, tests: list[str], limit_s: float, end_s: float) -> tuple[int, str, str]:
-    """How many tests began, and what became of the first that failed, or was the last of all.
+    """Return the number of tests that began, and the result of the first that failed or the last.
 
-    A test that hangs is ended after `limit_s`, all of them at `end_s`: "late" or "cut".
+    A test that hangs is ended after `limit_s` ("late"), all tests at `end_s` ("cut").
     """
     scratch = Path(tempfile.mkdtemp(dir=copy.parent))
     notes = scratch / "notes"
@@ -145,7 +145,7 @@ def run_tests(copy: Path, tests: list[str], limit_s: float, end_s: float) -> tup
 
 
 def _end_children() -> None:
-    """End what the tests left running, in whatever session: it became a child of this process."""
+    """End processes that the tests left running; they became children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while running := children.read_text().split():
         for pid in map(int, running):
@@ -156,7 +156,7 @@ def _end_children() -> None:
 def judge(
     copy: Path, *, file: str, text: str, tests: list[str], limit_s: float, whole_s: float
 ) -> dict[str, object]:
-    """Run the tests on the mutated file until one fails there, again and again, and else not."""
+    """Run the tests on the mutated file until one fails twice with it and passes without it."""
     end_s = time.monotonic() + whole_s
     path = copy / file
     clean = path.read_text()
@@ -164,7 +164,7 @@ def judge(
 
     def write(source: str) -> None:
         path.write_text(source)
-        # Compiled within a second of another of the same size, it would pass for that one.
+        # A cached file of the same size and second would count as its compilation.
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
     def run(source: str, some: list[str], end_s: float) -> tuple[int, str, str]:
@@ -179,7 +179,7 @@ def judge(
             if what in ("passed", "cut"):
                 result = "survived" if what == "passed" else "unfinished"
                 break
-            # Where a file cannot be imported, its first test stands for it.
+            # The first test of a file that cannot be imported represents it.
             places = [place for place, one in enumerate(rest) if one.startswith(test)]
             place = rest.index(test) if test in rest else min(places, default=0)
             alone, rest = rest[place : place + 1], rest[place + 1 :]

@@ -1,14 +1,14 @@
-"""Planted faults: draws them, counts which of them the tests find, and compares two counts.
+"""Plants faults in the package, counts the faults that the tests find, and compares two counts.
 
     python tools/mutations.py draw --seed 31 --num 130 > tools/mutations.csv
     python tools/mutations.py run --checkout DIR --coverage FILE --durations JUNIT.xml --out R.csv
     python tools/mutations.py table before.csv after.csv
 
-A room gets as many as the root of its lines says, at least three. In a room the kinds take turns;
-within a kind every place is as likely. `equivalent.csv` names drawn faults that change nothing, by
-the number that `draw` gives them: the next of the same draw takes the place of each.
+The number of faults of a room is proportional to the square root of its lines, at least three. The
+kinds of faults take turns; within a kind every place is equally likely. `equivalent.csv` lists the
+numbers of faults that change nothing: the next fault of the same draw replaces each.
 
-How to collect what `run` reads, and what it does, is in `mutation_runs.py`. It needs root, coverage
+`mutation_runs.py` says how to collect the input of `run` and what it does. It needs root, coverage
 and pytest-cov.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-# Not drawn from: no test that `make test` runs on a machine without a GPU can reach them.
+# Files without faults: no test of `make test` on a machine without a GPU can reach them.
 LEFT_OUT_FILES = {
     "engines/cuda_graph.py": "needs a GPU",
     "measure/gpu_monitor.py": "needs a GPU",
@@ -43,7 +43,7 @@ LEFT_OUT_FILES = {
     "tasks/encode/online.py": "tests marked ray",
 }
 LEAST_OF_ROOM = 3
-# Annotations and decorators; arguments that only say how something looks or is checked.
+# Annotations and decorators; arguments about the look of something or a check.
 LEFT_OUT_FIELDS = {"annotation", "returns", "decorator_list"}
 LEFT_OUT_ARGUMENTS = {"help", "metavar", "description", "epilog", "stacklevel", "strict", "flush"}
 LOGGING = re.compile(r"(logging|logger|log|warnings)\.")
@@ -72,7 +72,7 @@ NAMED = (*FUNCTIONS, ast.ClassDef)
 
 
 class Mutation(NamedTuple):
-    """A row of the list. It is found again by `original`, whole lines, inside of `function`."""
+    """A row of the list. `original`, whole lines inside of `function`, identifies its place."""
 
     id: str
     room: str
@@ -85,7 +85,7 @@ class Mutation(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Text between two offsets and what takes its place."""
+    """A replacement of the text between two offsets."""
 
     start: int
     end: int
@@ -94,7 +94,7 @@ class Edit(NamedTuple):
 
 
 class Source:
-    """A file, its tree, and where nodes of the tree are in its text, in bytes."""
+    """A file, its tree, and the positions of the nodes in its text, in bytes."""
 
     def __init__(self, text: bytes):
         self.text, self.tree = text, ast.parse(text)
@@ -103,24 +103,24 @@ class Source:
             self._starts.append(self._starts[-1] + len(line))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where the node begins and ends."""
+        """Return the start and the end of the node."""
         return (
             self._starts[node.lineno - 1] + node.col_offset,
             self._starts[node.end_lineno - 1] + node.end_col_offset,
         )
 
     def code(self, node: ast.AST) -> str:
-        """Its text."""
+        """Return the text of the node."""
         start, end = self.span(node)
         return self.text[start:end].decode()
 
     def edits(self) -> Iterator[tuple[str, Edit]]:
-        """The mutations of the file, each with the name of the function or class around it."""
+        """Yield the mutations of the file with the dotted names of the scopes around them."""
         for node, names in _walk(self.tree, ()):
             yield from ((".".join(names), edit) for edit in self._edits_of(node))
 
     def row(self, room: str, file: str, function: str, edit: Edit) -> Mutation:
-        """The edit as whole lines."""
+        """Return the edit as whole lines."""
         first = self.text.count(b"\n", 0, edit.start)
         last = self.text.count(b"\n", 0, edit.end)
         start, end = self._starts[first], self._starts[last + 1]
@@ -203,7 +203,7 @@ def _is_text_or_list(node: ast.AST) -> bool:
 
 
 def apply(mutation: Mutation, text: bytes) -> tuple[bytes, range] | None:
-    """The file with the mutation and the lines that it changes; None where it has no one place."""
+    """Return the mutated file and the changed lines; None if the place is not unique."""
     lines = text.decode().splitlines()
     whole = range(len(lines))
     found = [
@@ -222,7 +222,7 @@ def apply(mutation: Mutation, text: bytes) -> tuple[bytes, range] | None:
 
 
 def draw(package: Path, *, seed: int, num: int, passed_over: set[str]) -> list[Mutation]:
-    """About `num` mutations of the files of a package."""
+    """Draw about `num` mutations of the files of a package."""
     rooms: dict[str, dict[str, Source]] = defaultdict(dict)
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
@@ -277,13 +277,13 @@ def _is_valid(row: Mutation, source: Source) -> bool:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header."""
+    """Read the rows of a CSV file with a header."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def table(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> str:
-    """Drawn and found by room, then the faults that went unfound."""
+    """Make a table of drawn and found faults by room, and lists of the faults not found."""
     found = {"found", "timeout"}
     first, second = ({row["id"]: row for row in rows} for rows in (before, after))
     rooms = {name: row["room"] for name, row in (first | second).items()}

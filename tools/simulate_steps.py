@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tools.simulate_steps > docs/statistics.md
 
-Windows of simulated steps of about 1 s go through the code that judges measured ones. Each cell of
-a table has its own seed, so that a test can repeat a single one.
+Windows of simulated steps of about 1 s go through the code that judges measured steps. Each cell of
+a table has its own seed, so a test can repeat a single cell.
 """
 
 from __future__ import annotations
@@ -114,17 +114,17 @@ CHANGES: Mapping[str, tuple[str, Callable[[int], np.ndarray]]] = {
 
 
 def simulate(case: str, *, num_windows: int, num_steps: int) -> np.ndarray:
-    """Step times of windows in seconds, (windows, steps), always the same."""
+    """Return step times of windows in seconds, (windows, steps), always the same."""
     generator = np.random.default_rng([zlib.crc32(case.encode()), num_steps])
     return CASES[case][0](generator, num_windows, num_steps)
 
 
 def find_coverage(case: str, num_steps: int) -> tuple[float, float, float, float]:
-    """How often the interval of a window has the true rate in it.
+    """Find the share of windows whose interval contains the true rate.
 
     Returns:
-        The share of all windows; of those without outliers; of those with one (nan: no such
-        window); and the median distance between its ends over twice its lower end.
+        The share of all windows, of those without outliers and of those with one (nan: no such
+        window), and the median distance between the ends over twice the lower end.
     """
     windows = simulate(case, num_windows=NUM_WINDOWS, num_steps=num_steps)
     found = [intervals.within_run_interval(list(window), images_per_step=1) for window in windows]
@@ -139,11 +139,11 @@ def find_coverage(case: str, num_steps: int) -> tuple[float, float, float, float
 
 
 def find_precision(case: str) -> tuple[float, float, float]:
-    """What a run with --target_precision 1% gives.
+    """Simulate runs with --target_precision 1%.
 
     Returns:
         The share of runs that reach it, the median number of steps, and the share of all runs whose
-        interval has the true rate in it.
+        interval contains the true rate.
     """
     policy = WindowPolicy(
         max_warmup_steps=0,
@@ -166,7 +166,7 @@ def find_precision(case: str) -> tuple[float, float, float]:
 
 
 def find_alarms(case: str, num_steps: int) -> float:
-    """The share of windows that are called drifting, of a row of `CASES` or `CHANGES`."""
+    """Find the share of windows of a row of `CASES` or `CHANGES` that are called drifting."""
     case, change = CHANGES.get(case, (case, np.ones))
     windows = simulate(case, num_windows=NUM_WINDOWS, num_steps=num_steps) * change(num_steps)
     return float(
@@ -175,7 +175,7 @@ def find_alarms(case: str, num_steps: int) -> float:
 
 
 def percent(share: float) -> str:
-    """A share in whole percents; - if it is none."""
+    """Return a share in whole percent, or - for nan."""
     return "-" if math.isnan(share) else f"{100 * share:.0f}"
 
 

@@ -1,7 +1,7 @@
-"""Install into the environment of this Python with uv, from where pip would have installed.
+"""Install into the environment of this Python with uv, from the places that pip is set to use.
 
-uv reads none of pip's settings: behind a proxy index pip works and uv finds nothing. So they are
-put into the variables that uv reads. What the user has set for uv itself stays as it is.
+uv does not read pip's settings: with a proxy index pip works and uv finds nothing. So pip's
+settings are put into the variables that uv reads. Variables that the user has set for uv stay.
 
     .venv/bin/python tools/uv_install.py -r requirements.txt -c constraints.txt
 """
@@ -30,7 +30,7 @@ CONNECTIONS = (
     ("client-cert", "SSL_CLIENT_CERT", None),
     ("proxy", "ALL_PROXY", None),
 )
-# Any of these says where packages come from, and then pip's places are not asked for.
+# If one of these says where packages come from, pip's places are ignored.
 USERS_PLACES = {
     *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"),
     *("UV_INDEX_STRATEGY", "UV_CONFIG_FILE", "UV_OFFLINE"),
@@ -39,7 +39,7 @@ USERS_PROXIES = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
 
 
 def parse_pip_settings(listed: str) -> dict[str, str]:
-    """What `pip config list` printed, by name: the environment over [install] over [global]."""
+    """Parse the output of `pip config list`: the environment overrides [install] and [global]."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listed.splitlines():
         key, _, value = line.partition("=")
@@ -52,12 +52,7 @@ def parse_pip_settings(listed: str) -> dict[str, str]:
 def translate(
     pip: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables and flags of uv that stand for pip's settings.
-
-    Args:
-        pip: As `parse_pip_settings` gives them.
-        environ: The variables that are set already.
-    """
+    """Return the variables and flags of uv for the settings of `parse_pip_settings`."""
     is_set = {name for name, value in environ.items() if value}
     rows, flags = list(CONNECTIONS), []
     if not is_set & USERS_PLACES:

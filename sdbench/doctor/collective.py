@@ -1,4 +1,4 @@
-"""Checks by all ranks together: whether all are there, their versions, a timed all-reduce."""
+"""Checks by all ranks together: presence, versions, and a timed all-reduce."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ from sdbench.ranks.distributed import Ranks, connect, num_tasks_without_launcher
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2}
 MAX_REPEATS = 5
-# Shares of the nominal speed. Below half of it something is in the way; below a tenth the
-# gradients most likely take another network than the one that was meant.
+# Shares of the nominal speed. Below half of it something slows the link; below a tenth the
+# gradients probably use another network than intended.
 LOW_SHARE, HOPELESS_SHARE = 0.5, 0.1
 
 
 def find_ranks() -> Ranks:
-    """The place of this process, told by a launcher, or by srun where there is no launcher.
+    """Find the ranks as a launcher, or else srun, tells them.
 
-    What srun says is written into the environment under the names that launchers use.
-
-    Raises:
-        ConfigError: There are several ranks, and nothing says where the first one is.
+    The values of srun are written into the environment under the names that launchers use.
     """
     step = os.environ
     num_tasks = num_tasks_without_launcher()
@@ -70,11 +67,7 @@ class Meeting:
     """The connection of all ranks, by gloo."""
 
     def __init__(self, job: Job, *, patience_s: float) -> None:
-        """Wait for all ranks.
-
-        Args:
-            job: The job.
-            patience_s: How long `gather` waits for the slowest node.
+        """Wait for all ranks; `gather` later waits `patience_s` for the slowest node.
 
         Raises:
             RuntimeError: Ranks are missing, or cannot reach each other.
@@ -88,11 +81,7 @@ class Meeting:
             self._group = torch.distributed.new_group(backend="gloo", timeout=patience)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order.
-
-        Raises:
-            RuntimeError: A rank is lost.
-        """
+        """Return the values of all ranks in order; a lost rank is a RuntimeError."""
         if self.ranks.world_size == 1:
             return [value]
         import torch
@@ -102,14 +91,9 @@ class Meeting:
         return values
 
     def reduce(self, job: Job, *, device_type: str, num_values: int | None) -> tuple[str, str]:
-        """Time an all-reduce; return a finding's level and text.
+        """Time an all-reduce by NCCL (``cuda``) or gloo (``cpu``); return level and text.
 
-        A rank that cannot take part is named.
-
-        Args:
-            job: The job.
-            device_type: ``cuda`` (by NCCL) or ``cpu`` (by gloo), the same on all ranks.
-            num_values: Weights with a gradient; None: not known.
+        A rank that cannot take part is named. `num_values` is None for a model of unknown size.
         """
         if self.ranks.world_size == 1 or num_values is None:
             return SKIPPED, "a single rank, or a model of unknown size"
@@ -129,11 +113,9 @@ class Meeting:
 
 
 def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> float:
-    """Add up as many numbers as the gradient has over all ranks.
+    """Return the median seconds of up to five all-reduces of a gradient, after a warm-up.
 
-    Returns:
-        The median of up to five runs in seconds, after one that is not counted, all within a third
-        of the job's timeout if one is.
+    Together they take at most a third of the job's timeout, if one of them does.
     """
     import torch
 
@@ -166,10 +148,7 @@ def _time_all_reduce(job: Job, *, device_type: str, num_values: int) -> float:
 def judge_all_reduce(job: Job, *, seconds: float, num_values: int) -> tuple[str, str]:
     """Compare an all-reduce with the nominal speed of the link; return a finding's level and text.
 
-    Args:
-        job: The job.
-        seconds: Its time on the slowest rank.
-        num_values: How many numbers were added up.
+    `seconds` is its time on the slowest rank.
     """
     num_ranks = job.ranks.world_size
     num_bytes = num_values * BYTES_OF_DTYPE[job.gradient_dtype]
@@ -188,7 +167,7 @@ def judge_all_reduce(job: Job, *, seconds: float, num_values: int) -> tuple[str,
 
 
 def find_nominal(job: Job) -> tuple[float | None, str]:
-    """GB/s that the slowest link between the ranks should carry, if known, and which link it is."""
+    """Return the nominal GB/s of the slowest link between the ranks, or None, and its name."""
     if job.link_gbps is not None:
         return job.link_gbps / 8, f"--link_gbps {job.link_gbps:g}"
     if job.ranks.num_nodes == 1:
@@ -202,12 +181,7 @@ def find_nominal(job: Job) -> tuple[float | None, str]:
 
 
 def compare_nodes(nodes: Sequence[Mapping[str, Finding]], gpus: Sequence[str]) -> tuple[str, str]:
-    """Compare versions and GPUs of the nodes; return a finding's level and text.
-
-    Args:
-        nodes: For each node, the findings by name of the check.
-        gpus: The GPUs of each node, as `describe_gpus` gives them.
-    """
+    """Compare findings by check and GPUs of the nodes; return a finding's level and text."""
     facts = {name: {node[name].found for node in nodes} for name in ("software", "driver")}
     different = [name for name, values in (facts | {"GPUs": set(gpus)}).items() if len(values) > 1]
     kinds = "; ".join(sorted(set(gpus)))

@@ -76,16 +76,9 @@ class DoctorSettings(BenchmarkConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks and print the report.
+    """Run all checks, print the report and return the exit code.
 
-    Args:
-        argv: Arguments of the command; None takes those of the process.
-
-    Returns:
-        The exit code. The verdict is the first rank's; the others end with 0 once it has it.
-
-    Raises:
-        ConfigError: A flag, or what a launcher says about the ranks, is wrong.
+    The first rank has the verdict; the others end with 0 when it has their results.
     """
     request = parse(
         DoctorSettings,
@@ -125,10 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(job: Job) -> Report | None:
-    """Check this node, and with the other ranks all of them.
+    """Check this node, and all nodes with the other ranks.
 
     Returns:
-        The report, on the first rank and on one that does not reach the others; else None.
+        The report on the first rank and on a rank that cannot reach the others; else None.
     """
     ranks = job.ranks
     own: dict[str, Any] = {}
@@ -166,7 +159,7 @@ def examine(job: Job) -> Report | None:
 
 
 def _look(job: Job) -> dict[str, Any]:
-    """What this rank tells the others; the first rank of a node makes the checks of the node."""
+    """Return the results of this rank; the first rank of a node runs the checks of the node."""
     findings = {
         check.name: settle(check, job)
         for check in CHECKS
@@ -193,7 +186,7 @@ def _find_device_type(job: Job) -> str:
 
 @contextlib.contextmanager
 def _only_results_on_stdout() -> Iterator[None]:
-    """Send what libraries print, in Python or in C as NCCL does, to standard error."""
+    """Redirect output of libraries, from Python or C, to standard error."""
     sys.stdout.flush()
     python_stdout, stdout = sys.stdout, os.dup(1)
     os.dup2(2, 1)
@@ -207,11 +200,7 @@ def _only_results_on_stdout() -> Iterator[None]:
 
 
 def _check_data_flags(config: BenchmarkConfig) -> None:
-    """Refuse flags that name no one data source.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
+    """Refuse flags that contradict each other about the data source."""
     if config.data_format != "auto":  # else it is told from the place, which may not answer
         resolve_format(
             data_format=config.data_format,

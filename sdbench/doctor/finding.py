@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# An error is what a job would fail of, or what would make its figures worthless.
+# An error would make a job fail or its figures worthless.
 OK, SKIPPED, WARNING, ERROR = "ok", "skipped", "warning", "error"
 LEVELS = (SKIPPED, OK, WARNING, ERROR)  # from the least to the most severe
 THREAD_NAME = "sdbench-doctor"
@@ -27,16 +27,16 @@ THREAD_NAME = "sdbench-doctor"
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """The job, and what earlier checks have found out about it.
+    """The flags of the job, and the results of earlier checks.
 
     Attributes:
         ranks: The place of this process.
         request: The flags of the job.
-        timeout_s: How long a check may take.
-        gradient_dtype: ``fp32`` or ``bf16``, of the timed all-reduce.
+        timeout_s: Maximum duration of a check.
+        gradient_dtype: ``fp32`` or ``bf16``, for the timed all-reduce.
         link_gbps: Nominal speed of the link between the ranks in Gbit/s, or None.
-        architecture: Set by the check of the model, with the one below.
-        num_trainable: Weights with a gradient.
+        architecture: Set by the check of the model.
+        num_trainable: Weights with a gradient, set by the check of the model.
         plan: Set by the check of the plan.
     """
 
@@ -80,7 +80,7 @@ class Finding(NamedTuple):
 
 
 def join(seen: Iterable[tuple[str, str]], *, advice: str) -> Finding:
-    """Combine all that a check has yielded into one finding of the worst level."""
+    """Combine the results of a check into one finding of the most severe level."""
     worst_first = sorted(seen, key=lambda one: -LEVELS.index(one[0]))
     level = worst_first[0][0]
     found = "; ".join(text for _, text in worst_first)
@@ -109,11 +109,9 @@ def describe(problem: Exception) -> str:
 
 
 def bounded(work: Callable[[], T], *, timeout_s: float) -> T:
-    """Do work in a thread, and give it up after a while; see `is_stuck`.
+    """Run work in a thread and raise its exception, or TimeoutError if it takes too long.
 
-    Raises:
-        TimeoutError: It has not ended in time. Its thread goes on.
-        Exception: What it raised.
+    After a timeout the thread continues; see `is_stuck`.
     """
     results: list[T] = []
     problems: list[Exception] = []
@@ -135,10 +133,10 @@ def bounded(work: Callable[[], T], *, timeout_s: float) -> T:
 
 
 def is_stuck() -> bool:
-    """Whether a check that was given up still runs."""
+    """Return True if a check continues after its timeout."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def show_gib(num_bytes: float) -> str:
-    """A size of memory or of a disk."""
+    """Format a size of memory or of a disk."""
     return f"{num_bytes / BYTES_PER_GIB:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Checks of the GPUs by NVML, which opens no context: what is seen on a GPU belongs to others."""
+"""Checks of the GPUs by NVML. It opens no context, so processes on a GPU are those of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL_DRIVER = Path("/sys/module/nvidia/version")
 MAX_SHARE_OF_OTHERS = 0.05
 # A CUDA context alone takes about half of this.
 MAX_IDLE_GIB = 1.0
-# How CUDA_VISIBLE_DEVICES says that there is none; the last one is Slurm's.
+# Values of CUDA_VISIBLE_DEVICES without a device; the last one is Slurm's.
 NO_DEVICE = ("", "-1", "NoDevFiles")
 # nvml.h, NVML_NVLINK_VERSION_5_0 (Blackwell). Data sheets: 18 links of B200 carry 900 GB/s in one
 # direction, 18 of H100 450, 12 of A100 300, 6 of V100 150.
@@ -34,24 +34,24 @@ class Gpu:
         self.name: str = nvml.nvmlDeviceGetName(handle)
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of ``nvmlDeviceGet<name>``, or None where NVML has none."""
+        """Return the answer of ``nvmlDeviceGet<name>``, or None without one."""
         return ask(self._nvml, f"nvmlDeviceGet{name}", self._handle, *arguments)
 
     def read_memory_gib(self) -> tuple[float, float]:
-        """Used and total memory."""
+        """Return used and total memory."""
         # The second version does not count what the driver keeps for itself.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         memory = self.ask("MemoryInfo", version) or self.ask("MemoryInfo")
         return memory.used / BYTES_PER_GIB, memory.total / BYTES_PER_GIB
 
     def count_links(self) -> int:
-        """Active NVLink connections."""
+        """Return the number of active NVLink connections."""
         links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
         return sum(bool(self.ask("NvLinkState", link)) for link in links)
 
 
 def read_gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA, none behind one that is not there."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES; like CUDA, only those before one that is missing."""
     nvml, gpus = open_nvml(), []
     if nvml is None:
         return []
@@ -66,13 +66,13 @@ def read_gpus() -> list[Gpu]:
 
 
 def describe_gpus(gpus: Sequence[Gpu]) -> str:
-    """GPUs by model, e.g. ``8 x NVIDIA H200``."""
+    """Describe GPUs by model, e.g. ``8 x NVIDIA H200``."""
     counts = Counter(gpu.name for gpu in gpus)
     return ", ".join(f"{number} x {name}" for name, number in counts.items()) or "no GPU"
 
 
 def nvlink_gb_per_s() -> float | None:
-    """Nominal speed of a GPU's NVLink in GB/s and one direction; None without NVLink."""
+    """Return the nominal GB/s of a GPU's NVLink in one direction; None without NVLink."""
     gpus = read_gpus()
     num_links = min((gpu.count_links() for gpu in gpus), default=0)
     if not num_links:
@@ -82,7 +82,7 @@ def nvlink_gb_per_s() -> float | None:
 
 
 def check_driver(job: Job) -> Seen:
-    """Whether torch and the driver go together."""
+    """Check that torch can use the driver."""
     nvml = open_nvml()
     if nvml is None and KERNEL_DRIVER.exists():
         version = KERNEL_DRIVER.read_text().strip()
@@ -105,7 +105,7 @@ def check_driver(job: Job) -> Seen:
 
 
 def check_gpus(job: Job) -> Seen:
-    """Whether all GPUs are there, and no other process is on them."""
+    """Check that all GPUs are present and free of other processes."""
     gpus = read_gpus()
     yield OK if gpus else SKIPPED, describe_gpus(gpus)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -134,7 +134,7 @@ def check_gpus(job: Job) -> Seen:
 
 
 def check_gpu_health(job: Job) -> Seen:
-    """Whether the GPUs have no memory errors, run at full clocks, and are not split."""
+    """Check memory errors, clocks, MIG and persistence mode of the GPUs."""
     gpus = read_gpus()
     yield OK if gpus else SKIPPED, "ECC errors, clocks, MIG, persistence" if gpus else "no GPU"
     for gpu in gpus:
@@ -152,7 +152,7 @@ def check_gpu_health(job: Job) -> Seen:
 
 
 def check_nvlink(job: Job) -> Seen:
-    """Whether all GPUs of this node have the same number of NVLink connections."""
+    """Check that all GPUs of this node have the same number of NVLink connections."""
     gpus = read_gpus()
     if len(gpus) < 2:
         yield SKIPPED, "fewer than two GPUs"

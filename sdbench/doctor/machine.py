@@ -1,4 +1,4 @@
-"""Checks of a node beside its GPUs and network: software, plan, processors, disks, data."""
+"""Checks of software, plan, processors, disks, data and W&B of a node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOW_FREE_BYTES = 1 * BYTES_PER_GIB
 
 
 def check_software(job: Job) -> Seen:
-    """Whether the packages are there, in the versions pinned for one of the sets of packages."""
+    """Check that the packages have the versions pinned for one of the sets of packages."""
     versions, state = package_versions(), git_state()
     yield OK, ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if state["commit"]:
@@ -63,7 +63,7 @@ def check_software(job: Job) -> Seen:
 
 
 def _read_pins(file: Path) -> dict[str, SpecifierSet]:
-    """The versions that a file of requirements allows, by package; without the file none."""
+    """Read the allowed versions from a file of requirements, by package; {} without the file."""
     from packaging.requirements import Requirement
 
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -72,12 +72,12 @@ def _read_pins(file: Path) -> dict[str, SpecifierSet]:
 
 
 def count_ranks_per_node(job: Job) -> int:
-    """Ranks that the job will have here: one per GPU, even if the doctor has one per node."""
+    """Return the ranks of the job here: one per GPU, even if the doctor has one per node."""
     return max(job.ranks.local_world_size, len(read_gpus()))
 
 
 def check_model(job: Job) -> Seen:
-    """Whether the model can be had, and its files of weights are whole."""
+    """Check that the model is available and its files of weights are complete."""
     from safetensors import safe_open
 
     from sdbench.models.architecture import resolve_architecture
@@ -102,7 +102,7 @@ def check_model(job: Job) -> Seen:
 
 
 def check_plan(job: Job) -> Seen:
-    """Whether the job's flags fit each other and the memory of this node."""
+    """Check that the job's flags fit each other and the memory of this node."""
     from sdbench.measure.hardware import check_gpu_code, inspect_machine
     from sdbench.plan.resolve import resolve
 
@@ -115,7 +115,7 @@ def check_plan(job: Job) -> Seen:
         job.request.config,
         **no_data,
         missing_latents="error",
-        # How long an epoch is the data would tell.
+        # The length of an epoch depends on the data.
         max_duration=None if (duration or "").endswith("ep") else duration,
         results_dir=tempfile.gettempdir(),
     )
@@ -136,7 +136,7 @@ def check_plan(job: Job) -> Seen:
 
 
 def check_processes(job: Job) -> Seen:
-    """Whether ranks and loaders have processors to run on."""
+    """Check that there are enough processors for ranks and loaders."""
     num_cores = num_cpu_cores()
     num_ranks = count_ranks_per_node(job)
     yield WARNING if num_cores < num_ranks else OK, f"{num_cores} cores for {num_ranks} ranks"
@@ -146,14 +146,14 @@ def check_processes(job: Job) -> Seen:
 
 
 def check_shared_memory(job: Job) -> Seen:
-    """Whether batches of the loaders and NCCL fit into /dev/shm, and killed runs left nothing."""
+    """Check that batches and NCCL fit into /dev/shm, without files of killed runs."""
     if not SHARED_MEMORY.is_dir():
         yield SKIPPED, "no /dev/shm on this system"
         return
     usage, needed_bytes = shutil.disk_usage(SHARED_MEMORY), 0
     yield OK, f"{show_gib(usage.free)} of {show_gib(usage.total)} free in /dev/shm"
     if job.plan is not None:
-        # Each worker holds the batches that it prepares and the one just taken, as uint8.
+        # Each worker holds the batches that it prepares and the last one taken, as uint8.
         config, ranks = job.plan.config, job.plan.ranks
         num_batches = config.num_workers * (config.prefetch_factor + 1) * ranks.local_world_size
         num_images = num_batches * config.batch_size // ranks.world_size
@@ -167,7 +167,7 @@ def check_shared_memory(job: Job) -> Seen:
 
 
 def check_disk(job: Job) -> Seen:
-    """Whether records, caches and temporary files can be written."""
+    """Check that records, caches and temporary files can be written."""
     config = job.request.config
     temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     folders = {"TMPDIR": temporary, "XDG_CACHE_HOME": private_folder()}
@@ -189,7 +189,7 @@ def check_disk(job: Job) -> Seen:
 
 
 def check_data(job: Job) -> Seen:
-    """Whether the first sample of each place of the data can be read and decoded."""
+    """Check that the first sample of each place of the data can be read and decoded."""
     from sdbench.data import detect_format
     from sdbench.data.formats.mds_index import parse_streams
 
@@ -206,7 +206,7 @@ def check_data(job: Job) -> Seen:
 
 
 def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
-    """Read and decode the first sample of the data at a place; return a line that says so."""
+    """Read and decode the first sample of the data at a place; return a line about it."""
     from sdbench.data.prepare.rows import describe_source, open_rows
     from sdbench.data.prepare.verify import tell_kind
     from sdbench.data.remote import is_url
@@ -228,7 +228,7 @@ def _read_first_sample(job: Job, place: str, *, data_format: str) -> str:
 
 
 def _find_first_part(place: str, data_format: str) -> str:
-    """The first tar, or the first remote parquet file, of a place; else the place itself."""
+    """Return the first tar or remote parquet file of a place; else the place itself."""
     from sdbench.data.formats.files import find_files
     from sdbench.data.remote import is_url
 
@@ -240,7 +240,7 @@ def _find_first_part(place: str, data_format: str) -> str:
 
 
 def check_wandb(job: Job) -> Seen:
-    """Whether W&B answers, and knows the key that a run would use."""
+    """Check that W&B answers and accepts the key of a run."""
     mode = os.environ.get("WANDB_MODE", "online")
     if job.request.config.wandb_project is None or mode != "online":
         yield SKIPPED, f"no --wandb_project, or WANDB_MODE={mode}: nothing is sent to W&B"

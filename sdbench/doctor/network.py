@@ -18,13 +18,9 @@ EFA = "EFA"
 
 
 class Nic(NamedTuple):
-    """One port of a network card with remote direct memory access.
+    """A port of an RDMA network card; the state is the kernel's, e.g. ``ACTIVE``.
 
-    Attributes:
-        name: Of the device, e.g. ``mlx5_0``.
-        kind: ``EFA``, ``InfiniBand``, ``RoCE`` or the driver's name.
-        state: As the kernel tells it, e.g. ``ACTIVE``.
-        gbps: Its rate in Gbit/s.
+    The kind is ``EFA``, ``InfiniBand``, ``RoCE`` or the driver's name.
     """
 
     name: str
@@ -34,7 +30,7 @@ class Nic(NamedTuple):
 
 
 def read_nics() -> list[Nic]:
-    """All such ports of this node."""
+    """Return all RDMA ports of this node."""
     nics = []
     for port in sorted(SYS_INFINIBAND.glob("*/ports/*")):
         device = port.parents[1]
@@ -49,18 +45,18 @@ def read_nics() -> list[Nic]:
 
 
 def find_active_nics() -> list[Nic]:
-    """The ports that are up."""
+    """Return the ports that are up."""
     return [nic for nic in read_nics() if nic.state == "ACTIVE"]
 
 
 def describe_nics(nics: list[Nic]) -> str:
-    """The ports by kind and rate, e.g. ``32 x EFA 100 Gbit/s``."""
+    """Describe ports by kind and rate, e.g. ``32 x EFA 100 Gbit/s``."""
     counts = Counter(f"{nic.kind} {nic.gbps:g} Gbit/s" for nic in nics)
     return ", ".join(f"{number} x {kind}" for kind, number in counts.items()) or "none"
 
 
 def check_cards(job: Job) -> Seen:
-    """Whether EFA or InfiniBand is there, up, and usable from this container."""
+    """Check that EFA or InfiniBand is present, up, and usable from this container."""
     nics = read_nics()
     if not nics:
         level = WARNING if job.ranks.num_nodes > 1 else SKIPPED

@@ -16,13 +16,7 @@ MIN_TEXT_WIDTH = 40
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What one or more nodes found in the same words.
-
-    Attributes:
-        name: Of the check.
-        nodes: Numbers of the nodes; empty for what was found on all of them together.
-        finding: What was found.
-    """
+    """A finding of a check with the numbers of the nodes; empty: of all nodes together."""
 
     name: str
     nodes: tuple[int, ...]
@@ -31,14 +25,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found.
-
-    Attributes:
-        model_name: What is to be trained.
-        hosts: Host name of each node, for the eyes of the user alone.
-        num_ranks: Ranks that the doctor was started with.
-        lines: The findings, in order.
-    """
+    """The findings in order. Host names are only for the user's terminal."""
 
     model_name: str
     hosts: Sequence[str]
@@ -46,18 +33,18 @@ class Report:
     lines: Sequence[Line]
 
     def counts(self) -> dict[str, int]:
-        """How many lines have each level, the most severe first."""
+        """Return the number of lines of each level, the most severe first."""
         levels = [line.finding.level for line in self.lines]
         return {level: levels.count(level) for level in reversed(LEVELS)}
 
     def exit_code(self, *, strict: bool) -> int:
-        """1 if there is an error, and with `strict` also for a warning; else 0."""
+        """Return 1 if there is an error, or with `strict` a warning; else 0."""
         counts = self.counts()
         return int(counts[ERROR] > 0 or (strict and counts[WARNING] > 0))
 
 
 def merge(nodes: Sequence[Mapping[str, Finding]]) -> list[Line]:
-    """Make lines of each node's findings by check, the same words of several nodes once."""
+    """Make lines from each node's findings by check; equal findings of nodes become one line."""
     numbers_of: dict[tuple[str, Finding], list[int]] = {}
     for name in nodes[0]:
         for number, findings in enumerate(nodes):
@@ -67,7 +54,7 @@ def merge(nodes: Sequence[Mapping[str, Finding]]) -> list[Line]:
 
 
 def to_text(report: Report, *, width: int) -> str:
-    """The report for a terminal of so many columns."""
+    """Format the report for a terminal of this width."""
     head = f"{report.model_name}: ranks {report.num_ranks}, nodes {len(report.hosts)}"
     blocks = _wrap(head, indent="", width=width)
     if len(report.hosts) > 1:
@@ -98,7 +85,7 @@ def _wrap(text: str, *, indent: str, width: int) -> list[str]:
 
 
 def to_json(report: Report, *, strict: bool) -> str:
-    """The report for a script, without any host name."""
+    """Format the report as JSON, without host names."""
     document = {
         "status": ["ok", "error"][report.exit_code(strict=strict)],
         "model_name": report.model_name,
@@ -120,7 +107,7 @@ def to_json(report: Report, *, strict: bool) -> str:
 
 
 def hide_hosts(text: str, hosts: Sequence[str]) -> str:
-    """The text with the number of a node in place of its name, with or without its domain."""
+    """Replace names of nodes, with or without domain, by their numbers."""
     for number, host in enumerate(hosts):
         for name in (host, host.partition(".")[0]):
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"node {number}", text)

@@ -1,7 +1,7 @@
 """Chooses the number of GPUs for a deadline or a budget.
 
 Every GPU count is tried with its fastest micro-batch. With a deadline, the best candidate is the
-cheapest that keeps it; with a budget alone, the fastest within it.
+cheapest that keeps it; with only a budget, the fastest within it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ YES, LIKELY, NO = "yes", "likely", "no"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most days and dollars that a training may take; None for no limit."""
+    """Maximum days and dollars of a training; None for no limit."""
 
     max_days: float | None = None
     max_cost_usd: float | None = None
 
     def kept_by(self, estimate: Estimate) -> str:
-        """Whether an estimate keeps the limits: yes, with its whole interval; likely; or no."""
+        """Return `YES` (with the whole interval), `LIKELY` (with the value) or `NO`."""
         pairs = ((estimate.days_to_train, self.max_days), (estimate.cost_usd, self.max_cost_usd))
         answers = [_is_within(amount, limit) for amount, limit in pairs if limit is not None]
         return next(answer for answer in (NO, LIKELY, YES) if answer in answers)
@@ -32,12 +32,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A number of GPUs to train on.
+    """An estimate for a number of GPUs, with the law's prediction for each stage in order.
 
-    Attributes:
-        estimate: Time, cost and energy.
-        predictions: Prediction of the law for each stage, in order.
-        fits: Whether it keeps the limits: ``yes``, ``likely`` or ``no``.
+    ``fits`` is the answer of `Limits.kept_by`.
     """
 
     estimate: Estimate
@@ -56,21 +53,9 @@ def make_candidates(
     price: Tariff | None = None,
     power: Tariff | None = None,
 ) -> list[Candidate]:
-    """Make a candidate for every GPU count.
+    """Make a candidate for every GPU count, from the law of each resolution.
 
-    Args:
-        recipe: The training.
-        laws: The law of each resolution of the recipe.
-        gpu_counts: GPU counts to try.
-        global_batch: Images of an optimizer step.
-        micro_batches: Micro-batches to choose from; empty for those of the figures.
-        limits: Limits of the training.
-        price: Dollars per GPU-hour.
-        power: Watts per board.
-
-    Raises:
-        ConfigError: If there are more GPUs than images in a step, or the figures have no such
-            micro-batch.
+    Empty `micro_batches` stand for those of the figures.
     """
     candidates = []
     for num_gpus in gpu_counts:
@@ -92,10 +77,7 @@ def make_candidates(
 
 
 def choose_best(candidates: Sequence[Candidate], *, limits: Limits) -> Candidate | None:
-    """The best candidate, or None if none keeps the limits.
-
-    Candidates that keep them with their whole interval come before those that likely do.
-    """
+    """Return the best candidate that keeps the limits, surely or else likely; None if none does."""
     for fits in (YES, LIKELY):
         kept = [candidate for candidate in candidates if candidate.fits == fits]
         if kept and limits.max_days is not None:
@@ -121,4 +103,4 @@ def _is_within(amount: Amount, limit: float) -> str:
     value, _, high = amount
     if value > limit:
         return NO
-    return YES if high <= limit else LIKELY  # an end that is not known is not within
+    return YES if high <= limit else LIKELY  # NaN, an unknown end, is not within

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.report.compare import CompareFlags
-from sdbench.scaling.changes import CHANGES
+from sdbench.scaling.overhead import CHANGES
 from sdbench.settings import request
 from sdbench.settings.kinds import (
     DATE,

@@ -3,7 +3,7 @@
     days = sum over the stages of images / images_per_second / 86,400
     GPU-hours = days x 24 x GPUs, cost = GPU-hours x price, energy = GPU-hours x power of the board
 
-Intervals assume that the throughput of every stage deviates in the same direction.
+Intervals assume that the throughput of all stages deviates in the same direction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdbench.base.errors import ConfigError
 from sdbench.base.yaml_file import read_mapping
 from sdbench.report.figures import find_name
 
-# A number, and the low and the high end of its 95 % interval. NaN: not known, or unbounded.
+# A value and the low and high ends of its 95 % interval. NaN: unknown or unbounded.
 Amount = np.ndarray
 
 SECONDS_PER_DAY = 86_400
@@ -39,15 +39,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A training of one or more stages.
-
-    Attributes:
-        name: Its key in the file of recipes.
-        about: What is trained, in words.
-        source: Where its numbers come from.
-        global_batch: Images of an optimizer step.
-        stages: The stages, in order.
-    """
+    """A training of one or more stages, of which ``about`` says what is trained, in words."""
 
     name: str
     about: str
@@ -58,12 +50,9 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Tariff:
-    """The price or the power of a GPU.
+    """The price of a GPU-hour in dollars or the power of a GPU board in watts.
 
-    Attributes:
-        value: Dollars per GPU-hour, or watts per board.
-        source: Where the value comes from, with a date.
-        others: Names of other rows that apply to this GPU.
+    ``source`` has a date; ``others`` are the names of other rows for this GPU.
     """
 
     value: float
@@ -73,14 +62,14 @@ class Tariff:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A kind of machine.
+    """A kind of machine in the file of prices.
 
     Attributes:
-        name: Its name in the file of prices.
-        num_devices: Trainers or encoders that it holds: its GPUs, or 1 if it computes on the CPU.
-        num_cpu_cores: Cores, which hold a decoder each.
+        name: Its name.
+        num_devices: Trainers or encoders on it: its GPUs, or 1 if it computes on the CPU.
+        num_cpu_cores: Cores; each can run a decoder.
         usd_per_hour: Price of the whole machine.
-        source: Where the price comes from, with a date.
+        source: Source of the price, with a date.
     """
 
     name: str
@@ -96,7 +85,7 @@ class Estimate:
 
     Attributes:
         num_gpus: Number of GPUs.
-        days_to_train: Days of training alone, without interruptions and evaluation.
+        days_to_train: Days of training, without interruptions and evaluation.
         gpu_hours: GPU-hours.
         cost_usd: Dollars; NaN without a price.
         energy_kwh: Energy of the GPU boards alone; NaN without their power.
@@ -110,8 +99,13 @@ class Estimate:
 
 
 def make_amount(value: float, low: float | None = None, high: float | None = None) -> Amount:
-    """A number with the ends of its 95 % interval, or NaN for an end that is not known."""
+    """Make an amount, with NaN for an unknown end of its interval."""
     return np.array([value, low, high], dtype=float)
+
+
+def swap_ends(amount: Amount) -> Amount:
+    """Return the amount with swapped ends, to divide by it."""
+    return amount[[0, 2, 1]]
 
 
 def estimate(
@@ -122,18 +116,7 @@ def estimate(
     price: Tariff | None = None,
     power: Tariff | None = None,
 ) -> Estimate:
-    """Estimate time, cost and energy of a training.
-
-    Args:
-        recipe: The training.
-        rates: Images/s of all GPUs together, by resolution.
-        num_gpus: Number of GPUs.
-        price: Dollars per GPU-hour.
-        power: Watts per board.
-
-    Raises:
-        ConfigError: If a stage has no rate.
-    """
+    """Estimate a training at images/s of all GPUs together, by resolution in pixels."""
     missing = [stage.image_size for stage in recipe.stages if stage.image_size not in rates]
     if missing:
         raise ConfigError(
@@ -143,8 +126,7 @@ def estimate(
             allowed="figures at " + " and ".join(f"{one.image_size} px" for one in recipe.stages),
             flag="TABLE, --images_per_second or --recipe",
         )
-    # The slow end of the rate is the long end of the time.
-    seconds = sum(stage.num_images / rates[stage.image_size][[0, 2, 1]] for stage in recipe.stages)
+    seconds = sum(stage.num_images / swap_ends(rates[stage.image_size]) for stage in recipe.stages)
     days = seconds / SECONDS_PER_DAY
     gpu_hours = days * HOURS_PER_DAY * num_gpus
     return Estimate(
@@ -156,16 +138,9 @@ def estimate(
     )
 
 
-def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
-    """Read one recipe.
-
-    Args:
-        name: Its key, or the beginning of exactly one key.
-        path: YAML file of recipes.
-
-    Raises:
-        ConfigError: If the file cannot be read, or has no such recipe.
-    """
+def load_recipe(name: str, *, path: Path | None = None) -> Recipe:
+    """Read the recipe with this key, or with the only key that begins so, from a YAML file."""
+    path = path or RECIPES_FILE
     content = read_mapping(path, allowed=f"a YAML file like {RECIPES_FILE.name}", flag="--recipes")
     key = find_name(name, list(content), what="there is no such recipe", flag="--recipe")
     try:
@@ -186,21 +161,14 @@ def load_recipe(name: str, *, path: Path = RECIPES_FILE) -> Recipe:
 
 
 def load_price(
-    gpu: str | None, *, chosen: str | None = None, path: Path = PRICES_FILE
+    gpu: str | None, *, chosen: str | None = None, path: Path | None = None
 ) -> Tariff | None:
-    """Read the price of a GPU-hour.
-
-    Args:
-        gpu: Name of the GPU; None if it is not known.
-        chosen: Name of a price, or a number of dollars. None: the first row for this GPU.
-        path: YAML file of prices.
+    """Read the price of a GPU-hour: the one chosen by name or in dollars, or the first for a GPU.
 
     Returns:
-        The price, or None if there is no row for this GPU.
-
-    Raises:
-        ConfigError: If the file cannot be read, or has no price of that name.
+        The price, or None without a row for this GPU.
     """
+    path = path or PRICES_FILE
     if chosen is not None and _is_number(chosen):
         return Tariff(_positive(float(chosen), path=path), "given with --price")
     rows = _load_tariffs(path, "prices", per="GPU-hour", unit="USD", needed=("name",))
@@ -213,31 +181,24 @@ def load_price(
     return _first(rows)
 
 
-def load_power(gpu: str | None, *, path: Path = PRICES_FILE) -> Tariff | None:
+def load_power(gpu: str | None, *, path: Path | None = None) -> Tariff | None:
     """Read the maximum power of a GPU board, in watts; None without a row for this GPU."""
-    rows = _load_tariffs(path, "power", per="GPU board", unit="W")
+    rows = _load_tariffs(path or PRICES_FILE, "power", per="GPU board", unit="W")
     return _first([row for row in rows if _is_for(gpu, row)])
 
 
-def load_machine(name: str, *, flag: str, path: Path = PRICES_FILE) -> Machine:
-    """Read a kind of machine.
-
-    Args:
-        name: Its name, or the beginning of exactly one name.
-        flag: The flag that names it, for errors.
-        path: YAML file of prices.
-
-    Raises:
-        ConfigError: If the file cannot be read, or has no machine of that name.
-    """
+def load_machine(name: str, *, flag: str, path: Path | None = None) -> Machine:
+    """Read the machine with this name, or with the only name that begins so, which a flag gives."""
     needed = ("name", "num_devices", "num_cpu_cores")
-    rows = _load_tariffs(path, "machines", per="machine-hour", unit="USD", needed=needed)
+    rows = _load_tariffs(
+        path or PRICES_FILE, "machines", per="machine-hour", unit="USD", needed=needed
+    )
     by_name = {row["name"]: row for row in rows}
     row = by_name[find_name(name, list(by_name), what="there is no such machine", flag=flag)]
     counts = [row["num_devices"], row["num_cpu_cores"]]
     if not all(type(count) is int and count > 0 for count in counts):
         raise ConfigError(
-            f"the devices or cores of {row['name']} are no whole numbers above 0",
+            f"the devices or cores of {row['name']} are not whole numbers above 0",
             value=counts,
             allowed="num_devices: its GPUs, or 1 if it computes on the CPU; num_cpu_cores",
             flag="--prices",
@@ -257,7 +218,7 @@ def _source_of(row: Mapping[str, Any]) -> str:
 
 
 def _is_for(gpu: str | None, row: dict[str, Any]) -> bool:
-    """Whether a row is for a GPU, which may be named with its machine: ``H100 (p5.48xlarge)``."""
+    """Return True if a row is for a GPU, which may include its machine: ``H100 (p5.48xlarge)``."""
     return gpu is not None and (gpu in row["gpus"] or gpu.split(" (")[0] in row["gpus"])
 
 
@@ -283,7 +244,7 @@ def _load_tariffs(
 def _positive(value: Any, *, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigError(
-            "a price or power is no positive number",
+            "a price or power is not a positive number",
             value=value,
             allowed=f"a number above 0 (in {path.name} or after --price)",
             flag="--prices or --price",

@@ -1,10 +1,10 @@
-"""Predicts what sharing out, or hiding, the overhead of a step gives on more GPUs.
+"""Predicts the gain of sharing or hiding the overhead of a step on more GPUs.
 
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
 
-as `sdbench.statistics.law` has it, but with an overhead that is not fitted: it is put together from
-the phases of a record, and from the time that gradients take between GPUs that it did not have. A
-micro-batch with fewer images than the record's is taken to last as long.
+as in `sdbench.statistics.law`, but the overhead is not fitted: it is the sum of the phases of a
+record and of the communication with GPUs that the record did not have. A micro-batch with fewer
+images than the record's is assumed to take as long.
 """
 
 from __future__ import annotations
@@ -12,41 +12,77 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError
 from sdbench.measure import phases
 from sdbench.report.runs import read_record
-from sdbench.scaling.changes import CHANGES, ENCODERS, Change
-from sdbench.scaling.command_line import OverheadFlags
-from sdbench.scaling.points import phase_seconds, split_batch
+from sdbench.scaling.points import phase_seconds
 from sdbench.settings.kinds import NOT_NEGATIVE_NUMBER
 from sdbench.settings.parallel import NODE_MIB, SEVERAL_NODES_MIB, SHARED, WITHIN_NODE
 from sdbench.statistics.law import Setup, communication_share
 
+if TYPE_CHECKING:  # the flags name the changes below
+    from sdbench.scaling.command_line import OverheadFlags
+
 AS_IT_IS = "as it is, nothing hidden"
 BYTES_PER_MIB = 2**20
-# Phases that every micro-batch goes through; the others count once in a step.
+ENCODERS = (phases.VAE_ENCODE, phases.TEXT_ENCODE)
+# Phases of every micro-batch; the others count once in a step.
 WORK = (*ENCODERS, phases.UNET_FORWARD, phases.BACKWARD)
 UPDATES = (phases.OPTIMIZER, phases.EMA)
 REST = (phases.DATA_WAIT, phases.HOST_TO_DEVICE, phases.OTHER)
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A step that was measured.
+class Change:
+    """A change of the overhead.
 
     Attributes:
-        source: Where its figures are from, in words.
+        shares: The GPUs of a node share optimizer and moving average.
+        halves: Gradients have 16 bits instead of 32.
+        hides_behind: Phases of a micro-batch that overlap with the communication of gradients.
+        hides_rest: Time outside of the device's phases is hidden, as with CUDA graphs.
+    """
+
+    shares: bool = False
+    halves: bool = False
+    hides_behind: tuple[str, ...] = ()
+    hides_rest: bool = False
+
+    def __or__(self, other: Change) -> Change:
+        return Change(
+            self.shares or other.shares,
+            self.halves or other.halves,
+            tuple(dict.fromkeys(self.hides_behind + other.hides_behind)),
+            self.hides_rest or other.hides_rest,
+        )
+
+
+CHANGES = {
+    "shared": Change(shares=True),
+    "16_bit": Change(halves=True),
+    "behind_backward": Change(hides_behind=(phases.BACKWARD,)),
+    "behind_encoders": Change(hides_behind=ENCODERS),
+    "no_rest": Change(hides_rest=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A measured step.
+
+    Attributes:
+        source: Source of its figures, in words.
         micro_batch: Images of a micro-batch.
-        num_micro_batches: Of the step, on one GPU.
-        num_gpus: It was measured on.
-        seconds: Of each phase.
-        num_sharers: GPUs that shared out optimizer and moving average; 1: none did.
-        gradient_bytes: That one GPU has to average with the others.
-        is_16_bit: Whether these are of 16 bits each, and not of 32.
-        bucket_bytes: Of them, what travels in one piece within a node.
-        bucket_bytes_of_nodes: The same between nodes.
+        num_micro_batches: Micro-batches of the step on one GPU.
+        num_gpus: GPUs that it was measured on.
+        seconds: Seconds of each phase.
+        num_sharers: GPUs that shared optimizer and moving average; 1: not shared.
+        gradient_bytes: Bytes that one GPU averages with the others.
+        is_16_bit: True if gradients have 16 bits, False if 32.
+        bucket_bytes: Bytes of a bucket of gradients within a node.
+        bucket_bytes_of_nodes: Bytes of a bucket between nodes.
     """
 
     source: str
@@ -61,30 +97,24 @@ class Step:
     bucket_bytes_of_nodes: float
 
     def of_micro_batch(self, *names: str) -> float:
-        """Seconds of phases in one micro-batch."""
+        """Return the seconds of phases in one micro-batch."""
         return sum(self.seconds[name] for name in names) / self.num_micro_batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How fast GPUs send to each other.
-
-    Attributes:
-        gpus_per_node: GPUs of a node.
-        node_bytes_per_s: What one GPU sends to the others of its node.
-        network_bytes_per_s: What one GPU sends to other nodes.
-    """
+    """Link speeds of GPUs: bytes/s that one GPU sends within its node and to other nodes."""
 
     gpus_per_node: int
     node_bytes_per_s: float
     network_bytes_per_s: float
 
     def transfer_s(self, num_bytes: float, num_gpus: int) -> float:
-        """Seconds to average so many bytes over all GPUs.
+        """Return the seconds to average these bytes over all GPUs.
 
-        Rings within each node sum the bytes and later distribute them; between, each GPU averages
-        its share of them with those of the other nodes that have the same share. Gradients that are
-        summed so and weights that are gathered, as sharing them out has it, take as long.
+        Rings within each node sum the bytes and later distribute them; in between, each GPU
+        averages its share with the GPUs of other nodes that have the same share. Reducing gradients
+        and gathering weights, as with sharded optimizers, takes as long.
         """
         in_node = min(num_gpus, self.gpus_per_node)
         num_nodes = math.ceil(num_gpus / self.gpus_per_node)
@@ -98,12 +128,12 @@ class Forecast:
     """A predicted step.
 
     Attributes:
-        name: Of the change, a key of `CHANGES`, or `AS_IT_IS`: what gradients take between GPUs
-            that were not there is added in full, though DDP and FSDP hide a part of it.
-        is_together: Whether those above it are made as well.
+        name: A key of `CHANGES`, or `AS_IT_IS`: communication with GPUs that the record did not
+            have is added in full, though DDP and FSDP hide a part of it.
+        is_together: True if the changes before it are made as well.
         setup: How the step is divided.
         work_s: Seconds of its micro-batches.
-        overhead_s: Seconds of the overhead by its parts.
+        overhead_s: Seconds of each part of the overhead.
     """
 
     name: str
@@ -126,14 +156,7 @@ class Forecast:
 def forecast(
     step: Step, cluster: Cluster, setups: Sequence[Setup], *, names: Sequence[str]
 ) -> list[Forecast]:
-    """Predict the step as it is, and each change alone and together with those before it.
-
-    Args:
-        step: The step.
-        cluster: The cluster.
-        setups: How the step is divided.
-        names: Keys of `CHANGES`.
-    """
+    """Predict the step as it is, and each named change alone and with the changes before it."""
     found, together = [], Change()
     for name, change in ((AS_IT_IS, Change()), *((name, CHANGES[name]) for name in names)):
         together = together | change
@@ -146,9 +169,8 @@ def forecast(
 
 
 def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> dict[str, float]:
-    """Seconds of each part of the overhead."""
     share = 1.0
-    if change.shares:  # more GPUs than those of a node may share already
+    if change.shares:  # the record may share over more GPUs than a node has
         share = min(1.0, step.num_sharers / min(num_gpus, cluster.gpus_per_node))
     rest_s = 0.0 if change.hides_rest else sum(step.seconds[name] for name in REST)
     return {
@@ -160,16 +182,16 @@ def _overhead(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) ->
 
 
 def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> float:
-    """Seconds of the communication that nothing hides."""
+    """Return the seconds of communication that nothing hides."""
     part = 0.5 if change.halves and not step.is_16_bit else 1.0
     num_bytes = part * step.gradient_bytes
     whole_s = cluster.transfer_s(num_bytes, num_gpus)
-    # What was measured, and what the model says of the GPUs that were not there.
+    # The measured time, and by the model that of the GPUs that the record did not have.
     added_s = max(0.0, whole_s - cluster.transfer_s(num_bytes, step.num_gpus))
     unhidden_s = part * step.seconds[phases.GRADIENT_COMMUNICATION] + added_s
     if not change.hides_behind:
         return unhidden_s
-    # The first piece is there when its gradients are, and the last one leaves when all are done.
+    # The first bucket is sent when its gradients are ready, the last one after the backward pass.
     has_nodes = num_gpus > cluster.gpus_per_node
     bucket_bytes = step.bucket_bytes_of_nodes if has_nodes else step.bucket_bytes
     piece = min(1.0, bucket_bytes / num_bytes)
@@ -182,14 +204,10 @@ def _exposed(step: Step, cluster: Cluster, change: Change, *, num_gpus: int) -> 
 
 
 def read_step(arguments: OverheadFlags) -> Step:
-    """The step of a record, or of the phases that are given.
-
-    Raises:
-        ConfigError: There is neither or both, or a record has no phases.
-    """
+    """Read the step of a record, or of the phases that are given."""
     if (arguments.record is None) == (not arguments.phases):
         raise ConfigError(
-            "the overhead is that of one record, or of phases that are given",
+            "the overhead comes either from a record or from phases that are given",
             value="both" if arguments.phases else "neither",
             allowed="one of the two",
             flag="--record or --phases",
@@ -228,7 +246,7 @@ def read_step(arguments: OverheadFlags) -> Step:
 
 
 def _count_sharers(record: Mapping[str, Any]) -> int:
-    """GPUs among which a run has shared out its optimizer."""
+    """Return the number of GPUs that shared the optimizer of a run."""
     sharding, ranks = record["config"].get("sharding"), record["ranks"]
     if sharding not in SHARED:
         return 1
@@ -243,14 +261,14 @@ def _given_step(arguments: OverheadFlags) -> Step:
         seconds = {}
     if len(seconds) < len(given) or not seconds.keys() <= set(phases.PHASES):
         raise ConfigError(
-            "the phases of a step are not given as such",
+            "the phases of a step cannot be read",
             value=" ".join(arguments.phases),
             allowed="PHASE=MILLISECONDS, each once, of " + ", ".join(phases.PHASES),
             flag="--phases",
         )
     if phases.BACKWARD not in seconds or arguments.micro_batch is None:
         raise ConfigError(
-            "a step has a backward pass of so many images",
+            "a step needs a backward pass and the images of its micro-batch",
             value=" ".join(arguments.phases),
             allowed=f"{phases.BACKWARD}=MILLISECONDS and the images of a micro-batch",
             flag="--phases and --micro_batch",
@@ -269,40 +287,8 @@ def _given_step(arguments: OverheadFlags) -> Step:
     )
 
 
-def make_setups(step: Step, counts: Sequence[int], arguments: OverheadFlags) -> list[Setup]:
-    """How a step is divided on each number of GPUs.
-
-    Raises:
-        ConfigError: There is no batch or there are two, or a GPU would have no image.
-    """
-    if (arguments.global_batch is None) == (arguments.device_batch is None):
-        raise ConfigError(
-            "the batch is either the same for all numbers of GPUs or grows with them",
-            value="neither" if arguments.global_batch is None else "both",
-            allowed="one of the two",
-            flag="--global_batch or --device_batch",
-        )
-    return [
-        Setup(num_gpus, arguments.device_batch, step.micro_batch)
-        if arguments.device_batch is not None
-        else split_batch(
-            global_batch=arguments.global_batch, num_gpus=num_gpus, micro_batch=step.micro_batch
-        )
-        for num_gpus in sorted(counts)
-    ]
-
-
-def make_cluster(arguments: OverheadFlags) -> Cluster:
-    """The cluster of the flags."""
-    return Cluster(
-        arguments.gpus_per_node,
-        arguments.node_gb_per_s * 1e9,
-        arguments.network_gb_per_s * 1e9,
-    )
-
-
 def describe(step: Step, cluster: Cluster, setups: Sequence[Setup]) -> list[str]:
-    """Lines on what the forecasts rest on."""
+    """Return lines about the figures and assumptions of the forecasts."""
     first = setups[0]
     parts = ", ".join(f"{name} {1000 * value:.3g}" for name, value in step.seconds.items() if value)
     lines = [
@@ -314,13 +300,13 @@ def describe(step: Step, cluster: Cluster, setups: Sequence[Setup]) -> list[str]
     ]
     if any(setup.device_batch % step.micro_batch for setup in setups):
         lines.append(
-            f"a micro-batch of fewer images than {step.micro_batch} is taken to last as long"
+            f"a micro-batch of fewer images than {step.micro_batch} is assumed to take as long"
         )
     return lines
 
 
 def efficiency(one: Forecast, forecasts: Sequence[Forecast]) -> float:
-    """Images/s per GPU over those of the same changes on the fewest GPUs."""
+    """Return images/s per GPU over those of the same changes on the fewest GPUs."""
     first = next(
         other
         for other in forecasts

@@ -1,4 +1,4 @@
-"""Reads figures of one kind of GPU and one kind of work from tables, records and flags."""
+"""Reads figures of one kind of GPU and work from tables, records and flags, and divides steps."""
 
 from __future__ import annotations
 
@@ -33,24 +33,17 @@ Rates = dict[int, dict[int, Amount]]
 # Figures that differ in one of these columns follow different laws.
 KIND_OF_WORK = ("gpu", "latents", "precision", "ema", "model", "preset", "engine")
 IMAGE_SIZE = "image_size"
-# Seconds of a step that waits for gradients: what the backward pass does not hide.
+# Seconds of a step that wait for gradients: communication that the backward pass does not hide.
 COMMUNICATION_S = "gradient_communication_s"
 MODELLED = "modelled"
 MAX_COUNTS = 1000
 
 
 def read_rows(paths: Sequence[Path], *, where: Sequence[str], required: Sequence[str]) -> list[Row]:
-    """Read the rows that have a figure and meet the conditions, each run once.
+    """Read the rows with a figure that meet conditions ``COLUMN=VALUE``, each run once.
 
-    Args:
-        paths: Tables in CSV, and folders of runs, whose row also has the seconds of a step that
-            waits for gradients.
-        where: Conditions of the form ``COLUMN=VALUE``.
-        required: Columns that every table must have.
-
-    Raises:
-        ConfigError: If a file cannot be read, lacks a column, a figure stands twice, or no row is
-            left.
+    Paths are CSV tables with the required columns, and folders of runs. The row of a run also has
+    the seconds of a step that wait for gradients.
     """
     rows = mark_copies(
         row
@@ -80,7 +73,7 @@ def _row_of_run(folder: Path) -> Row:
     record = read_record(folder, flag="TABLE")
     if kind_of(record) != BENCHMARK:
         raise ConfigError(
-            "a run that is no measurement of training has no figure for the law",
+            "a run that does not measure training has no figure for the law",
             value=f"{folder}: {kind_of(record)}",
             allowed="runs of benchmark.py",
             flag="TABLE",
@@ -93,9 +86,9 @@ def _row_of_run(folder: Path) -> Row:
 
 
 def phase_seconds(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Seconds of each phase of a measured step; None if a run was not profiled.
+    """Return the seconds of each phase of a measured step; None if the run was not profiled.
 
-    The clock of the phases makes a step slower. Their shares of it are those of a measured step.
+    Timing the phases makes a step slower, so their shares are scaled to a measured step.
     """
     summary = record["summary"] or {}
     breakdown = summary.get("breakdown")
@@ -108,7 +101,7 @@ def phase_seconds(record: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _check_each_once(rows: Sequence[Row]) -> None:
-    """Refuse a figure that stands twice: the law would take it for two. Runs are known by name."""
+    """Refuse a repeated figure, which the law would count twice."""
     seen = set()
     for row in rows:
         cells = frozenset((column, cell) for column, cell in row.items() if cell is not None)
@@ -124,11 +117,7 @@ def _check_each_once(rows: Sequence[Row]) -> None:
 
 
 def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -> None:
-    """Refuse rows that differ in a column. Empty cells do not count.
-
-    Raises:
-        ConfigError: If one of the columns has two values.
-    """
+    """Refuse rows that differ in one of the columns. Empty cells do not count."""
     for column in columns:
         values = known_values(rows, column)
         if len(values) > 1:
@@ -141,19 +130,14 @@ def check_one_kind(rows: Sequence[Row], columns: Sequence[str] = KIND_OF_WORK) -
 
 
 def known_values(rows: Sequence[Row], column: str) -> list[Any]:
-    """The distinct values of a column without empty cells."""
+    """Return the distinct values of a column without empty cells."""
     return list(dict.fromkeys(row[column] for row in rows if row.get(column) is not None))
 
 
 def make_points(rows: Sequence[Row], *, micro_batch: int | None = None) -> list[Point]:
-    """Make the points that a law is fitted to. Modelled rows are left out.
+    """Make points for a law from rows of one kind of work and one image size.
 
-    Args:
-        rows: Rows of one kind of work and one image size.
-        micro_batch: Micro-batch of the rows that have none.
-
-    Raises:
-        ConfigError: If a row has no batch or no micro-batch, or its communication is no time.
+    Modelled rows are left out. `micro_batch` is that of rows without one.
     """
     return [
         Point(
@@ -174,7 +158,7 @@ def _communication_s(row: Row) -> float | None:
     if isinstance(value, int | float) and 0 <= value < step_time_s:
         return float(value)
     raise ConfigError(
-        "the seconds of a step that waits for gradients are no part of it",
+        "the seconds that a step waits for gradients are not a part of the step",
         value=as_text(value),
         allowed=f"0 to {step_time_s:.4g}, the whole step (num_gpus {row['num_gpus']})",
         flag=f"the column {COMMUNICATION_S}",
@@ -182,11 +166,7 @@ def _communication_s(row: Row) -> float | None:
 
 
 def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
-    """Divide a global batch so that every GPU has the same number of images; the rest is dropped.
-
-    Raises:
-        ConfigError: If there are more GPUs than images.
-    """
+    """Divide a global batch evenly among GPUs; the remainder is dropped."""
     if global_batch < num_gpus:
         raise ConfigError(
             "a GPU would have no image in a step",
@@ -195,6 +175,30 @@ def split_batch(*, global_batch: int, num_gpus: int, micro_batch: int) -> Setup:
             flag="--num_gpus and --global_batch",
         )
     return Setup(num_gpus, global_batch // num_gpus, micro_batch)
+
+
+def make_setups(
+    gpu_counts: str, *, global_batch: int | None, device_batch: int | None, micro_batch: int
+) -> list[Setup]:
+    """Divide a step among each number of GPUs, in ascending order.
+
+    Either the global batch is fixed (strong scaling) or the batch of each GPU (weak scaling).
+    """
+    if (global_batch is None) == (device_batch is None):
+        raise ConfigError(
+            "the batch is either the same for all numbers of GPUs or grows with them",
+            value="neither"
+            if global_batch is None
+            else f"--global_batch {global_batch} --device_batch {device_batch}",
+            allowed="one of the two",
+            flag="--global_batch or --device_batch",
+        )
+    return [
+        Setup(num_gpus, device_batch, micro_batch)
+        if global_batch is None
+        else split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
+        for num_gpus in sorted(parse_counts(gpu_counts, flag="--num_gpus"))
+    ]
 
 
 def _make_setup(row: Row, *, micro_batch: int | None) -> Setup:
@@ -225,15 +229,7 @@ def _missing(row: Row, column: str, *, flag: str) -> ConfigError:
 
 
 def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
-    """Parse the throughput given on the command line.
-
-    Args:
-        texts: Texts of the form ``IMAGE_SIZE=IMAGES_PER_SECOND``.
-        gpu_counts: The number of GPUs, as the only item.
-
-    Raises:
-        ConfigError: If a text has another form, or there are several numbers of GPUs or none.
-    """
+    """Parse texts ``IMAGE_SIZE=IMAGES_PER_SECOND`` of one number of GPUs."""
     given = parse_conditions(texts, flag="--images_per_second")
     try:
         rates = {int(size): make_amount(float(rate)) for size, rate in given.items()}
@@ -241,14 +237,14 @@ def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
         rates = {}
     if not rates or not all(rate[0] > 0 and is_bounded(rate[0]) for rate in rates.values()):
         raise ConfigError(
-            "a throughput is no number",
+            "a throughput is not a number",
             value=" ".join(texts),
             allowed="IMAGE_SIZE=IMAGES_PER_SECOND of all GPUs together, e.g. 256=1100 512=290",
             flag="--images_per_second",
         )
     if len(gpu_counts) != 1:
         raise ConfigError(
-            "a throughput that is given is that of one number of GPUs",
+            "a given throughput is for one number of GPUs",
             value=list(gpu_counts),
             allowed="one number",
             flag="--num_gpus",
@@ -259,20 +255,11 @@ def parse_rates(texts: Sequence[str], *, gpu_counts: Sequence[int]) -> Rates:
 def find_rates(
     rows: Sequence[Row], sizes: Collection[int], *, gpu_counts: Sequence[int]
 ) -> tuple[Rates, list[str]]:
-    """Find the throughput at each resolution in a table.
-
-    Args:
-        rows: Figures of one kind of work, of any resolution.
-        sizes: The resolutions that are needed, in pixels.
-        gpu_counts: Numbers of GPUs to use; empty for all in the table.
+    """Find the throughput at each resolution, in pixels, for each number of GPUs; empty: for all.
 
     Returns:
         The rates for each number of GPUs with all resolutions, or for every number if none has all;
         and a line about each number of GPUs that is left out.
-
-    Raises:
-        ConfigError: If there is no such number of GPUs, or a resolution has several figures that
-            are not runs of one configuration.
     """
     by_gpus = group(
         [row for row in rows if not gpu_counts or row["num_gpus"] in gpu_counts],
@@ -280,7 +267,7 @@ def find_rates(
     )
     if not by_gpus:
         raise ConfigError(
-            "no figure is of so many GPUs",
+            "no figure has this number of GPUs",
             value=list(gpu_counts),
             allowed=", ".join(map(as_text, known_values(rows, "num_gpus"))),
             flag="--num_gpus; python -m sdbench scaling predict makes figures of others",
@@ -300,7 +287,7 @@ def find_rates(
 
 
 def rate_of(rows: Sequence[Row]) -> Amount:
-    """Images/s of one configuration, with a between-runs interval of three or more runs."""
+    """Return images/s of one configuration, with a between-runs interval for three or more runs."""
     check_one_kind(rows, ("kind", "micro_batch", "global_batch"))
     figures = [float(row["images_per_second"]) for row in rows]
     if len(rows) == 1:
@@ -313,16 +300,12 @@ def rate_of(rows: Sequence[Row]) -> Amount:
 
 
 def parse_counts(text: str, *, flag: str) -> list[int]:
-    """Parse GPU counts: ``8,16,32``, or ``8,16,...,512``, which continues by factor or difference.
-
-    Raises:
-        ConfigError: If the text has another form.
-    """
+    """Parse ``8,16,32``, or ``8,16,...,512``, which continues by a factor of 2 or a difference."""
     try:
         return _expand(text.split(","))
     except ValueError:
         raise ConfigError(
-            "these are no GPU counts",
+            "GPU counts cannot be read",
             value=text,
             allowed=f"whole numbers above 0, e.g. 8,16,64 or 8,16,...,512; at most {MAX_COUNTS} of "
             f"them, up to {MAX_COUNT:,}",

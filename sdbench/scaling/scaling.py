@@ -26,7 +26,6 @@ from sdbench.scaling.command_line import (
 )
 from sdbench.scaling.cost import (
     PRICES_FILE,
-    RECIPES_FILE,
     Recipe,
     Tariff,
     estimate,
@@ -45,27 +44,17 @@ from sdbench.scaling.points import (
     find_rates,
     known_values,
     make_points,
+    make_setups,
     parse_counts,
     parse_rates,
     read_rows,
-    split_batch,
 )
 from sdbench.scaling.worker_rates import read_worker_rates
-from sdbench.statistics.law import MAX_MEAN_ERROR, Setup, StepLaw, fit_law
+from sdbench.statistics.law import MAX_MEAN_ERROR, StepLaw, fit_law
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the commands.
-
-    Args:
-        argv: The command and its arguments.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: If the figures do not suffice, or the flags contradict each other.
-    """
+    """Run the command that `argv` names and return its exit code."""
     command, arguments = parse(argv)
     commands = {
         "fit": run_fit,
@@ -93,10 +82,13 @@ def run_predict(arguments: PredictFlags) -> int:
     law = _fit_to_predict(rows, arguments)
     micro_batch = _one_micro_batch(law, arguments)
     global_batch = _global_batch(rows, arguments)
-    predictions = [
-        law.predict(_setup(num_gpus, global_batch, arguments.device_batch, micro_batch))
-        for num_gpus in sorted(parse_counts(arguments.num_gpus, flag="--num_gpus"))
-    ]
+    setups = make_setups(
+        arguments.num_gpus,
+        global_batch=global_batch,
+        device_batch=arguments.device_batch,
+        micro_batch=micro_batch,
+    )
+    predictions = [law.predict(setup) for setup in setups]
     kind = (
         f"weak scaling: {arguments.device_batch} images of each GPU in a step"
         if global_batch is None
@@ -115,9 +107,16 @@ def run_predict(arguments: PredictFlags) -> int:
 
 def run_overhead(arguments: OverheadFlags) -> int:
     """Print what changes of the overhead give, and write it to the file of --out."""
-    step, cluster = overhead.read_step(arguments), overhead.make_cluster(arguments)
-    counts = parse_counts(arguments.num_gpus, flag="--num_gpus")
-    setups = overhead.make_setups(step, counts, arguments)
+    step = overhead.read_step(arguments)
+    cluster = overhead.Cluster(
+        arguments.gpus_per_node, arguments.node_gb_per_s * 1e9, arguments.network_gb_per_s * 1e9
+    )
+    setups = make_setups(
+        arguments.num_gpus,
+        global_batch=arguments.global_batch,
+        device_batch=arguments.device_batch,
+        micro_batch=step.micro_batch,
+    )
     forecasts = overhead.forecast(step, cluster, setups, names=arguments.changes)
     print(answers.format_lines(overhead.describe(step, cluster, setups)))
     print(f"\n{answers.format_forecasts(forecasts)}")
@@ -128,7 +127,7 @@ def run_overhead(arguments: OverheadFlags) -> int:
 
 def run_cost(arguments: CostFlags) -> int:
     """Print time, cost and energy of a recipe, and write them to the file of --out."""
-    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
     rows = [] if arguments.images_per_second else _read(arguments)
     check_one_kind(rows)
     gpu = arguments.gpu or _only(rows, "gpu")
@@ -155,7 +154,7 @@ def run_cost(arguments: CostFlags) -> int:
 
 def run_plan(arguments: PlanFlags) -> int:
     """Print the candidates for a training, and which of them to take."""
-    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
     limits = _limits(arguments)
     rows = _read(arguments)
     check_one_kind(rows)
@@ -163,7 +162,7 @@ def run_plan(arguments: PlanFlags) -> int:
     price, power = _tariffs(gpu, arguments)
     if limits.max_cost_usd is not None and price is None:
         raise ConfigError(
-            "a sum is set and the price of this GPU is not known",
+            "a maximum cost is set and the price of this GPU is unknown",
             value=gpu,
             allowed="a GPU with a row under prices, or a price",
             flag=f"--price, or a row for it in {(arguments.prices or PRICES_FILE).name}",
@@ -195,32 +194,29 @@ def run_plan(arguments: PlanFlags) -> int:
 
 def run_machines(arguments: MachinesFlags) -> int:
     """Print the machines that a training takes, by where its pictures are encoded."""
-    recipe = load_recipe(arguments.recipe, path=arguments.recipes or RECIPES_FILE)
+    recipe = load_recipe(arguments.recipe, path=arguments.recipes)
     rates = read_worker_rates(arguments, {stage.image_size for stage in recipe.stages})
-    prices = arguments.prices or PRICES_FILE
-    trainer, encoder = (
-        load_machine(getattr(arguments, name), flag=f"--{name}", path=prices)
-        for name in ("trainer_machine", "encoder_machine")
-    )
-    decoder = arguments.decoder_machine and load_machine(
-        arguments.decoder_machine, flag="--decoder_machine", path=prices
-    )
+    names = ("trainer_machine", "encoder_machine", "decoder_machine")
+    machines = {
+        name: load_machine(chosen, flag=f"--{name}", path=arguments.prices) if chosen else None
+        for name in names
+        for chosen in [getattr(arguments, name)]
+    }
     fleet = Fleet(
         num_trainers=arguments.num_trainers,
         scaling_efficiency=arguments.scaling_efficiency,
         margin=arguments.margin,
-        trainer_machine=trainer,
-        encoder_machine=encoder,
-        decoder_machine=decoder,
+        **machines,
         num_encoders=arguments.num_encoders,
         num_decoders=arguments.num_decoders,
     )
     feedings = [plan_feeding(stage, rates, fleet) for stage in recipe.stages]
-    ways = plan_jobs(recipe, rates, fleet, num_dataset_images=arguments.num_dataset_images)
+    num_dataset_images = arguments.num_dataset_images
+    ways = plan_jobs(recipe, rates, fleet, feedings, num_dataset_images=num_dataset_images)
     terabytes = latents_in_terabytes(
         recipe,
         text_embedding_dim=arguments.text_embedding_dim,
-        num_dataset_images=arguments.num_dataset_images,
+        num_dataset_images=num_dataset_images,
     )
     lines = [*answers.describe_recipe(recipe), *machine_answers.describe_fleet(fleet)]
     print(answers.format_lines([*lines, *machine_answers.describe_rates(rates)]))
@@ -235,8 +231,8 @@ def run_machines(arguments: MachinesFlags) -> int:
 
 def _tariffs(gpu: str | None, arguments: RecipeFlags) -> tuple[Tariff | None, Tariff | None]:
     """Price and power of a GPU."""
-    path = arguments.prices or PRICES_FILE
-    return load_price(gpu, chosen=arguments.price, path=path), load_power(gpu, path=path)
+    price = load_price(gpu, chosen=arguments.price, path=arguments.prices)
+    return price, load_power(gpu, path=arguments.prices)
 
 
 def _read(arguments: TableFlags) -> list[Row]:
@@ -302,23 +298,13 @@ def _one_micro_batch(law: StepLaw, arguments: FitFlags) -> int:
 
 
 def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
-    """The global batch of strong scaling; None for weak scaling."""
-    if arguments.device_batch is not None:
-        if arguments.global_batch is not None:
-            raise ConfigError(
-                "the batch is either the same for all numbers of GPUs or grows with them",
-                value=f"--global_batch {arguments.global_batch} "
-                f"--device_batch {arguments.device_batch}",
-                allowed="one of the two",
-                flag="--global_batch or --device_batch",
-            )
-        return None
-    if arguments.global_batch is not None:
+    """Return the global batch of strong scaling; None for weak scaling."""
+    if arguments.device_batch is not None or arguments.global_batch is not None:
         return arguments.global_batch
     values = known_values(rows, "global_batch")
     if len(values) != 1:
         raise ConfigError(
-            "the figures do not have one global batch to go on with",
+            "the figures have no common global batch",
             value=", ".join(map(as_text, values)) or "none",
             allowed="a global batch (strong scaling) or images of each GPU (weak scaling)",
             flag="--global_batch or --device_batch",
@@ -327,18 +313,18 @@ def _global_batch(rows: Sequence[Row], arguments: PredictFlags) -> int | None:
 
 
 def _only(rows: Sequence[Row], column: str) -> Any:
-    """The first value of a column; None if the column is empty."""
+    """Return the first value of a column; None if the column is empty."""
     return next(iter(known_values(rows, column)), None)
 
 
 def _rates(rows: Sequence[Row], recipe: Recipe, arguments: CostFlags) -> tuple[Rates, list[str]]:
-    """Images/s by number of GPUs and by resolution, and a line about each number left out."""
+    """Return images/s by number of GPUs and resolution, and a line about each omitted number."""
     counts = parse_counts(arguments.num_gpus, flag="--num_gpus") if arguments.num_gpus else []
     if not arguments.images_per_second:
         return find_rates(rows, {one.image_size for one in recipe.stages}, gpu_counts=counts)
     if arguments.tables:
         raise ConfigError(
-            "a throughput is given and a table too",
+            "both a throughput and a table are given",
             value=" ".join(map(str, arguments.tables)),
             allowed="one of the two",
             flag="TABLE or --images_per_second",
@@ -361,14 +347,6 @@ def _gpu_counts_to_try(arguments: PlanFlags, global_batch: int) -> list[int]:
     return counts
 
 
-def _setup(
-    num_gpus: int, global_batch: int | None, device_batch: int | None, micro_batch: int
-) -> Setup:
-    if global_batch is None:
-        return Setup(num_gpus, device_batch, micro_batch)
-    return split_batch(global_batch=global_batch, num_gpus=num_gpus, micro_batch=micro_batch)
-
-
 def _write(path: Path, rows: Sequence[Row]) -> None:
     print()
     write_out(path, format_csv(rows, columns=tuple(rows[0])))
@@ -382,7 +360,7 @@ def _source_of(rows: Sequence[Row]) -> str:
 def _limits(arguments: PlanFlags) -> Limits:
     if (arguments.max_days, arguments.by, arguments.max_cost) == (None, None, None):
         raise ConfigError(
-            "no limit is given to plan for",
+            "the plan has no limit",
             value="none",
             allowed="a number of days, a date or a sum",
             flag="--max_days, --by or --max_cost",

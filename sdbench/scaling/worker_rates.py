@@ -1,4 +1,4 @@
-"""Images/s of one trainer, encoder or decoder, from records or as given on the command line."""
+"""Reads images/s of one trainer, encoder or decoder from records or from the command line."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ NUMBERS = re.compile(r"([1-9][0-9]*)=([^:]+)(?::([^:]+):([^:]+))?")
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """A worker whose rate is asked for.
+    """A kind of worker with the flag that takes its rates and the programs that measure them.
 
-    Attributes:
-        flag: The flag that takes its rates.
-        measured_by: What measures them, in words.
-        find: The rate that a record has of one such worker, with its interval as records have it;
-            None if it has none.
+    ``find`` returns the rate of one worker in a record with its interval, or None without one.
     """
 
     flag: str
@@ -52,7 +48,7 @@ def _of_trainer(place: str, record: Mapping[str, Any]) -> Any:
 
 def _of_encoder(record: Mapping[str, Any]) -> Any:
     if kind_of(record) == PRECOMPUTE:
-        # With Ray the rate is that of its decoders, encoders and this process together.
+        # With Ray the rate is that of decoders, encoders and the process together.
         if record["config"].get("engine") == RAY:
             return None
         return _of_each(record["summary"], "device")
@@ -62,12 +58,12 @@ def _of_encoder(record: Mapping[str, Any]) -> Any:
 def _of_decoder(record: Mapping[str, Any]) -> Any:
     if kind_of(record) != FEED or record["config"]["latents"] != ONLINE:
         return None
-    # With an emulated step the rate is that of the trainer, and there is none of a core.
+    # With an emulated step the rate is that of the trainer, and the record has none of a core.
     return _of_stage(record, "decoder") or _of_each(record["summary"], "core")
 
 
 def _of_each(summary: Mapping[str, Any], each: str) -> Any:
-    """The rate of all workers over their number."""
+    """Return the rate of one worker, and the interval of all scaled to it."""
     rate, rate_of_each = summary["images_per_second"], summary[f"images_per_second_per_{each}"]
     if rate_of_each is None:
         return None
@@ -77,7 +73,7 @@ def _of_each(summary: Mapping[str, Any], each: str) -> Any:
 
 
 def _of_stage(record: Mapping[str, Any], worker: str) -> Any:
-    """The rate of an actor, by the record of data.py --engine ray."""
+    """Return the rate of an actor in a record of data.py --engine ray."""
     stages = record["summary"].get("ray") if kind_of(record) == FEED else None
     name = f"images_per_second_per_{worker}"
     return (stages[name], stages[f"{name}_interval"]) if stages and stages[name] else None
@@ -104,42 +100,27 @@ WORKERS = (TRAINER, ENCODER, DECODER, ENCODING_TRAINER)
 
 
 def read_worker_rates(arguments: MachinesFlags, sizes: Collection[int]) -> WorkerRates:
-    """The rates of all workers.
-
-    Args:
-        arguments: The flags that give them.
-        sizes: Resolutions that are needed, in pixels.
-
-    Raises:
-        ConfigError: If one cannot be read, or is missing at a resolution.
-    """
-    given = {worker: getattr(arguments, worker.flag.removeprefix("--")) for worker in WORKERS}
-    found = {worker: read_rates(texts, worker) for worker, texts in given.items()}
-    for worker, rates in found.items():
-        if given[worker] and not rates.keys() >= set(sizes):
+    """Read the rates of all workers at these resolutions, in pixels, from their flags."""
+    found = []
+    for worker in WORKERS:
+        texts = getattr(arguments, worker.flag.removeprefix("--"))
+        rates = _read_rates(texts, worker)
+        if texts and not rates.keys() >= set(sizes):
             raise ConfigError(
                 f"{worker.flag} lacks a resolution of the recipe",
                 value=" and ".join(f"{size} px" for size in rates),
                 allowed="rates at " + " and ".join(f"{size} px" for size in sorted(sizes)),
                 flag=worker.flag,
             )
-    return WorkerRates(*found.values())
+        found.append(rates)
+    return WorkerRates(*found)
 
 
-def read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
-    """Images/s of one worker by resolution in pixels, with intervals where they are known.
+def _read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
+    """Read rates by resolution from records, ``SIZE=RATE`` or ``SIZE=RATE:LOW:HIGH``.
 
-    Args:
-        texts: Records, or numbers of the form ``SIZE=RATE`` or ``SIZE=RATE:LOW:HIGH``. Three
-            records or more of a resolution give an interval between runs.
-        worker: The worker.
-
-    Returns:
-        The rates. A record that cannot be read is named on stderr and left out.
-
-    Raises:
-        ConfigError: If a text is neither, a record is not of such a worker, or the rates of a
-            resolution are not those of runs of one configuration.
+    Three or more records of a resolution give an interval between runs. A record that cannot be
+    read is named on stderr and left out.
     """
     rows = [_parse(text, worker) for text in texts]
     files = [Path(text) for text, row in zip(texts, rows, strict=True) if row is None]
@@ -151,7 +132,7 @@ def read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
         configurations = {row[CONFIGURATION] for row in of_size}
         if len(of_size) > 1 and (len(configurations) > 1 or None in configurations):
             raise ConfigError(
-                f"several rates at {size} px are not those of runs of one configuration",
+                f"several rates at {size} px are not from runs of one configuration",
                 value=" ".join(row["source"] for row in of_size),
                 allowed="one rate for each resolution, or runs that differ in nothing",
                 flag=worker.flag,
@@ -160,7 +141,7 @@ def read_rates(texts: Sequence[str], worker: Worker) -> dict[int, Amount]:
 
 
 def _parse(text: str, worker: Worker) -> Row | None:
-    """The row of a rate that is given as numbers; None if the text is none."""
+    """Return the row of a rate that is given as numbers; None for another text."""
     found = NUMBERS.fullmatch(text)
     if not found:
         return None
@@ -173,7 +154,7 @@ def _parse(text: str, worker: Worker) -> Row | None:
         is_right = False
     if not is_right:
         raise ConfigError(
-            "images/s of a worker are no numbers above 0, or do not lie in their interval",
+            "images/s of a worker are not above 0 or not within their interval",
             value=text,
             allowed="SIZE=RATE or SIZE=RATE:LOW:HIGH, e.g. 256=139:135:143, or a record",
             flag=worker.flag,
@@ -184,7 +165,7 @@ def _parse(text: str, worker: Worker) -> Row | None:
 def _find_row(path: Path, record: Mapping[str, Any], worker: Worker) -> Row:
     kind, size = kind_of(record), record["config"]["image_size"]
     found = worker.find(record) if record["status"] == OK else None
-    # A record of several resolutions has their names in a text.
+    # A record of several resolutions has a text here.
     if found is None or not isinstance(size, int):
         raise ConfigError(
             "a record has no rate of such a worker at one resolution",

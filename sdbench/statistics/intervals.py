@@ -1,4 +1,4 @@
-"""Confidence intervals of throughput, and comparisons of sets of runs.
+"""Confidence intervals of throughput, drift of step times, and comparisons of sets of runs.
 
 The run is the unit of replication: an interval from the steps of one run is labelled
 within-run, one from several runs between-runs. A rate is images over time, never a mean of rates.
@@ -17,41 +17,41 @@ MAX_BLOCKS = 20
 MIN_STEPS = 10
 MIN_RUNS = 3
 LEVEL = 0.95
-# A window has settled when its trend changes the step time by no more than 1 % from end to end and
-# no jump by more than 2 %. More is called a change where its interval excludes 0, that of the jump
-# at a level which allows for having looked for the likeliest place.
+# A window has settled if its trend changes the step time by at most 1 % from end to end and a jump
+# by at most 2 %. More is a change only if its interval excludes 0. The level of the jump's interval
+# allows for the search for the likeliest place.
 MAX_TREND = 0.01
 MAX_JUMP = 0.02
 TREND_LEVEL = 0.90
 JUMP_LEVEL = 0.997
-# A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
-# 50 blocks and in 38 % by 25. docs/statistics.md has what is found with the constants of this file.
+# A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows with
+# 50 blocks and in 38 % with 25. docs/statistics.md has the results for the constants of this file.
 MAX_DRIFT_BLOCKS = 50
-# Added to the correlation of n blocks before their drift is judged: 8 / n. Correlation and drift of
-# a few steps look alike: without it a third of the windows of 10 and 20 steps with a correlation
-# of 0.8 are called drifting, and with it 7 and 11 %.
+# Added to the correlation of n blocks before their drift is judged: 8 / n. In a few steps,
+# correlation and drift look alike: without the margin, a third of the windows of 10 and 20 steps
+# with a correlation of 0.8 are called drifting, with it 7 and 11 %.
 DRIFT_CORRELATION_MARGIN = 8
 # hyperfine's bound on the modified z-score, 0.6745 |x - median| / MAD > 10: a distance of more than
 # 14.826 times the median absolute deviation.
 OUTLIER_MADS = 14.826
-# A window that looks precise may have stopped on a lucky stretch, all the more where steps are
-# correlated, so it has to be worth 20 independent ones.
+# A window may look precise because of a lucky stretch, more so if steps are correlated, so it needs
+# the information of 20 independent steps.
 MIN_EFFECTIVE_STEPS = 20
-# Rule of three: what happens in a share p of the steps is missed by n of them with a chance of
+# Rule of three: an event in a share p of the steps is missed by n of them with a probability of
 # (1 - p)^n, which is 5 % at n = 3 / p. After 3 / target steps, doublings of a step that were not
 # seen are too rare to move the mean by more than the target.
 RULE_OF_THREE = 3
-# What a machine does every few seconds (a cron job, a flush of the page cache, a power cap) is to
-# be in the window, however short the steps are.
+# Long enough for events that recur every few seconds: a cron job, a flush of the page cache, power
+# capping.
 MIN_PRECISE_S = 30.0
 MAX_LAG1_CORRELATION = 0.95
-# The correlation of a few steps is itself known badly, and taken too low it makes an interval too
-# narrow. Half a standard error more, 1 / (2 sqrt(n)), brings the coverage of 10 and 20 steps with a
-# correlation of 0.5 from 89 and 92 % to 92 and 94 %, and with 0.8 from 87 and 91 % to 92 and 95 %
-# (tools/simulate_steps.py).
+# A few steps give a poor estimate of the correlation, and an estimate that is too low makes an
+# interval too narrow. Half a standard error more, 1 / (2 sqrt(n)), raises the coverage of 10 and 20
+# steps with a correlation of 0.5 from 89 and 92 % to 92 and 94 %, and with 0.8 from 87 and 91 % to
+# 92 and 95 % (tools/simulate_steps.py).
 CORRELATION_MARGIN = 0.5
-# Two sets of runs on one machine differ by about 1 to 2 % for other reasons (clock, neighbours,
-# page placement), so a smaller difference is not called one.
+# Sets of runs on one machine differ by about 1 to 2 % for other reasons (clock, neighbours, page
+# placement), so a smaller difference is not called one.
 NOISE_THRESHOLD = 0.02
 FASTER = "faster"
 SLOWER = "slower"
@@ -65,7 +65,7 @@ class Interval:
 
     Attributes:
         low: Lower end.
-        high: Upper end; infinity where the data allow no bound.
+        high: Upper end; infinity if the data give no bound.
         level: Confidence level, 0.95.
         kind: ``within-run`` or ``between-runs``.
         num_samples: Number of blocks or runs that it is computed from.
@@ -84,11 +84,12 @@ class Comparison:
 
     Attributes:
         ratio: Geometric-mean rate of the candidate over that of the baseline.
-        interval: Welch t interval of the ratio on logs; None with fewer than two runs on a side.
+        interval: Welch t interval of the ratio on logs; None with fewer than two runs on a side,
+            like the three fields below.
         verdict: ``faster``, ``slower``, ``no difference shown`` or ``not tested``.
-        log_variance: Squared standard error of the logarithm of the ratio; None if not tested.
-        degrees_of_freedom: Of that variance, by Welch and Satterthwaite; None if not tested.
-        p_value: Chance of a difference at least this large if there is none; None if not tested.
+        log_variance: Squared standard error of the logarithm of the ratio.
+        degrees_of_freedom: Welch-Satterthwaite degrees of freedom of that variance.
+        p_value: Probability of a difference at least this large by chance.
     """
 
     ratio: float
@@ -101,12 +102,12 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Steadiness:
-    """Whether a window of steps has settled.
+    """Result of `check_steady`.
 
     Attributes:
-        is_steady: Whether neither trend nor jump is large and beyond noise.
+        is_steady: True if neither trend nor jump is large and beyond noise.
         trend: Change of the fitted line over the window, as a fraction of the mean step time.
-        jump: Mean behind the likeliest place of a jump over that before it, minus 1.
+        jump: Mean after the likeliest place of a jump over the mean before it, minus 1.
     """
 
     is_steady: bool
@@ -115,14 +116,14 @@ class Steadiness:
 
 
 def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) -> Interval | None:
-    """Interval of images/s from the steps of one run, by block means.
+    """Compute the interval of images/s from the steps of one run, by block means.
 
     Consecutive steps are correlated, so an interval over single steps is too narrow. The means of
     at most 20 blocks of consecutive steps are less correlated: a t interval over them is converted
-    to a rate. Where the lag-1 correlation of the steps gives a wider interval, that one is taken,
-    since the means of short blocks are still correlated. Slow outliers are kept, as events whose
-    number is a Poisson variable: one that was seen may as well have been none or five. Of pauses
-    that did not happen in these steps an interval knows nothing.
+    to a rate. The means of short blocks are still correlated, so the interval by the lag-1
+    correlation of the steps is used if it is wider. Slow outliers are kept, as events with a
+    Poisson number: where one was seen, it could have been none or five. The interval cannot cover
+    pauses that did not happen in these steps.
 
     Args:
         step_times_s: Times of the measured steps in order, in seconds.
@@ -144,18 +145,14 @@ def within_run_interval(step_times_s: Sequence[float], *, images_per_step: int) 
 
 
 def num_precise_steps(target: float) -> int:
-    """Number of steps below which no window is called precise, whatever its interval.
-
-    Args:
-        target: As in `is_precise`.
-    """
+    """Return the number of steps that a window needs for the target of `is_precise`."""
     return math.ceil(RULE_OF_THREE / target)
 
 
 def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
-    """Whether the mean step time is known precisely enough to end the window.
+    """Return True if the mean step time is known precisely enough to end the window.
 
-    It takes `num_precise_steps` and `MIN_PRECISE_S`, since a few steps look precise where they have
+    The window needs `num_precise_steps` and `MIN_PRECISE_S`, since a few steps look precise if they
     missed the pauses. Ask at steps that were fixed beforehand, not after every step.
 
     Args:
@@ -173,15 +170,9 @@ def is_precise(step_times_s: Sequence[float], *, target: float) -> bool:
 def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
     """Check whether a window of steps has settled, by its slope and by a jump.
 
-    Both are fitted to block means by least squares, and count only where they exceed the noise that
-    the fit leaves, taken as a first-order autoregression. A slow step between others that are not
-    is a pause and no drift: it counts as the median.
-
-    Args:
-        step_times_s: Times of the steps in order, in seconds.
-
-    Returns:
-        The finding, or None with fewer than 10 steps.
+    Both are fitted to block means by least squares and count only if they exceed the noise of the
+    residuals, a first-order autoregression. A single slow step is a pause, not drift, and counts as
+    the median. Step times are in seconds, in order; with fewer than 10 the result is None.
     """
     if len(step_times_s) < MIN_STEPS:
         return None
@@ -200,20 +191,17 @@ def check_steady(step_times_s: Sequence[float]) -> Steadiness | None:
 
 
 def count_outliers(step_times_s: Sequence[float]) -> int:
-    """Number of steps far from the median. No step is left out for it."""
+    """Count the steps far from the median. They are not removed from any figure."""
     times_s = np.asarray(step_times_s)
     distances = np.abs(times_s - np.median(times_s))
     return int((distances > _outlier_distance(times_s)).sum())
 
 
 def between_runs_interval(rates: Sequence[float]) -> Interval | None:
-    """Interval of the geometric-mean rate of runs: t on the logs of their rates.
-
-    Args:
-        rates: Images/s of each run.
+    """Compute the t interval of the geometric-mean images/s of runs, on the logs of their rates.
 
     Returns:
-        The interval around the geometric mean, or None with fewer than three runs.
+        The interval, or None with fewer than three runs.
     """
     if len(rates) < MIN_RUNS:
         return None
@@ -233,7 +221,7 @@ def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparis
     The verdict is faster or slower only if the 95 % Welch interval excludes 1 and the change is
     more than 2 %. In simulations of runs that differ by 1 % (tests/test_statistics_simulated.py),
     the interval of three runs on each side covers the truth in 96 to 97 %. A pooled variance would
-    cover it in 95 %, but only if both sides vary alike.
+    cover it in 95 %, but only if both sides have the same variance.
 
     Args:
         rates: Images/s of each run of the candidate.
@@ -252,23 +240,18 @@ def compare(rates: Sequence[float], baseline_rates: Sequence[float]) -> Comparis
 
 
 def mean_rate(rates: Sequence[float]) -> float:
-    """Geometric mean of the rates of runs; of a single run, exactly its rate."""
+    """Return the geometric mean of the rates of runs; for a single run, exactly its rate."""
     if len(rates) == 1:
         return rates[0]
     return math.exp(math.fsum(map(math.log, rates)) / len(rates))
 
 
 def geometric_mean(comparisons: Sequence[Comparison]) -> Comparison:
-    """The geometric mean of the ratios of several configurations to their baselines.
+    """Return the geometric mean of the ratios of several configurations to their baselines.
 
-    Its interval covers the variation between runs, and not how the ratios differ: it holds for
-    these configurations and for no others.
-
-    Args:
-        comparisons: At least one comparison; no run may be in two of them.
-
-    Returns:
-        The mean. It is not tested and has no interval if one of the comparisons is not tested.
+    Its interval covers the variation between runs, not that between configurations: it is valid
+    only for these configurations. No run may be in two of the comparisons. If one of them is not
+    tested, neither is the mean.
     """
     mean = float(np.mean([math.log(comparison.ratio) for comparison in comparisons]))
     if any(comparison.interval is None for comparison in comparisons):
@@ -286,13 +269,8 @@ def correct_verdicts(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Correct the verdicts of several comparisons for their number, by Holm's method.
 
     Of m p values in ascending order, the first has to pass 5 %/m, the next 5 %/(m - 1), until one
-    does not pass (Scandinavian Journal of Statistics 6, 1979). Intervals are not changed.
-
-    Args:
-        comparisons: Comparisons, tested or not.
-
-    Returns:
-        The same comparisons, with `NO_DIFFERENCE` for a verdict that does not pass.
+    does not pass (Scandinavian Journal of Statistics 6, 1979). That verdict and those after it
+    become `NO_DIFFERENCE`; intervals do not change.
     """
     corrected = list(comparisons)
     tested = [index for index, one in enumerate(corrected) if one.interval is not None]
@@ -308,13 +286,7 @@ def correct_verdicts(comparisons: Sequence[Comparison]) -> list[Comparison]:
 def _judge(
     difference: float, parts: Sequence[tuple[float, float]], *, num_samples: int
 ) -> Comparison:
-    """Ratio, interval and verdict of a difference of logs.
-
-    Args:
-        difference: The difference.
-        parts: Variance and degrees of freedom of each independent part of it.
-        num_samples: Number of runs on the smaller side.
-    """
+    """Judge a difference of logs from variance and degrees of freedom of its independent parts."""
     from scipy import special
 
     variance = sum(part for part, _ in parts)
@@ -333,20 +305,17 @@ def _judge(
         num_samples=num_samples,
     )
     ratio = math.exp(difference)
+    verdict = FASTER if ratio > 1 else SLOWER
+    if interval.low <= 1 <= interval.high or abs(ratio - 1) <= NOISE_THRESHOLD:
+        verdict = NO_DIFFERENCE
     return Comparison(
         ratio,
         interval,
-        _verdict(ratio, interval),
+        verdict,
         log_variance=variance,
         degrees_of_freedom=degrees,
         p_value=2 * float(special.stdtr(degrees, -distance)),
     )
-
-
-def _verdict(ratio: float, interval: Interval) -> str:
-    if interval.low <= 1 <= interval.high or abs(ratio - 1) <= NOISE_THRESHOLD:
-        return NO_DIFFERENCE
-    return FASTER if ratio > 1 else SLOWER
 
 
 def _outlier_distance(times_s: np.ndarray) -> float:
@@ -354,7 +323,7 @@ def _outlier_distance(times_s: np.ndarray) -> float:
 
 
 def _pauses(step_times_s: Sequence[float]) -> list[np.ndarray]:
-    """The indices of each stretch of consecutive steps that are slow outliers."""
+    """Return the indices of each series of consecutive slow outliers."""
     times_s = np.asarray(step_times_s)
     slow = np.flatnonzero(times_s > np.median(times_s) + _outlier_distance(times_s))
     if not len(slow):
@@ -363,20 +332,20 @@ def _pauses(step_times_s: Sequence[float]) -> list[np.ndarray]:
 
 
 def _likeliest_jump(blocks: np.ndarray) -> int:
-    """The index of the first block behind the jump that leaves the smallest squared residuals.
+    """Return the index of the first block after the jump with the least squared residuals.
 
-    Two blocks or a tenth of all are left at either end.
+    At least two blocks or a tenth of all lie on either side.
     """
     num_blocks = len(blocks)
     margin = max(2, num_blocks // 10)
     places = np.arange(margin, num_blocks - margin + 1)
     before = np.cumsum(blocks - blocks.mean())[places - 1]
-    # The jump takes away the sum of squares between the two stretches.
+    # The jump explains the sum of squares between the two parts.
     return int(places[np.argmax(before**2 / (places * (num_blocks - places)))])
 
 
 def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[float, bool]:
-    """The change of the blocks by a shape of `_ShapeFit`, and whether it is beyond their noise."""
+    """Return the change of the blocks by a shape of `_shape_fit`, and True if it exceeds noise."""
     from scipy import special
 
     fit = _shape_fit(len(blocks), shape)
@@ -394,15 +363,16 @@ def _fit_change(blocks: np.ndarray, shape: str | int, *, level: float) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class _ShapeFit:
-    """The least-squares fit of a level and a shape to blocks, and what correlated noise does to it.
+    """The least-squares fit of a level and a shape to blocks, and the effect of correlated noise.
 
     Attributes:
-        weights: The change by the shape is their product with the blocks, (blocks,).
-        residual_maker: The residuals are its product with the blocks, (blocks, blocks).
-        correlations: Lag-1 correlations of the noise, ascending, for each of which there is:
+        weights: Their product with the blocks is the change by the shape, (blocks,).
+        residual_maker: Its product with the blocks gives the residuals, (blocks, blocks).
+        correlations: Lag-1 correlations of the noise, ascending; the fields below have one value
+            for each of them.
         expected_lag1: Lag-1 correlation of the residuals, which is lower.
         variance_by_power: Variance of the change over the sum of squared residuals.
-        degrees_of_freedom: Of the latter, by Satterthwaite.
+        degrees_of_freedom: Satterthwaite degrees of freedom of that sum.
     """
 
     weights: np.ndarray
@@ -415,7 +385,7 @@ class _ShapeFit:
 
 @functools.cache
 def _shape_fit(num_blocks: int, shape: str | int) -> _ShapeFit:
-    """The fit of ``slope``, from 0 to 1 between the ends, or of a jump by 1 at this index."""
+    """Fit ``slope``, from 0 to 1 between the ends, or a jump by 1 at this index."""
     index = np.arange(num_blocks)
     design = np.ones((num_blocks, 2))
     design[:, 1] = index / (num_blocks - 1) if shape == "slope" else index >= shape
@@ -445,10 +415,10 @@ def _block_means(step_times_s: Sequence[float], *, max_blocks: int = MAX_BLOCKS)
 
 
 def _num_effective(samples: Sequence[float]) -> float:
-    """Number of independent samples with the same error of the mean: n (1 - r) / (1 + r).
+    """Return the number of independent samples with the same error: n (1 - r) / (1 + r).
 
-    r is the lag-1 correlation, taken as that of a first-order autoregression, with Kendall's
-    correction of its bias in short series (Biometrika 41, 1954): E r = rho - (1 + 3 rho) / n.
+    r is the lag-1 correlation of a first-order autoregression, with Kendall's correction of its
+    bias in short series (Biometrika 41, 1954): E r = rho - (1 + 3 rho) / n.
     """
     deviations, num_samples = np.asarray(samples) - np.mean(samples), len(samples)
     power = float(deviations @ deviations)
@@ -463,7 +433,7 @@ def _num_effective(samples: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _MeanStep:
-    """Mean step time with its interval, and the number of blocks behind it."""
+    """Mean step time with its interval, and the number of blocks that it is computed from."""
 
     mean_s: float
     low_s: float
@@ -472,12 +442,12 @@ class _MeanStep:
 
 
 def _mean_step(step_times_s: Sequence[float]) -> _MeanStep:
-    """Mean step time and its interval.
+    """Compute the mean step time and its interval.
 
-    The mean is that of all steps, not of the blocks, which may differ by a step in length. It is
-    the mean of the steps without pauses plus what the pauses add, and the interval of the sum has
-    the distances of both intervals from their values, added as squares (MOVER, Zou and Donner,
-    Statistics in Medicine 27, 2008).
+    The mean is over all steps, not over the blocks, which may differ by a step in length. It is the
+    mean of the steps without pauses plus the time of the pauses; the interval of this sum combines
+    the distances of both intervals from their values as squares (MOVER, Zou and Donner, Statistics
+    in Medicine 27, 2008).
     """
     times_s = np.asarray(step_times_s, dtype=float)
     pauses = _pauses(times_s)
@@ -495,13 +465,10 @@ def _mean_step(step_times_s: Sequence[float]) -> _MeanStep:
 
 
 def _poisson_bounds(sizes: np.ndarray) -> tuple[float, float]:
-    """Bounds of the expected sum of events, whose number is a Poisson variable, from those seen.
+    """Return bounds of the expected sum of a Poisson number of events from their positive sizes.
 
-    The exact bounds of a Poisson count, for the count and size of equal events that have the same
-    sum and the same sum of squares (Fay and Feuer, Statistics in Medicine 16, 1997).
-
-    Args:
-        sizes: Of each event, positive.
+    They are the exact bounds of a Poisson count, for the count and size of equal events with the
+    same sum and the same sum of squares (Fay and Feuer, Statistics in Medicine 16, 1997).
     """
     from scipy import special
 
@@ -514,10 +481,10 @@ def _poisson_bounds(sizes: np.ndarray) -> tuple[float, float]:
 
 
 def _correlated_half_width(step_times_s: Sequence[float]) -> float:
-    """Half-width of a t interval over as many independent steps as these are worth."""
+    """Return the half-width of a t interval over the effective number of independent steps."""
     num_steps, num_effective = len(step_times_s), _num_effective(step_times_s)
     if num_effective == num_steps:
-        return 0.0  # no correlation: the blocks say it all
+        return 0.0  # without correlation the interval of the blocks is right
     standard_error = float(np.std(step_times_s, ddof=1)) / math.sqrt(num_effective)
     return t_quantile(max(1.0, num_effective - 1)) * standard_error
 
@@ -528,7 +495,8 @@ def _mean_and_half_width(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def t_quantile(degrees_of_freedom: float) -> float:
-    """The two-sided quantile of Student's t; scipy.special loads faster than scipy.stats."""
+    """Return the two-sided quantile of Student's t at `LEVEL`."""
+    # scipy.special loads faster than scipy.stats.
     from scipy import special
 
     return float(special.stdtrit(degrees_of_freedom, (1 + LEVEL) / 2))

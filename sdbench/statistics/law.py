@@ -1,4 +1,4 @@
-"""The law of the time of an optimizer step on any number of GPUs.
+"""`fit_law` and `StepLaw`: the time of an optimizer step on any number of GPUs.
 
     step_s = num_micro_batches x time_per_micro_batch_s + overhead_s
     num_micro_batches = ceil(device_batch / micro_batch), device_batch = floor(global_batch / N)
@@ -12,21 +12,21 @@ device_batch x time_per_image_s. Figures of several nodes, if they determine it,
     (N - 1) x latency_per_rank_s, the messages that it waits for one after the other
     (Thakur, Rabenseifner and Gropp, 2005: 2 (p - 1) a + 2 (p - 1) / p x n b for p processes).
 
-Where the seconds of communication that a step waits for are known from the phases of records, they
-are fitted to these terms by themselves, and the law also has the part of the communication that
-hides behind the backward pass of the last micro-batch:
+Where the phases of records tell how long a step waits for communication, those seconds are fitted
+to these terms separately, and the law also has the share of the communication that hides behind the
+backward pass of the last micro-batch:
 
     max(0, (nodes - 1) / nodes - hidden_share) x communication_s.
 
-The interval does not believe that the law is right. It holds for every law with all of these terms,
-none negative, that agrees with the figures (`region`). No more hides than a micro-batch takes,
-hidden_share x communication_s <= time_per_micro_batch_s; where there is a time per image, its part
-of a micro-batch is taken to hide nothing. What no term describes is
-added as Kennedy and O'Hagan (2001, Bayesian calibration of computer models) do: the law is off by a
-factor that changes smoothly, to first order a power of the number of GPUs. Figures stand about a
-doubling apart and are off by the relative error s, so that a power that changes a step by s in a
-doubling passes unseen among them; d doublings beyond them it has changed it by d x s. A figure
-there deviates from the law by s x sqrt(1 + d^2).
+The interval does not assume that the law is right. It covers every law with non-negative constants
+of all these terms that agrees with the figures (`region`). A micro-batch cannot hide more than it
+takes, hidden_share x communication_s <= time_per_micro_batch_s; a time per image, if there is one,
+is assumed to hide nothing. What no term describes is added as in Kennedy and O'Hagan (2001,
+Bayesian calibration of computer models): the law is off by a factor that changes smoothly, to first
+order a power of the number of GPUs. Figures are about a doubling apart and deviate by the relative
+error s, so a power that changes a step by s in a doubling goes unnoticed among them; d doublings
+beyond them it has changed the step by d x s. A figure there deviates from the law by
+s x sqrt(1 + d^2).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LATENCY = "latency per rank"
 ALL_TERMS = (MICRO_BATCH, IMAGE, OVERHEAD, NODE, COMMUNICATION, LATENCY)
 # A constant below this is a rounding error of the fit.
 NO_TIME_S = 1e-9
-# Figures are not known better than this, as a fraction: a fit without any error is none.
+# Relative precision of a figure: a fit without any error would be too good to be true.
 ROUNDING = 1e-6
 # Figures that are off by more on average do not follow the law.
 MAX_MEAN_ERROR = 0.2
@@ -91,13 +91,10 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One figure of a table.
+    """One figure of a table: images/s of all GPUs.
 
-    Attributes:
-        setup: How its step is divided.
-        images_per_second: Measured images/s of all GPUs.
-        communication_s: Seconds of a step that waits for gradients, as its phases have it; None if
-            nobody looked.
+    ``communication_s`` is the part of a step that waits for gradients, in seconds; None if the run
+    was not profiled.
     """
 
     setup: Setup
@@ -119,10 +116,10 @@ class Prediction:
         step_time_s: Seconds of a step.
         images_per_second: Images/s of all GPUs.
         images_per_second_low: Lower end of the 95 % interval of a figure measured there; None if
-            there is no bound but 0.
-        images_per_second_high: Upper end; None if there is no bound.
-        is_extrapolated: Whether it lies beyond the figures: its number of GPUs, images of a GPU or
-            micro-batch, or what they make of the terms together.
+            0 is the only bound.
+        images_per_second_high: Upper end; None without a bound.
+        is_extrapolated: True if GPUs, images of a GPU, micro-batch, or their leverage on all terms
+            lie beyond the figures.
     """
 
     setup: Setup
@@ -161,11 +158,11 @@ class StepLaw:
     notes: tuple[str, ...]
 
     def constant(self, term: str) -> tuple[float, float, float]:
-        """The constant of a term with its 95 % interval in seconds: value, low, high.
+        """Return the constant of a term and the ends of its 95 % interval, in seconds.
 
-        The interval is that of what the constant stands for where the figures were taken. Figures
-        of one micro-batch size do not tell a micro-batch from its images, so that the time per
-        micro-batch has both, and the overhead with communication has that of the most GPUs.
+        The interval covers what the constant stands for where the figures were taken. Figures of
+        one micro-batch size cannot separate a micro-batch from its images, so the time per
+        micro-batch contains both. The overhead with communication contains that of the most GPUs.
         """
         value = self.seconds[self.terms.index(term)]
 
@@ -173,7 +170,7 @@ class StepLaw:
             if term == OVERHEAD_WITH_COMMUNICATION:
                 most = max((point.setup for point in self.points), key=lambda one: one.num_gpus)
                 overhead = np.array([one == OVERHEAD for one in ALL_TERMS], dtype=float)
-                return overhead + _waiting(most, self.gpus_per_node, hidden_share)
+                return overhead + _factors(most, self.gpus_per_node, hidden_share)[1]
             counts = {term: 1.0}
             if term == MICRO_BATCH:
                 counts[COMMUNICATION] = hidden_share
@@ -184,21 +181,21 @@ class StepLaw:
 
     @property
     def micro_batches(self) -> list[int]:
-        """The micro-batch sizes of the points."""
+        """Micro-batch sizes of the points."""
         return sorted({point.setup.micro_batch for point in self.points})
 
     @property
     def mean_error(self) -> float:
-        """The mean of the relative errors at the points, without their signs."""
+        """Mean absolute value of `errors`."""
         return float(np.mean(np.abs(self.errors())))
 
     def step_time_s(self, setup: Setup) -> float:
-        """Seconds of a step by the law, wherever it is."""
-        factors = _work(setup) + _waiting(setup, self.gpus_per_node, self.hidden_share)
+        """Return the seconds of a step by the law."""
+        factors = self._factors(setup, self.hidden_share)
         return float(factors[_columns(self.terms)] @ np.asarray(self.seconds))
 
     def predict(self, setup: Setup) -> Prediction:
-        """Predict the figure of a setup.
+        """Predict the images/s of a setup.
 
         The interval covers all constants that agree with the figures, the deviation of single
         figures from the law, and its drift beyond the figures.
@@ -215,10 +212,7 @@ class StepLaw:
             )
         step_time_s = self.step_time_s(setup)
         low_s, high_s = self._ends(
-            step_time_s,
-            lambda hidden_share: (
-                _work(setup, hidden_share) + _waiting(setup, self.gpus_per_node, hidden_share)
-            ),
+            step_time_s, lambda share: self._factors(setup, share, hides_in=share)
         )
         doublings = self._doublings_beyond(setup)
         own = t_quantile(self.degrees_of_freedom) * self.relative_error * math.hypot(1, doublings)
@@ -234,17 +228,17 @@ class StepLaw:
         )
 
     def errors(self) -> list[float]:
-        """The relative error of the law at each point."""
+        """Return the relative error of the law at each point."""
         return [point.step_time_s / self.step_time_s(point.setup) - 1 for point in self.points]
 
     def _ends(self, value: float, factors: Callable[[float], np.ndarray]) -> tuple[float, float]:
-        """The least and the greatest value in all regions, from the factors of a hidden share."""
+        """Return the ends over all regions, from a function of the hidden share to factors."""
         ranges = [region.range_of(factors(share)) for share, region in self.regions.items()]
         lows, highs = zip(*filter(None, ranges), strict=True)
         return min(value, *lows), max(value, *highs)
 
     def _doublings_beyond(self, setup: Setup) -> float:
-        """How often GPUs, images of a GPU and micro-batch double beyond the figures, together."""
+        """Return the doublings of GPUs, images of a GPU and micro-batch beyond the figures."""
         return sum(
             max(0.0, math.log2(value / max(values)), math.log2(min(values) / value))
             for name in ("num_gpus", "device_batch", "micro_batch")
@@ -252,14 +246,16 @@ class StepLaw:
             for values in [[getattr(point.setup, name) for point in self.points]]
         )
 
-    def _factors(self, setup: Setup) -> np.ndarray:
-        return _work(setup) + _waiting(setup, self.gpus_per_node)
+    def _factors(
+        self, setup: Setup, hidden_share: float = 0.0, *, hides_in: float = 0.0
+    ) -> np.ndarray:
+        return _factors(setup, self.gpus_per_node, hidden_share, hides_in).sum(axis=0)
 
     def _is_within(self, setup: Setup) -> bool:
-        """Whether a setup has no more leverage than the figure with the most of it.
+        """Return True if a setup has at most the largest leverage of a figure.
 
-        Leverage is over all terms that a step may have, also those that are not in the law. This
-        finds the extrapolation that no single number shows (Montgomery, Peck and Vining,
+        The leverage is over all terms that a step may have, including those that are not in the
+        law. It finds extrapolation that no single number shows (Montgomery, Peck and Vining,
         Introduction to Linear Regression Analysis, section 3.8).
         """
         rows = self.regions[0.0].rows
@@ -287,11 +283,12 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     Raises:
         ConfigError: If there are too few different points to fit the terms, or steps take no time.
     """
+    figures = _Figures(points, gpus_per_node)
     notes: list[str] = []
     several_sizes = len({point.setup.micro_batch for point in points}) > 1
     terms: list[str] = []
     for term in (MICRO_BATCH, *([IMAGE] if several_sizes else []), OVERHEAD):
-        if _can_tell(points, [*terms, term], gpus_per_node):
+        if figures.determine([*terms, term]):
             terms.append(term)
         else:
             notes.append(f"{term}: not told apart from the other terms by these points")
@@ -302,7 +299,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
             allowed=f"at least {len(terms) + 1}, with different GPU counts or batches",
             flag="TABLE and --where",
         )
-    law = _choose(points, terms, gpus_per_node)
+    law = figures.choose(terms)
     if not law.terms:
         raise ConfigError(
             "the steps of the figures take no time",
@@ -316,14 +313,15 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
     if law.hidden_share:
         share = f"{100 * law.hidden_share:.0f} %"
         notes.append(f"about {share} of the communication hides behind the backward pass")
-    if len({_num_nodes(point.setup, gpus_per_node) for point in points}) == 1:
+    if len(figures.nums_nodes) == 1:
         notes.append(
             "all figures have the same number of nodes: what another one takes is not known"
         )
-    limit, relative_error, degrees = _how_sure(points, law, gpus_per_node)
-    has_nodes = any(_num_nodes(point.setup, gpus_per_node) > 1 for point in points)
-    is_mixed = has_nodes and not _has_phases(points) and COMMUNICATION not in law.terms
+    is_mixed = (
+        max(figures.nums_nodes) > 1 and not figures.have_phases and COMMUNICATION not in law.terms
+    )
     names = {OVERHEAD: OVERHEAD_WITH_COMMUNICATION} if is_mixed else {}
+    limit, relative_error, degrees = figures.uncertainty(law)
     return StepLaw(
         terms=tuple(names.get(term, term) for term in law.terms),
         seconds=tuple(map(float, law.seconds)),
@@ -333,13 +331,8 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
         gpus_per_node=gpus_per_node,
         points=tuple(points),
         regions={
-            hidden_share: Region(
-                *_make_equations(
-                    points, ALL_TERMS, gpus_per_node, hidden_share, hides_in=hidden_share
-                ),
-                limit,
-            )
-            for hidden_share in _hidden_shares(points, gpus_per_node)
+            share: Region(*figures.equations(ALL_TERMS, share, hides_in=share), limit)
+            for share in figures.hidden_shares
         },
         notes=tuple(notes),
     )
@@ -347,7 +340,7 @@ def fit_law(points: Sequence[Point], *, gpus_per_node: int = 8) -> StepLaw:
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """Constants of some terms, none 0, with what is left and the lower ends of their intervals."""
+    """Constants above 0 of some terms, what they leave, and the lower ends of their intervals."""
 
     terms: tuple[str, ...]
     hidden_share: float
@@ -357,115 +350,94 @@ class _Fit:
     lows: np.ndarray
 
 
-def _choose(points: Sequence[Point], terms: Sequence[str], gpus_per_node: int) -> _Fit:
-    """The terms for communication that the figures or their phases show join the others."""
-    plain = _fit_terms(points, terms, gpus_per_node)
-    if _has_phases(points):
-        hidden_shares, more = _hidden_shares(points, gpus_per_node), (NODE, COMMUNICATION, LATENCY)
-    else:
-        hidden_shares, more = [0.0], (COMMUNICATION, LATENCY)
-    found = []
-    for hidden_share in hidden_shares:
-        for added in _subsets(more):
-            asked = [*terms, *added]
-            if not _can_tell(points, asked, gpus_per_node, hidden_share):
-                continue
-            fit = _fit_terms(points, asked, gpus_per_node, hidden_share)
-            lows = [low for term, low in zip(fit.terms, fit.lows, strict=True) if term in added]
-            is_shown = _has_phases(points) or (len(lows) == len(added) and min(lows) > 0)
-            if is_shown and fit.degrees_of_freedom > 0:
-                found.append(fit)
-    return min(found, key=lambda fit: fit.square_sum / fit.degrees_of_freedom, default=plain)
+class _Figures:
+    """Points as linear equations in the constants of terms."""
 
+    def __init__(self, points: Sequence[Point], gpus_per_node: int) -> None:
+        self._points, self._gpus_per_node = points, gpus_per_node
+        self.nums_nodes = sorted({_num_nodes(point.setup, gpus_per_node) for point in points})
+        self.have_phases = any(point.communication_s is not None for point in points)
+        # The exposed share, one more than hides, is linear between two of these hidden shares.
+        self.hidden_shares = [
+            0.0,
+            *(communication_share(number) for number in self.nums_nodes if number > 1),
+        ]
 
-def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    sizes = range(1, len(names) + 1)
-    return [one for size in sizes for one in itertools.combinations(names, size)]
+    def equations(
+        self, terms: Sequence[str], hidden_share: float = 0.0, *, hides_in: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return factors of the constants, (equations, terms), and their sums, over the step time.
 
+        A point is one equation, or two if its communication is known.
+        """
+        rows, targets = [], []
+        for point in self._points:
+            factors = _factors(point.setup, self._gpus_per_node, hidden_share, hides_in)
+            seconds = [point.step_time_s]
+            if point.communication_s is None:
+                factors = factors.sum(axis=0, keepdims=True)
+            else:
+                seconds = [point.step_time_s - point.communication_s, point.communication_s]
+            rows += list(factors[:, _columns(terms)] / point.step_time_s)
+            targets += [part_s / point.step_time_s for part_s in seconds]
+        return np.array(rows), np.array(targets)
 
-def _has_phases(points: Sequence[Point]) -> bool:
-    return any(point.communication_s is not None for point in points)
+    def determine(self, terms: Sequence[str], hidden_share: float = 0.0) -> bool:
+        """Return True if the points determine the constant of each of these terms."""
+        rows, _ = self.equations(terms, hidden_share)
+        sizes = np.linalg.norm(rows, axis=0)
+        return bool(sizes.all()) and np.linalg.matrix_rank(rows / sizes) == len(terms)
 
+    def fit(
+        self, terms: Sequence[str], hidden_share: float = 0.0, *, hides_in: float = 0.0
+    ) -> _Fit:
+        """Fit the constants of these terms."""
+        rows, targets = self.equations(terms, hidden_share, hides_in=hides_in)
+        seconds, square_sum = fit_non_negative(rows, targets)
+        kept = seconds > NO_TIME_S
+        rows, seconds = rows[:, kept], seconds[kept]
+        degrees = len(targets) - len(seconds)
+        lows = np.full(len(seconds), -math.inf)
+        if degrees > 0:
+            errors_s = np.sqrt(square_sum / degrees * np.diag(np.linalg.pinv(rows.T @ rows)))
+            lows = seconds - t_quantile(degrees) * errors_s
+        names = tuple(term for term, is_kept in zip(terms, kept, strict=True) if is_kept)
+        hidden_share = hidden_share if COMMUNICATION in names else 0.0
+        return _Fit(names, hidden_share, seconds, square_sum, degrees, lows)
 
-def _fit_terms(
-    points: Sequence[Point],
-    terms: Sequence[str],
-    gpus_per_node: int,
-    hidden_share: float = 0.0,
-    *,
-    hides_in: float = 0.0,
-) -> _Fit:
-    rows, targets = _make_equations(points, terms, gpus_per_node, hidden_share, hides_in=hides_in)
-    seconds, square_sum = fit_non_negative(rows, targets)
-    kept = seconds > NO_TIME_S
-    rows, seconds = rows[:, kept], seconds[kept]
-    degrees = len(targets) - len(seconds)
-    lows = np.full(len(seconds), -math.inf)
-    if degrees > 0:
-        errors_s = np.sqrt(square_sum / degrees * np.diag(np.linalg.pinv(rows.T @ rows)))
-        lows = seconds - t_quantile(degrees) * errors_s
-    names = tuple(term for term, is_kept in zip(terms, kept, strict=True) if is_kept)
-    hidden_share = hidden_share if COMMUNICATION in names else 0.0
-    return _Fit(names, hidden_share, seconds, square_sum, degrees, lows)
+    def choose(self, terms: Sequence[str]) -> _Fit:
+        """Fit these terms and the terms for communication that the points or phases show."""
+        found: list[_Fit] = []
+        more = (NODE, COMMUNICATION, LATENCY) if self.have_phases else (COMMUNICATION, LATENCY)
+        subsets = [
+            subset
+            for size in range(1, len(more) + 1)
+            for subset in itertools.combinations(more, size)
+        ]
+        for share in self.hidden_shares if self.have_phases else [0.0]:
+            for added in subsets:
+                asked = [*terms, *added]
+                if not self.determine(asked, share):
+                    continue
+                fit = self.fit(asked, share)
+                lows = [low for term, low in zip(fit.terms, fit.lows, strict=True) if term in added]
+                is_shown = self.have_phases or (len(lows) == len(added) and min(lows) > 0)
+                if is_shown and fit.degrees_of_freedom > 0:
+                    found.append(fit)
+        if not found:
+            return self.fit(terms)
+        return min(found, key=lambda fit: fit.square_sum / fit.degrees_of_freedom)
 
-
-def _how_sure(points: Sequence[Point], law: _Fit, gpus_per_node: int) -> tuple[float, float, int]:
-    """The limit of the region, the relative error of a figure and its degrees of freedom."""
-    fits = [
-        _fit_terms(points, ALL_TERMS, gpus_per_node, hidden_share, hides_in=hidden_share)
-        for hidden_share in _hidden_shares(points, gpus_per_node)
-    ]
-    best = min(fits, key=lambda fit: fit.square_sum)
-    square_sum, degrees = best.square_sum, best.degrees_of_freedom - (best.hidden_share > 0)
-    if degrees < 1:
-        square_sum, degrees = law.square_sum, law.degrees_of_freedom
-    variance = square_sum / degrees
-    doubt = max(t_quantile(degrees) ** 2 * variance, len(points) * ROUNDING**2)
-    return best.square_sum + doubt, math.sqrt(variance), degrees
-
-
-def _hidden_shares(points: Sequence[Point], gpus_per_node: int) -> list[float]:
-    """The shares of the communication that may hide.
-
-    The share that figures show, one more than hides, is linear between two of these.
-    """
-    nodes = sorted({_num_nodes(point.setup, gpus_per_node) for point in points})
-    return [0.0, *(communication_share(num) for num in nodes if num > 1)]
-
-
-def _can_tell(
-    points: Sequence[Point], terms: Sequence[str], gpus_per_node: int, hidden_share: float = 0.0
-) -> bool:
-    rows, _ = _make_equations(points, terms, gpus_per_node, hidden_share)
-    sizes = np.linalg.norm(rows, axis=0)
-    return bool(sizes.all()) and np.linalg.matrix_rank(rows / sizes) == len(terms)
-
-
-def _make_equations(
-    points: Sequence[Point],
-    terms: Sequence[str],
-    gpus_per_node: int,
-    hidden_share: float,
-    *,
-    hides_in: float = 0.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Factors of the constants, (equations, terms), and what they add up to, both over the step.
-
-    A point is one equation, or two if its communication is known. For `hides_in` see `_work`.
-    """
-    rows, targets = [], []
-    for point in points:
-        work = _work(point.setup, hides_in)
-        waiting = _waiting(point.setup, gpus_per_node, hidden_share)
-        if point.communication_s is None:
-            parts = [(work + waiting, point.step_time_s)]
-        else:
-            work_s = point.step_time_s - point.communication_s
-            parts = [(work, work_s), (waiting, point.communication_s)]
-        for factors, seconds in parts:
-            rows.append(factors[_columns(terms)] / point.step_time_s)
-            targets.append(seconds / point.step_time_s)
-    return np.array(rows), np.array(targets)
+    def uncertainty(self, law: _Fit) -> tuple[float, float, int]:
+        """Return the limit of the regions, the relative error of a figure and its degrees."""
+        fits = [self.fit(ALL_TERMS, share, hides_in=share) for share in self.hidden_shares]
+        best = min(fits, key=lambda fit: fit.square_sum)
+        square_sum, degrees = best.square_sum, best.degrees_of_freedom - (best.hidden_share > 0)
+        if degrees < 1:
+            square_sum, degrees = law.square_sum, law.degrees_of_freedom
+        variance = square_sum / degrees
+        doubt = max(t_quantile(degrees) ** 2 * variance, len(self._points) * ROUNDING**2)
+        return best.square_sum + doubt, math.sqrt(variance), degrees
 
 
 def _columns(terms: Sequence[str]) -> list[int]:
@@ -473,32 +445,27 @@ def _columns(terms: Sequence[str]) -> list[int]:
     return [ALL_TERMS.index(names.get(term, term)) for term in terms]
 
 
-def _work(setup: Setup, hides_in: float = 0.0) -> np.ndarray:
-    """Factors of the constants in what a GPU does by itself, in the order of `ALL_TERMS`.
+def _factors(
+    setup: Setup, gpus_per_node: int, hidden_share: float, hides_in: float = 0.0
+) -> np.ndarray:
+    """Return the factors of `ALL_TERMS` in what a GPU computes and what it waits for, (2, terms).
 
-    Args:
-        setup: The setup.
-        hides_in: With a share of the communication in every micro-batch, the constant of a
-            micro-batch is what it takes beyond that. It is not negative: no more can hide.
+    With `hides_in`, a share of the communication, in every micro-batch, the constant of a
+    micro-batch is the time beyond that. It is not negative: no more can hide.
     """
-    counts = {
+    share = communication_share(_num_nodes(setup, gpus_per_node))
+    work = {
         MICRO_BATCH: setup.num_micro_batches,
         IMAGE: setup.device_batch,
         OVERHEAD: 1,
         COMMUNICATION: hides_in * setup.num_micro_batches,
     }
-    return np.array([counts.get(term, 0) for term in ALL_TERMS], dtype=float)
-
-
-def _waiting(setup: Setup, gpus_per_node: int, hidden_share: float = 0.0) -> np.ndarray:
-    """Factors of the constants in what it waits for others, likewise."""
-    share = communication_share(_num_nodes(setup, gpus_per_node))
-    counts = {
+    waiting = {
         NODE: communication_share(min(setup.num_gpus, gpus_per_node)),
         COMMUNICATION: max(0.0, share - hidden_share),
         LATENCY: setup.num_gpus - 1,
     }
-    return np.array([counts.get(term, 0) for term in ALL_TERMS], dtype=float)
+    return np.array([[part.get(term, 0.0) for term in ALL_TERMS] for part in (work, waiting)])
 
 
 def _num_nodes(setup: Setup, gpus_per_node: int) -> int:

@@ -1,7 +1,7 @@
-"""Comparisons of runs of several occasions, and the change that a comparison could have shown.
+"""Comparisons of runs from several occasions, and the change that a comparison can detect.
 
-Runs that follow each other share what the machine is like then: its clock, neighbours and memory.
-Runs of one occasion are therefore one sample, and two occasions are no two settings.
+Runs that follow each other share the state of the machine: its clock, neighbours and memory. So the
+runs of one occasion are one sample, and a difference between occasions is not one of settings.
 """
 
 from __future__ import annotations
@@ -19,42 +19,38 @@ from sdbench.statistics.intervals import (
     mean_rate,
 )
 
-# A machine an hour later differs by 1 to 2 % more than two runs beside each other do.
+# After an hour a machine differs by 1 to 2 % more than between two consecutive runs.
 PAUSE_S = 3600.0
-# Share of comparisons in which a change of the size told is found.
+# Share of comparisons that find the detectable change.
 POWER = 0.8
 
 
 class Time(NamedTuple):
-    """When a run was made.
-
-    Attributes:
-        start_s: When it began, on any clock in seconds; None if that is not told.
-        duration_s: How long it took.
-    """
+    """Start of a run in seconds, on any clock or None if unknown, and its duration."""
 
     start_s: float | None
     duration_s: float = 0.0
 
 
 def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[list[int]]:
-    """Divide the runs of one side of a comparison into its occasions.
+    """Group the runs of one side of a comparison into occasions.
 
-    An occasion is a stretch of runs with no run of the other side between them and no pause of more
-    than an hour. Where the sides take turns, each run is one: what changes slowly on the machine
-    meets both sides. They do as well in rounds with one run of each, whichever is first (A B, B A),
-    and no such pause between the two. Runs of which one does not tell its time are one occasion.
+    An occasion is a series of runs without a run of the other side or a pause of more than an hour
+    between them. If the sides take turns, each run is an occasion, because slow changes of the
+    machine affect both sides. Rounds of one run each in either order (A B, B A) count as turns if
+    the two runs are not separated by such a pause. If a run has no start time, all runs are one
+    occasion.
 
     Args:
-        runs: Of this side, in any order.
-        others: Of the other side, where both were measured on one machine.
+        runs: Runs of this side, in any order.
+        others: Runs of the other side if both were measured on one machine.
 
     Returns:
-        The indices of the runs of each occasion, in the order of time.
+        The indices of the runs of each occasion, in order of time.
     """
     if any(run.start_s is None for run in runs):
         return [list(range(len(runs)))]
-    # Of runs that began within the same second, that of this side is taken to be the earlier one.
+    # If two runs began in the same second, the one of this side counts as earlier.
     events = sorted(
         (run.start_s, is_other, index, run.start_s + run.duration_s)
         for is_other, side in enumerate((runs, others))
@@ -78,7 +74,7 @@ def find_occasions(runs: Sequence[Time], others: Sequence[Time] = ()) -> list[li
 
 
 def _is_round(events: Sequence[tuple[float, int, int, float]]) -> bool:
-    """Whether these are a run of each side without a pause of more than an hour between them."""
+    """Return True for one run of each side without a pause of more than an hour between them."""
     sides = {is_other for _, is_other, *_ in events}
     return len(sides) == 2 and events[1][0] - events[0][3] <= PAUSE_S
 
@@ -89,12 +85,12 @@ def compare_occasions(
     *,
     occasions: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
 ) -> Comparison:
-    """Compare a figure of two sets of runs as `compare` does, with the occasion as the sample.
+    """Compare two sets of runs like `compare`, with the occasion as the unit of replication.
 
     Args:
-        figures: Of each run of the candidate, e.g. its images/s.
-        baseline_figures: Of each run of the baseline.
-        occasions: Those of the candidate and those of the baseline, each the indices of its runs.
+        figures: A figure of each run of the candidate, e.g. its images/s.
+        baseline_figures: The same of each run of the baseline.
+        occasions: Run indices of each occasion, of the candidate and of the baseline.
     """
     means = (
         [mean_rate([of_side[index] for index in occasion]) for occasion in of_occasions]
@@ -104,23 +100,23 @@ def compare_occasions(
 
 
 def detectable_change(comparison: Comparison, *, num_tests: int = 1) -> float | None:
-    """The smallest change that 80 % of comparisons would find, if runs vary as these do.
+    """Return the smallest change that 80 % of comparisons would find if runs vary like these.
 
-    A change is found if its t exceeds the quantile of the test and it exceeds 2 %. The former has
-    the power 80 % at the non-centrality of t at which 20 % of its distribution lie below the
-    quantile (Cohen, Statistical Power Analysis, 1988, chapter 2). The degrees of freedom are
-    themselves known badly from a few runs: lower by the share of half a run, they give 81, 74, 79
-    and 79 % in simulations of 3, 4, 5 and 10 runs on each side, instead of 71 % with 3
+    A change is found if its t exceeds the quantile of the test and it exceeds 2 %. The test has a
+    power of 80 % at the non-centrality of t at which 20 % of its distribution lie below the
+    quantile (Cohen, Statistical Power Analysis, 1988, chapter 2). A few runs give poor estimates of
+    the degrees of freedom: reduced by the share of half a run, they give a power of 81, 74, 79 and
+    79 % in simulations of 3, 4, 5 and 10 runs on each side, instead of 71 % with 3
     (tests/test_statistics_occasions.py).
 
     Args:
         comparison: A comparison of runs.
-        num_tests: Comparisons made together; a single change among them has to pass 5 % over their
-            number (Holm).
+        num_tests: Number of comparisons made together; by Holm's method, a single change among them
+            has to pass 5 % over their number.
 
     Returns:
-        The change of a rate, e.g. 0.03 for 3 %; None without three samples on each side, as two
-        leave open what the variation is.
+        The relative change, e.g. 0.03 for 3 %; None with fewer than three samples on a side, as two
+        do not tell the variation.
     """
     from scipy import special
 

@@ -1,7 +1,7 @@
-"""The non-negative constants of a linear model that agree with figures, and what they allow.
+"""`Region`: the non-negative constants of a linear model that agree with figures.
 
-Least squares gives one set of constants. Others agree nearly as well, and where the figures do not
-tell two terms apart, very different ones agree equally well. All that lie within
+Least squares gives one set of constants. Others agree nearly as well, and where the figures cannot
+separate two terms, very different ones agree equally well. All within
 
     |rows x constants - targets|^2 <= limit
 
@@ -26,18 +26,14 @@ PRECISION = 1e-5
 
 
 def fit_non_negative(rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, float]:
-    """Fit constants that are not negative.
-
-    Args:
-        rows: Factors of the constants, (figures, constants).
-        targets: (figures,).
+    """Fit non-negative constants to rows, (figures, constants), and targets, (figures,).
 
     Returns:
-        The constants, and the sum of the squares of what is left.
+        The constants and the sum of squared residuals.
     """
     from scipy import optimize
 
-    # Columns differ by a factor of 1000: GPUs beside an overhead. Those of zeros stay.
+    # Columns differ by a factor of 1000: GPUs beside an overhead. Columns of zeros stay.
     sizes = np.linalg.norm(rows, axis=0)
     sizes[sizes == 0] = 1
     scaled, _ = optimize.nnls(rows / sizes, targets)
@@ -61,19 +57,15 @@ class Region:
     limit: float
 
     def range_of(self, factors: np.ndarray) -> tuple[float, float] | None:
-        """The least and the greatest factors x constants.
+        """Return the least and the greatest factors x constants; None if no constants agree.
 
-        Args:
-            factors: None negative, (constants,).
-
-        Returns:
-            Both ends, the greatest infinite if there is no bound; None if nothing agrees.
+        The factors, (constants,), are not negative. The greatest is infinite without a bound.
         """
         constants, best = self._best
         if best > self.limit:
             return None
         value = float(factors @ constants)
-        # What no figure shows may be as large as it likes.
+        # A constant that no figure contains is unbounded.
         is_unseen = not self.rows.any(axis=0)[factors > 0].all()
         high = math.inf if is_unseen else self._end_above(factors, value)
         return self._end_below(factors, value), high
@@ -105,9 +97,9 @@ class Region:
         )
 
     def _excess(self, value: float, factors: np.ndarray) -> float:
-        """By how much the best fit with this value of the combination passes the limit.
+        """Return how far the best fit with this value of the combination is beyond the limit.
 
-        Of the square sums beyond the least one the roots are taken, which grow nearly as the value.
+        It compares the roots of the square sums above the least one: they grow nearly linearly.
         """
         size = float(np.linalg.norm(factors))
         rows = np.vstack((self.rows, WEIGHT * factors / size))

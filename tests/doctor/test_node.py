@@ -52,16 +52,14 @@ def test_versions_are_those_of_one_set_of_packages(look, monkeypatch, tmp_path, 
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
-def test_without_gpus_their_checks_are_skipped(look, set_gpus, monkeypatch):
+def test_without_gpus_their_checks_are_skipped_and_a_driver_is_an_error(
+    look, set_gpus, monkeypatch, tmp_path
+):
     set_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     findings = look()
     for name in ("driver", "GPUs", "GPU health", "NVLink"):
         assert findings[name]["level"] == "skipped"
-
-
-def test_a_driver_without_gpus_is_an_error(look, set_gpus, monkeypatch, tmp_path):
-    set_gpus()
     kernel = tmp_path / "version"
     kernel.write_text("570.133.20\n")
     monkeypatch.setattr(gpus, "KERNEL_DRIVER", kernel)
@@ -104,17 +102,14 @@ def test_a_faulty_gpu_is_named(look, set_gpus, name, fault, level):
     assert {findings[other]["level"] for other in others} == {"ok"}
 
 
-def test_gpus_without_nvlink_are_no_fault(look, set_gpus):
-    set_gpus(*[{"num_links": None}] * 2)
-    assert look()["NVLink"]["level"] == "ok"
-
-
-def test_only_gpus_that_the_job_may_use_are_looked_at(look, set_gpus, monkeypatch):
-    set_gpus({}, {"used_gib": 60.2}, {"name": "NVIDIA H200"})
+def test_only_gpus_that_the_job_may_use_are_checked_and_may_lack_nvlink(
+    look, set_gpus, monkeypatch
+):
+    set_gpus({"num_links": None}, {"used_gib": 60.2}, {"name": "NVIDIA H200", "num_links": None})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-2")
-    finding = look()["GPUs"]
-    assert finding["level"] == "ok"
-    assert finding["found"] == "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200"
+    findings = look()
+    assert findings["GPUs"]["level"] == findings["NVLink"]["level"] == "ok"
+    assert findings["GPUs"]["found"] == "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200"
 
 
 @pytest.mark.parametrize(
@@ -211,22 +206,16 @@ def test_latents_of_another_model_are_an_error(look, tmp_path):
     assert look("--remote", str(tmp_path / "latents"))["data"]["level"] == "error"
 
 
-def test_a_missing_first_shard_is_an_error(look, tmp_path):
-    folder = tmp_path / "pairs"
-    datasets.write_mds(folder)
-    (folder / "shard.00000.mds").unlink()
-    finding = look("--remote", str(folder))["data"]
-    assert finding["level"] == "error"
-    assert "shard.00000.mds" in finding["found"]
-
-
-def test_each_of_several_streams_is_read(look, tmp_path):
+def test_each_of_several_streams_is_read_and_a_missing_first_shard_is_an_error(look, tmp_path):
     for name in ("first", "second"):
         datasets.write_mds(tmp_path / name)
     flags = ("--streams", f"{tmp_path}/first=0.5,{tmp_path}/second=0.5")
     assert look(*flags)["data"]["level"] == "ok"
     (tmp_path / "second" / "shard.00000.mds").unlink()
-    assert look(*flags)["data"]["level"] == "error"
+    for place in (flags, ("--remote", f"{tmp_path}/second")):
+        finding = look(*place)["data"]
+        assert finding["level"] == "error"
+        assert "shard.00000.mds" in finding["found"]
 
 
 def test_an_undecodable_first_sample_is_an_error(look, picture_folder):

@@ -9,18 +9,9 @@ import pytest
 from sdbench.cli import main
 from sdbench.scaling import command_line as flags
 
-TEXTS = (
-    flags.EPILOG,
-    flags.FIT_EPILOG,
-    flags.PREDICT_EPILOG,
-    flags.OVERHEAD_EPILOG,
-    flags.COST_EPILOG,
-    flags.PLAN_EPILOG,
-    flags.MACHINES_EPILOG,
-)
 EXAMPLES = [
     line.strip()
-    for text in TEXTS
+    for text in (flags.EPILOG, *(command.epilog for command in flags.COMMANDS.values()))
     for line in text.replace("\\\n", "").splitlines()
     if line.startswith("  python") and "--help" not in line
 ]
@@ -28,14 +19,7 @@ EXAMPLES = [
 
 def test_every_command_has_examples():
     assert len(EXAMPLES) >= 16
-    assert {shlex.split(example)[4] for example in EXAMPLES} == {
-        "fit",
-        "predict",
-        "overhead",
-        "cost",
-        "plan",
-        "machines",
-    }
+    assert {shlex.split(example)[4] for example in EXAMPLES} == set(flags.COMMANDS)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -46,9 +30,11 @@ def test_an_example_runs(capsys, tmp_path, monkeypatch, repository, example):
     assert "GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "fit", "predict", "overhead", "cost", "plan", "machines"])
-def test_help_is_answered(capsys, command):
+@pytest.mark.parametrize("command", ["", *flags.COMMANDS])
+def test_help_is_answered_and_names_no_path_of_this_machine(capsys, repository, command):
     with pytest.raises(SystemExit) as stopped:
         main(["scaling", *command.split(), "--help"])
     assert stopped.value.code == 0
-    assert "examples:" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert str(repository) not in "".join(text.split())

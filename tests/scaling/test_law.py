@@ -9,8 +9,7 @@ import pytest
 
 from sdbench.base.errors import ConfigError
 from sdbench.cli import main
-from sdbench.report.figures import read_figures
-from sdbench.scaling.points import make_points, parse_counts, read_rows, split_batch
+from sdbench.scaling.points import make_points, parse_counts, read_rows
 from sdbench.statistics.law import (
     COMMUNICATION,
     IMAGE,
@@ -24,26 +23,18 @@ from sdbench.statistics.law import (
 from tests.refusals import refusal_of
 
 COLUMNS = ("source", "gpu", "num_gpus", "micro_batch", "global_batch", "images_per_second")
+NO_SIZE = "no --micro_batch"
+GPUS = "A100-SXM4-80GB (p4de.24xlarge) and H100-SXM5-80GB (p5.48xlarge)"
 
 
 @pytest.fixture
-def quoted(repository):
-    return repository / "results" / "quoted"
+def predict(rows_of):
+    return lambda table, *arguments: rows_of("predict", table, *arguments)
 
 
 def fit_table(*paths, where=()):
     rows = read_rows(paths, where=where, required=("num_gpus", "images_per_second"))
     return fit_law(make_points(rows))
-
-
-def mean_error(law) -> float:
-    return sum(map(abs, law.errors())) / len(law.points)
-
-
-def predict(tmp_path, table, *arguments) -> list[dict]:
-    out = tmp_path / "predicted.csv"
-    assert main(["scaling", "predict", str(table), *arguments, "--out", str(out)]) == 0
-    return read_figures(out)
 
 
 def test_a_run_in_two_tables_counts_once(tmp_path):
@@ -61,29 +52,23 @@ def test_a_run_in_two_tables_counts_once(tmp_path):
 # Tables of others.
 
 
-def test_the_chart_of_aws_is_fitted_to_three_percent(quoted):
+def test_the_chart_of_aws_is_fitted_to_three_percent(capsys, quoted):
     # An independent fit of the same 12 points gave 0.160 s and 0.192 s, with a mean error of 2.6 %.
     law = fit_table(quoted / "aws_p5_scaling.csv")
     assert law.terms == (MICRO_BATCH, OVERHEAD_WITH_COMMUNICATION)
     assert law.constant(MICRO_BATCH)[0] == pytest.approx(0.160, abs=0.0015)
     assert law.constant(OVERHEAD_WITH_COMMUNICATION)[0] == pytest.approx(0.192, abs=0.002)
-    assert len(law.points) == 12
-    assert mean_error(law) == pytest.approx(0.0258, abs=0.0001)
+    assert law.mean_error == pytest.approx(0.0258, abs=0.0001)
     assert any(COMMUNICATION in note for note in law.notes)
-
-
-def test_the_images_of_a_step_are_those_that_there_are(quoted):
     # Of 2048, 96 GPUs take 21 each: 2016; 192 take 10, 320 take 6 and 384 take 5: 1920; 448 take 4.
-    law = fit_table(quoted / "aws_p5_scaling.csv")
     images = {point.setup.num_gpus: point.setup.images_per_step for point in law.points}
-    assert {images[gpus] for gpus in (8, 16, 32, 64, 128, 256, 512)} == {2048}
-    assert {gpus: images[gpus] for gpus in (96, 192, 320, 384, 448)} == {
-        96: 2016,
-        192: 1920,
-        320: 1920,
-        384: 1920,
-        448: 1792,
-    }
+    uneven = {96: 2016, 192: 1920, 320: 1920, 384: 1920, 448: 1792}
+    assert images == dict.fromkeys((8, 16, 32, 64, 128, 256, 512), 2048) | uneven
+    assert main(["scaling", "fit", str(quoted / "aws_p5_scaling.csv")]) == 0
+    output = capsys.readouterr().out
+    assert "figures: 12, gpu H100-SXM5-80GB (p5.48xlarge), image_size 512" in output
+    assert "error of 12 figures: mean 2.58%, max 5.98%" in output
+    assert "6 of 4, the last of 1" in output
 
 
 def test_mosaicmls_tables_are_fitted_to_one_percent(quoted):
@@ -91,9 +76,9 @@ def test_mosaicmls_tables_are_fitted_to_one_percent(quoted):
     law = fit_table(quoted / "mosaicml_diffusion_benchmark_a100.csv")
     assert law.constant(MICRO_BATCH)[0] == pytest.approx(0.2437, abs=5e-5)
     assert law.constant(OVERHEAD_WITH_COMMUNICATION)[0] == pytest.approx(0.2999, abs=5e-5)
-    assert mean_error(law) == pytest.approx(0.0045, abs=0.0001)
+    assert law.mean_error == pytest.approx(0.0045, abs=0.0001)
     precomputed = fit_table(quoted / "mosaicml_diffusion_a100.csv", where=["image_size=512"])
-    assert mean_error(precomputed) < 0.01
+    assert precomputed.mean_error < 0.01
 
 
 def test_several_micro_batches_tell_the_time_of_an_image(quoted):
@@ -106,14 +91,6 @@ def test_several_micro_batches_tell_the_time_of_an_image(quoted):
     assert max(map(abs, law.errors())) < 0.006
     # All of its points have 256 images on a GPU, so the overhead is part of the time of an image.
     assert any(note.startswith(OVERHEAD) for note in law.notes)
-
-
-def test_fit_tells_constants_and_errors(capsys, quoted):
-    assert main(["scaling", "fit", str(quoted / "aws_p5_scaling.csv")]) == 0
-    output = capsys.readouterr().out
-    assert "figures: 12, gpu H100-SXM5-80GB (p5.48xlarge), image_size 512" in output
-    assert "error of 12 figures: mean 2.58%, max 5.98%" in output
-    assert "6 of 4, the last of 1" in output
 
 
 # Planted constants.
@@ -172,14 +149,15 @@ def test_an_interval_by_hand():
     assert ratio == pytest.approx(1.07452, abs=0.001)
 
 
-def test_weak_scaling_figures_alone_tell_no_overhead():
-    law = fit_law(planted([Setup(gpus, 8, 4) for gpus in (1, 2, 4, 8)], micro_batch_s=0.5))
-    assert law.terms == (MICRO_BATCH,)
-    assert law.seconds == pytest.approx((0.5,))
-
-
-def test_a_term_without_time_is_left_out():
-    law = fit_law(planted([Setup(8, size, 4) for size in (4, 8, 16, 32)], micro_batch_s=0.5))
+@pytest.mark.parametrize(
+    "setups",
+    [
+        [Setup(num_gpus, 8, 4) for num_gpus in (1, 2, 4, 8)],  # weak scaling tells no overhead
+        [Setup(8, size, 4) for size in (4, 8, 16, 32)],  # the overhead takes no time
+    ],
+)
+def test_a_term_that_is_not_told_or_takes_no_time_is_left_out(setups):
+    law = fit_law(planted(setups, micro_batch_s=0.5))
     assert law.terms == (MICRO_BATCH,)
     assert law.seconds == pytest.approx((0.5,))
 
@@ -193,8 +171,9 @@ def test_two_figures_are_too_few():
 # Predictions.
 
 
-def test_the_plateau_of_the_chart_is_predicted(quoted, tmp_path):
-    rows = predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "256,320,384")
+def test_the_plateau_of_the_chart_is_predicted(capsys, quoted, predict):
+    rows = predict(quoted / "aws_p5_scaling.csv", "--num_gpus", "256,320,384")
+    assert capsys.readouterr().out.count("1920 of 2048 images in a step") == 2
     # 8 images on a GPU are 4 + 4, 6 are 4 + 2 and 5 are 4 + 1: the same time for 2048, 1920, 1920.
     assert [row["num_micro_batches"] for row in rows] == [2, 2, 2]
     assert [row["last_micro_batch"] for row in rows] == [4, 2, 1]
@@ -206,9 +185,9 @@ def test_the_plateau_of_the_chart_is_predicted(quoted, tmp_path):
         assert row["images_per_second_low"] < chart < row["images_per_second_high"]
 
 
-def test_strong_scaling_to_more_gpus_than_measured(capsys, quoted, tmp_path):
+def test_strong_scaling_to_more_gpus_than_measured(capsys, quoted, predict):
     table = quoted / "mosaicml_diffusion_benchmark_a100.csv"
-    rows = predict(tmp_path, table, "--num_gpus", "8,16,...,512")
+    rows = predict(table, "--num_gpus", "8,16,...,512")
     assert [row["num_gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
     # One micro-batch: 2048 / (0.2437 + 0.2999) = 3767; on 8 GPUs, 2048 / (64 x 0.2437 + 0.2999) =
     # 128.83: 29.2 times as fast, on 64 times as many.
@@ -221,35 +200,28 @@ def test_strong_scaling_to_more_gpus_than_measured(capsys, quoted, tmp_path):
     assert "extrapolated" in capsys.readouterr().out
 
 
-def test_weak_scaling_keeps_the_time_of_a_step(quoted, tmp_path):
+def test_weak_scaling_keeps_the_time_of_a_step(quoted, predict):
     arguments = ("--num_gpus", "8,512", "--device_batch", "32")
-    rows = predict(tmp_path, quoted / "aws_p5_scaling.csv", *arguments)
+    rows = predict(quoted / "aws_p5_scaling.csv", *arguments)
     assert [row["global_batch"] for row in rows] == [256, 16384]
     assert [row["images_per_step"] for row in rows] == [256, 16384]
     assert rows[1]["images_per_second"] == pytest.approx(64 * rows[0]["images_per_second"])
     assert rows[1]["efficiency_percent"] == pytest.approx(100)
 
 
-def test_predictions_are_no_evidence_for_another_fit(quoted, tmp_path):
-    predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "8,16,...,512")
-    assert refusal_of("scaling", "fit", tmp_path / "predicted.csv").value == 0
+def test_predictions_are_no_evidence_for_another_fit(quoted, predict, tmp_path):
+    predict(quoted / "aws_p5_scaling.csv", "--num_gpus", "8,16,...,512")
+    assert refusal_of("scaling", "fit", tmp_path / "out.csv").value == 0
 
 
-def test_the_batch_that_does_not_divide_is_told(capsys, quoted, tmp_path):
-    predict(tmp_path, quoted / "aws_p5_scaling.csv", "--num_gpus", "384,100")
-    output = capsys.readouterr().out
-    assert "2000 of 2048 images in a step" in output  # 100 GPUs take 20 each
-    assert "1920 of 2048 images in a step" in output
-
-
-def test_hostile_names_survive(capsys, tmp_path):
+def test_hostile_names_survive(capsys, tmp_path, predict):
     name = "=cmd|' /C calc'!A0\n<b>\x1b[2J"
     table = tmp_path / "table.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows([[name, name, gpus, 4, 64, 10 * gpus] for gpus in (1, 2, 4)])
-    rows = predict(tmp_path, table, "--num_gpus", "1,8")
+    rows = predict(table, "--num_gpus", "1,8")
     assert rows[0]["gpu"] == f"'{name}"
     output = capsys.readouterr().out
     assert "\x1b" not in output
@@ -260,72 +232,53 @@ def test_hostile_names_survive(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "column"),
-    [((), "gpu"), (("gpu=H100",), "ema"), (("ema=true",), "gpu")],
-)
-def test_a_table_of_several_kinds_is_refused(quoted, where, column):
-    table = quoted / "aws_p4de_p5_single_node.csv"
-    error = refusal_of("scaling", "fit", table, *(["--where", *where] if where else []))
-    assert error.flag == f"--where {column}=..."
-
-
-def test_different_work_is_refused(quoted):
-    table = quoted / "mosaicml_diffusion_a100.csv"
-    assert refusal_of("scaling", "fit", table).value == "256 and 512"
-    both = (table, quoted / "mosaicml_diffusion_benchmark_a100.csv")
-    error = refusal_of("scaling", "fit", *both, "--where", "image_size=512")
-    assert error.flag == "--where latents=..."
-
-
-@pytest.mark.parametrize(
     ("arguments", "flag", "value"),
     [
-        (["fit"], "TABLE", ""),
+        # Figures of several kinds of work.
+        ("fit {single}", "--where gpu=...", GPUS),
+        ("fit {single} --where gpu=H100", "--where ema=...", "true and false"),
+        ("fit {single} --where ema=true", "--where gpu=...", GPUS),
+        ("fit {latents}", "--where image_size=...", "256 and 512"),
         (
-            ["fit", "{quoted}/mlperf_training_sd2.csv", "--where", "gpu=H200"],
-            "--micro_batch, for the rows that do not tell it",
-            "",
+            "fit {latents} {online} --where image_size=512",
+            "--where latents=...",
+            "precomputed and online",
         ),
+        # Other figures.
+        ("fit", "TABLE", ""),
+        ("fit {mlperf} --where gpu=H200", "--micro_batch, for the rows that do not tell it", ""),
+        ("fit {cost}", "the path given", "{cost}"),
+        ("predict {single} --num_gpus 8 --where gpu=H100 ema=true", "--micro_batch", NO_SIZE),
+        # Flags.
+        ("predict {scaling} --num_gpus 8and16", "--num_gpus", "8and16"),
+        ("predict {scaling} --num_gpus 8,...,64", "--num_gpus", "8,...,64"),
+        ("predict {scaling} --num_gpus 0", "--num_gpus", "0"),
         (
-            ["fit", "{quoted}/mosaicml_diffusion_a100_cost.csv"],
-            "the path given",
-            "{quoted}/mosaicml_diffusion_a100_cost.csv",
-        ),
-        (["predict", "{scaling}", "--num_gpus", "8 and more"], "--num_gpus", "8 and more"),
-        (["predict", "{scaling}", "--num_gpus", "8,...,64"], "--num_gpus", "8,...,64"),
-        (["predict", "{scaling}", "--num_gpus", "0"], "--num_gpus", "0"),
-        (
-            ["predict", "{scaling}", "--num_gpus", "4096"],
+            "predict {scaling} --num_gpus 4096",
             "--num_gpus and --global_batch",
             "4096 GPUs for a global batch of 2048",
         ),
-        (["predict", "{scaling}", "--num_gpus", "8", "--micro_batch", "8"], "--micro_batch", 8),
+        ("predict {scaling} --num_gpus 8 --micro_batch 8", "--micro_batch", 8),
         (
-            ["predict", "{scaling}", "--num_gpus=8", "--device_batch=8", "--global_batch=8"],
+            "predict {scaling} --num_gpus=8 --device_batch=8 --global_batch=8",
             "--global_batch or --device_batch",
             "--global_batch 8 --device_batch 8",
         ),
-        (
-            ["predict", "{single}", "--num_gpus", "8", "--where", "gpu=H100", "ema=true"],
-            "--micro_batch",
-            "no --micro_batch",
-        ),
-        (
-            ["predict", "{scaling}", "--num_gpus", "8", "--out", "no/such/folder"],
-            "--out",
-            "no/such/folder",
-        ),
+        ("predict {scaling} --num_gpus 8 --out no/such/folder", "--out", "no/such/folder"),
     ],
 )
 def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, value):
-    names = {
-        "quoted": quoted,
-        "scaling": quoted / "aws_p5_scaling.csv",
-        "single": quoted / "aws_p4de_p5_single_node.csv",
+    tables = {
+        "scaling": "aws_p5_scaling",
+        "single": "aws_p4de_p5_single_node",
+        "latents": "mosaicml_diffusion_a100",
+        "online": "mosaicml_diffusion_benchmark_a100",
+        "mlperf": "mlperf_training_sd2",
+        "cost": "mosaicml_diffusion_a100_cost",
     }
-    error = refusal_of("scaling", *(argument.format(**names) for argument in arguments))
-    value = value.format(**names) if isinstance(value, str) else value
-    assert (error.flag, error.value) == (flag, value)
+    paths = {name: str(quoted / f"{file}.csv") for name, file in tables.items()}
+    error = refusal_of("scaling", *(word.format(**paths) for word in arguments.split()))
+    assert (error.flag, error.value) == (flag, paths["cost"] if value == "{cost}" else value)
 
 
 @pytest.mark.parametrize(
@@ -340,9 +293,3 @@ def test_what_cannot_be_fitted_or_predicted_is_refused(quoted, arguments, flag, 
 )
 def test_gpu_counts(text, counts):
     assert parse_counts(text, flag="--num_gpus") == counts
-
-
-def test_a_batch_is_split_evenly():
-    setup = split_batch(global_batch=2048, num_gpus=96, micro_batch=4)
-    assert (setup.device_batch, setup.num_micro_batches, setup.last_micro_batch) == (21, 6, 1)
-    assert setup.images_per_step == 2016

@@ -11,7 +11,6 @@ import pytest
 
 from sdbench.cli import main
 from sdbench.measure.phases import PHASES
-from sdbench.report.figures import read_figures
 from sdbench.scaling.points import make_points, read_rows
 from sdbench.statistics.law import (
     COMMUNICATION,
@@ -27,14 +26,19 @@ from tests.refusals import refusal_of
 from tests.report.results_folder import make_gpu_record
 
 HEADER = "gpu,num_gpus,micro_batch,global_batch,images_per_second"
+WITH_COMMUNICATION = f"{HEADER},gradient_communication_s"
+
+
+def work_s(setup, micro_batch_s, overhead_s):
+    return setup.num_micro_batches * micro_batch_s + overhead_s
 
 
 def step_s(setup, micro_batch_s, overhead_s, communication_s, cover_s=0.0, latency_s=0.0):
     """Seconds of a step whose communication hides behind so much of the last micro-batch."""
     num_nodes = math.ceil(setup.num_gpus / 8)
     exposed_s = max(0.0, communication_s * (1 - 1 / num_nodes) - cover_s)
-    work_s = math.ceil(setup.device_batch / setup.micro_batch) * micro_batch_s
-    return work_s + overhead_s + exposed_s + latency_s * (setup.num_gpus - 1)
+    waited_s = exposed_s + latency_s * (setup.num_gpus - 1)
+    return work_s(setup, micro_batch_s, overhead_s) + waited_s
 
 
 def strong(num_gpus):
@@ -52,6 +56,16 @@ def point_of(setup, seconds):
 def holds(prediction, rate) -> bool:
     low, high = prediction.images_per_second_low, prediction.images_per_second_high
     return (low or 0.0) <= rate <= (high or math.inf)
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(*rows, header=HEADER):
+        path = tmp_path / "table.csv"
+        path.write_text("\n".join((header, *rows)))
+        return path
+
+    return write
 
 
 # What the points do not tell.
@@ -147,18 +161,10 @@ def test_intervals_hold_the_truth_of_four_kinds_of_steps(setup_of, cover, latenc
     assert 0.04 < np.median(widths) < 0.2
 
 
-def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(repository):
-    table = repository / "results" / "quoted" / "aws_p5_scaling.csv"
-    points = make_points(read_rows([table], where=(), required=()))
+def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(quoted):
+    points = make_points(read_rows([quoted / "aws_p5_scaling.csv"], where=(), required=()))
     law = fit_law([point for point in points if point.setup.num_gpus <= 128])
     beyond = [point for point in points if point.setup.num_gpus > 128]
-    predictions = [law.predict(point.setup) for point in beyond]
-    assert all(prediction.is_extrapolated for prediction in predictions)
-    held = [
-        holds(prediction, point.images_per_second)
-        for prediction, point in zip(predictions, beyond, strict=True)
-    ]
-    assert held == [True] * 6
     # The table of results/scaling.md.
     printed = {
         192: (2721, 2416, 2930),
@@ -168,39 +174,37 @@ def test_the_chart_of_aws_holds_the_machines_beyond_those_that_were_fitted(repos
         448: (4573, 2516, 5449),
         512: (5226, 2649, 6268),
     }
-    for prediction in predictions:
-        found = (
-            prediction.images_per_second,
-            prediction.images_per_second_low,
-            prediction.images_per_second_high,
-        )
-        assert found == pytest.approx(printed[prediction.setup.num_gpus], rel=1e-3)
+    assert [point.setup.num_gpus for point in beyond] == list(printed)
+    for point in beyond:
+        prediction = law.predict(point.setup)
+        assert prediction.is_extrapolated
+        assert holds(prediction, point.images_per_second)
+        ends = (prediction.images_per_second_low, prediction.images_per_second_high)
+        found = (prediction.images_per_second, *ends)
+        assert found == pytest.approx(printed[point.setup.num_gpus], rel=1e-3)
 
 
 # Communication by itself.
 
 
-def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(tmp_path, capsys):
+def test_seconds_of_communication_tell_what_hides_and_what_grows_with_ranks(table, rows_of, capsys):
     # 0.15 of 0.3 s hide: nothing is to be seen on 2 nodes, and 0.3 x (63 / 64 - 0.5) on 64.
     constants = (0.2, 0.3, 0.3, 0.15, 1e-4)
-    rows = [f"{HEADER},gradient_communication_s"]
+    rows = []
     for num_gpus in (8, 16, 32, 64, 128):
         setup = strong(num_gpus)
         seconds = step_s(setup, *constants)
-        waited_s = seconds - setup.num_micro_batches * 0.2 - 0.3
+        waited_s = seconds - work_s(setup, 0.2, 0.3)
         rows.append(f"H100,{num_gpus},4,2048,{2048 / seconds!r},{waited_s!r}")
-    table, out = tmp_path / "table.csv", tmp_path / "out.csv"
-    table.write_text("\n".join(rows))
-    law = fit_law(make_points(read_rows([table], where=(), required=())))
+    path = table(*rows, header=WITH_COMMUNICATION)
+    law = fit_law(make_points(read_rows([path], where=(), required=())))
     assert law.terms == (MICRO_BATCH, OVERHEAD, COMMUNICATION, LATENCY)
     assert law.seconds == pytest.approx((0.2, 0.3, 0.3, 1e-4), rel=1e-4)
     assert law.hidden_share == 0.5
-    flags = ["--num_gpus", "512", "--out", str(out)]
-    assert main(["scaling", "predict", str(table), *flags]) == 0
-    (row,) = read_figures(out)
+    (row,) = rows_of("predict", path, "--num_gpus", "512")
     # 0.2 + 0.3 + 0.3 x (63 / 64 - 0.5) + 511e-4
     assert row["step_time_s"] == pytest.approx(0.6964125, rel=1e-4)
-    assert main(["scaling", "fit", str(table)]) == 0
+    assert main(["scaling", "fit", str(path)]) == 0
     assert "about 50 % of the communication hides" in capsys.readouterr().out
 
 
@@ -213,20 +217,16 @@ def test_seconds_of_communication_narrow_an_extrapolation():
         for num_gpus in (8, 16, 32, 64, 96, 128):
             setup, noise = strong(num_gpus), math.exp(0.01 * random.standard_normal())
             seconds = step_s(setup, *constants)
-            waited_s = seconds - setup.num_micro_batches * 0.2 - 0.3
+            waited_s = seconds - work_s(setup, 0.2, 0.3)
             waited_s *= math.exp(0.01 * random.standard_normal())
-            points.append(
-                dataclasses.replace(point_of(setup, seconds * noise), communication_s=waited_s)
-            )
+            points.append(Point(setup, setup.images_per_step / (seconds * noise), waited_s))
         plain = [dataclasses.replace(point, communication_s=None) for point in points]
         for is_known, figures in ((True, points), (False, plain)):
             prediction = fit_law(figures).predict(strong(256))
             low, high = prediction.images_per_second_low, prediction.images_per_second_high
             widths[is_known].append((high - low) / prediction.images_per_second)
             if is_known:
-                held.append(
-                    low <= strong(256).images_per_step / step_s(strong(256), *constants) <= high
-                )
+                held.append(holds(prediction, 2048 / step_s(strong(256), *constants)))
     assert np.mean(held) >= 0.93
     assert np.median(widths[True]) < 0.6 * np.median(widths[False])
 
@@ -265,16 +265,6 @@ def test_a_run_that_trains_nothing_is_refused(repository):
     assert (error.value, error.flag) == (f"{run}: feed", "TABLE")
 
 
-@pytest.fixture
-def table(tmp_path):
-    def write(*rows, header=HEADER):
-        path = tmp_path / "table.csv"
-        path.write_text("\n".join((header, *rows)))
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize("micro_batch", ["-4", "0", "3.5", "true"])
 def test_a_micro_batch_that_is_none_is_refused(table, micro_batch):
     rows = [f"H100,{num_gpus},{micro_batch},64,{10 * num_gpus}" for num_gpus in (1, 2, 4)]
@@ -310,7 +300,7 @@ def test_steps_without_time_are_refused(table):
 
 
 def test_communication_as_long_as_the_step_is_refused(table):
-    header = f"{HEADER},gradient_communication_s"
-    path = table(*(f"H100,{n},4,64,{10 * n},6.4" for n in (1, 2, 4)), header=header)
+    rows = [f"H100,{num_gpus},4,64,{10 * num_gpus},6.4" for num_gpus in (1, 2, 4)]
+    path = table(*rows, header=WITH_COMMUNICATION)
     error = refusal_of("scaling", "fit", path)
     assert (error.value, error.flag) == ("6.4", "the column gradient_communication_s")

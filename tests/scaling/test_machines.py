@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 import math
 import statistics
 
 import pytest
 
-from sdbench.cli import main
 from sdbench.report.figures import read_figures
 from tests.refusals import refusal_of
 from tests.report.results_folder import make_record
@@ -31,11 +30,8 @@ machines:
   - {name: cpu, gpus: [], num_devices: 1, num_cpu_cores: 8, value: 0.5, unit: USD,
      per: machine-hour, source: c, date: 2026-11-22}
 """
-BESIDE, IN_STEP, ONCE = (
-    "encoders beside the trainers",
-    "encoders in the step",
-    "latents made once, before",
-)
+BESIDE, IN_STEP = "encoders beside the trainers", "encoders in the step"
+ONCE = "latents made once, before"
 GIVEN = {
     "recipe": "hundred",
     "num_trainers": 10,
@@ -70,14 +66,12 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def plan(command, tmp_path):
+def plan(command, rows_of):
     """Plans, and gives the rows by way, each way with its jobs in order."""
 
     def run(**changes) -> dict[str, list[dict]]:
-        out = tmp_path / "machines.csv"
-        assert main(["scaling", "machines", *command(**changes), "--out", str(out)]) == 0
         ways: dict[str, list[dict]] = {}
-        for row in read_figures(out):
+        for row in rows_of("machines", *command(**changes)):
             ways.setdefault(row["way"], []).append(row)
         return ways
 
@@ -105,7 +99,7 @@ def test_encoders_and_decoders_are_as_many_as_feed_the_trainers(plan, capsys):
     assert " 40  n/a " in table
 
 
-def test_the_other_ways_to_encode(plan):
+def test_the_other_ways_to_encode(plan, capsys):
     ways = plan()
     (row,) = ways[IN_STEP]
     assert (row["num_encoders"], row["machines"], row["slowest"]) == (0, "3 x trainer", "trainers")
@@ -119,19 +113,16 @@ def test_the_other_ways_to_encode(plan):
     assert (train["num_encoders"], train["num_decoders"]) == (0, 0)
     assert amounts(train, "hours") == pytest.approx((10, 8, 100 / 9))
     assert train["cost_usd"] == pytest.approx(300)
-    assert list(plan(in_step_rates=None)) == [BESIDE, ONCE]
-
-
-def test_a_data_set_that_is_seen_often_is_encoded_once(plan, capsys):
-    encode, train = plan(num_dataset_images=360_000)[ONCE]
+    # Without rates of trainers that encode; a data set that is seen often is encoded once.
+    ways = plan(in_step_rates=None, num_dataset_images=360_000, decoder_machine="cpu")
+    assert list(ways) == [BESIDE, ONCE]
+    encode, train = ways[ONCE]
     assert encode["hours"] == pytest.approx(360_000 / 120 / 3600)
     assert train["hours"] == pytest.approx(10)
     # 2 x 4 x 8 x 8 moments and 77 x 1024 of the caption, 2 bytes each: 56.96 GB.
     assert "take 57.1 GB of storage" in capsys.readouterr().out
-
-
-def test_decoders_on_machines_of_their_own(plan):
-    (row,) = plan(decoder_machine="cpu")[BESIDE]
+    # Decoders have machines of their own.
+    (row,) = ways[BESIDE]
     assert row["machines"] == "3 x trainer, 9 x encoder, 5 x cpu"
     assert row["cost_usd"] == pytest.approx(10 * (30 + 18 + 2.5))
 
@@ -164,30 +155,29 @@ def test_trainers_that_encode_decode_on_their_own_cores(plan):
 
 
 @pytest.fixture
-def quoted(repository):
-    rows = read_figures(repository / "results" / "quoted" / "other_seed_figures.csv")
-    return {(row["what"], row["unit"]): row["value"] for row in rows}
+def figure(quoted):
+    """A function from words and a unit to the one figure of the seeds that has both."""
+    rows = read_figures(quoted / "other_seed_figures.csv")
+
+    def find(words: str, unit: str) -> float:
+        (row,) = (row for row in rows if words in row["what"] and row["unit"] == unit)
+        return row["value"]
+
+    return find
 
 
-def figure(quoted, words: str, unit: str) -> float:
-    (value,) = (value for (what, one), value in quoted.items() if words in what and one == unit)
-    return value
-
-
-def plan_of_the_seed(plan, quoted, *, trainer_machine: str, share: float = 1.0):
+def plan_of_the_seed(plan, figure, *, trainer_machine: str, share: float = 1.0):
     """Its trainers at the rate of its ingest benchmark, fed by a share of the rate of one of 48.
 
     The rate at 512 px is told nowhere: it is what the hours leave for that stage.
     """
-    trained = 4096 / figure(quoted, "emulated training step", "s")
-    hours = figure(quoted, "2.867e9 images", "A100-hours") / 32
+    trained = 4096 / figure("emulated training step", "s")
+    hours = figure("2.867e9 images", "A100-hours") / 32
     trained_at_512 = 1.7408e9 / (hours * 3600 - 1.1264e9 / trained)
     assert trained_at_512 == pytest.approx(1418, abs=1)
     rates = {256: trained, 512: trained_at_512}
-    num_encoders, num_decoders = (
-        figure(quoted, words, unit)
-        for words, unit in (("encoders of", "GPUs"), ("transformation workers", "CPUs"))
-    )
+    num_encoders = figure("encoders of", "GPUs")
+    num_decoders = figure("transformation workers", "CPUs")
     return plan(
         recipe="seed002",
         recipes=None,
@@ -204,72 +194,76 @@ def plan_of_the_seed(plan, quoted, *, trainer_machine: str, share: float = 1.0):
     )
 
 
-def test_the_seeds_table_comes_back(plan, quoted):
+def test_the_seeds_table_comes_back(plan, figure):
     for machine, price in (("reserved", "1-year"), ("on-demand", "on demand")):
-        ways = plan_of_the_seed(plan, quoted, trainer_machine=f"p4de.24xlarge-{machine}")
+        ways = plan_of_the_seed(plan, figure, trainer_machine=f"p4de.24xlarge-{machine}")
         # Its dollars are those of the A100 alone.
         _, at_256, _, at_512 = ways[ONCE]
         assert 32 * (at_256["hours"] + at_512["hours"]) == pytest.approx(13165)
         cost_usd = at_256["cost_usd"] + at_512["cost_usd"]
-        assert cost_usd == pytest.approx(figure(quoted, price, "USD"), rel=1e-4)
+        assert cost_usd == pytest.approx(figure(price, "USD"), rel=1e-4)
 
 
-def test_the_seeds_encoders_are_found_and_none_too_few(plan, quoted):
-    row = plan_of_the_seed(plan, quoted, trainer_machine="p4de.24xlarge-r")[BESIDE][0]
+def test_the_seeds_encoders_are_found_and_none_too_few(plan, figure):
+    row = plan_of_the_seed(plan, figure, trainer_machine="p4de.24xlarge-r")[BESIDE][0]
     assert (row["num_encoders"], row["num_decoders"]) == (48, 192)
     # 192 decoders have a core each on the 8 of 48 machines.
     assert row["machines"] == "4 x p4de.24xlarge-reserved, 48 x g5.2xlarge-on-demand"
-    slow = plan_of_the_seed(plan, quoted, trainer_machine="p4de.24xlarge-r", share=0.999)
+    slow = plan_of_the_seed(plan, figure, trainer_machine="p4de.24xlarge-r", share=0.999)
     assert (slow[BESIDE][0]["num_encoders"], slow[BESIDE][0]["num_decoders"]) == (49, 193)
 
 
 # Rates from records.
 
 
-def write(tmp_path, record: dict, name: str) -> str:
-    path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(record))
-    return str(path)
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes a record and returns its path."""
+    numbers = itertools.count()
+
+    def to_file(record: dict) -> str:
+        path = tmp_path / f"record-{next(numbers)}.json"
+        path.write_text(json.dumps(record))
+        return str(path)
+
+    return to_file
+
+
+def trainer_record(rate=40.0, **changes) -> dict:
+    """A run on latents with 2 ranks, 64 px."""
+    return make_record(
+        config__image_size=64,
+        config__latents="precomputed",
+        ranks__world_size=2,
+        summary__images_per_second=rate,
+        summary__images_per_second_per_device=rate / 2,
+        **changes,
+    )
 
 
 @pytest.fixture
-def trainer_records(tmp_path):
-    """Three runs on latents with 2 ranks, of 36, 40 and 41 images/s, 64 px."""
-    return [
-        write(
-            tmp_path,
-            make_record(
-                config__image_size=64,
-                config__latents="precomputed",
-                ranks__world_size=2,
-                summary__images_per_second=rate,
-                summary__images_per_second_per_device=rate / 2,
-            ),
-            f"trainer-{rate}",
-        )
-        for rate in (36.0, 40.0, 41.0)
-    ]
+def published(repository):
+    """A function from a job to its first record, of 64 px, with changes of its settings."""
+
+    def read(job: str, **settings) -> dict:
+        path = sorted(repository.glob(f"results/runs/*_{job}/record.json"))[0]
+        record = json.loads(path.read_text())
+        record["config"].update(image_size=64, **settings)
+        return record
+
+    return read
 
 
-def published(repository, job: str) -> dict:
-    path = sorted(repository.glob(f"results/runs/*_{job}/record.json"))[0]
-    return json.loads(path.read_text())
-
-
-def test_rates_of_records_are_those_of_one_worker(plan, tmp_path, repository, trainer_records):
-    encoder = published(repository, "precompute-mds-512px")
-    encoder["config"]["image_size"] = 64
-    summary = encoder["summary"]
-    summary.update(images_per_second=28.0, images_per_second_per_device=7.0)
-    summary["images_per_second_interval"].update(low=24.0, high=32.0)
-    decoder = published(repository, "feed-mds-512px")
-    decoder["config"]["image_size"] = 64
+def test_rates_of_records_are_those_of_one_worker(plan, write, published):
+    encoder, decoder = published("precompute-mds-512px"), published("feed-mds-512px")
+    encoder["summary"].update(images_per_second=28.0, images_per_second_per_device=7.0)
+    encoder["summary"]["images_per_second_interval"].update(low=24.0, high=32.0)
     decoder["summary"].update(images_per_second=6.0, images_per_second_per_core=3.0)
     decoder["summary"]["images_per_second_interval"].update(low=4.0, high=8.0)
     ways = plan(
-        trainer_rates=trainer_records,
-        encoder_rates=write(tmp_path, encoder, "encoder"),
-        decoder_rates=write(tmp_path, decoder, "decoder"),
+        trainer_rates=[write(trainer_record(rate)) for rate in (36.0, 40.0, 41.0)],
+        encoder_rates=write(encoder),
+        decoder_rates=write(decoder),
         num_encoders=2,
         num_decoders=3,
     )
@@ -284,9 +278,8 @@ def test_rates_of_records_are_those_of_one_worker(plan, tmp_path, repository, tr
     assert ends == pytest.approx([5 * low, 5 * high], rel=1e-6)
 
 
-def test_a_record_of_ray_data_has_both_rates(plan, tmp_path, repository):
-    record = published(repository, "feed-mds-512px")
-    record["config"].update(image_size=64, engine="ray", emulate_step_seconds=0.5)
+def test_a_record_of_ray_data_has_both_rates(plan, write, published):
+    record = published("feed-mds-512px", engine="ray", emulate_step_seconds=0.5)
     interval = record["summary"]["images_per_second_interval"]
     record["summary"]["ray"] = {
         "num_trainers": 2,
@@ -301,55 +294,49 @@ def test_a_record_of_ray_data_has_both_rates(plan, tmp_path, repository):
         "target_images_per_second": 1.0,
         "num_failed_blocks": 0,
     }
-    path = write(tmp_path, record, "ray")
+    path = write(record)
     ways = plan(encoder_rates=path, decoder_rates=path, num_encoders=10, num_decoders=30)
     encode, _ = ways[ONCE]
     # 10 encoders do 70, 60 at least; 30 decoders 90, 60 to 120.
     assert amounts(encode, "images_per_second") == (70, 60, None)
 
 
-def test_records_of_other_work_are_refused(command, tmp_path, repository, trainer_records):
-    online = write(tmp_path, make_record(config__image_size=64), "online")
-    failed = copy.deepcopy(make_record(config__image_size=64, config__latents="precomputed"))
-    failed.update(status="failed", reason="a test", summary=None)
-    on_ray = published(repository, "precompute-mds-512px")
-    on_ray["config"].update(image_size=64, engine="ray")
-    emulated = published(repository, "feed-mds-512px")
-    emulated["config"].update(image_size=64, emulate_step_seconds=0.5)
+def test_records_of_other_work_are_refused(command, write, published):
+    online, trainer = write(make_record(config__image_size=64)), write(trainer_record())
+    failed = trainer_record() | {"status": "failed", "reason": "a test", "summary": None}
+    on_ray = published("precompute-mds-512px", engine="ray")
+    emulated = published("feed-mds-512px", emulate_step_seconds=0.5)
     emulated["summary"]["images_per_second_per_core"] = None
-    other = make_record(
-        config__image_size=64, config__latents="precomputed", config__batch_size=4096
-    )
-    for changes, flag in (
-        ({"trainer_rates": online}, "--trainer_rates"),
-        ({"trainer_rates": write(tmp_path, failed, "failed")}, "--trainer_rates"),
-        ({"in_step_rates": trainer_records[0]}, "--in_step_rates"),
-        ({"encoder_rates": online}, "--encoder_rates"),
-        ({"encoder_rates": write(tmp_path, on_ray, "on_ray")}, "--encoder_rates"),
-        ({"decoder_rates": write(tmp_path, emulated, "emulated")}, "--decoder_rates"),
+    for name, rates in (
+        ("trainer_rates", online),
+        ("trainer_rates", write(failed)),
+        ("in_step_rates", trainer),
+        ("encoder_rates", online),
+        ("encoder_rates", write(on_ray)),
+        ("decoder_rates", write(emulated)),
         # Two configurations have no mean.
-        ({"trainer_rates": [trainer_records[0], write(tmp_path, other, "b")]}, "--trainer_rates"),
-        ({"trainer_rates": ["64=3", "64=4"]}, "--trainer_rates"),
+        ("trainer_rates", [trainer, write(trainer_record(config__batch_size=4096))]),
+        ("trainer_rates", ["64=3", "64=4"]),
     ):
-        assert refusal_of("scaling", "machines", *command(**changes)).flag == flag
+        assert refusal_of("scaling", "machines", *command(**{name: rates})).flag == f"--{name}"
 
 
 @pytest.mark.parametrize(
-    ("changes", "flag"),
+    ("name", "value"),
     [
-        ({"trainer_rates": "64=0"}, "--trainer_rates"),
-        ({"trainer_rates": "64=3:4:5"}, "--trainer_rates"),
-        ({"decoder_rates": "64=nan"}, "--decoder_rates"),
-        ({"encoder_rates": "128=3"}, "--encoder_rates"),
-        ({"encoder_rates": "nowhere"}, "--encoder_rates"),
-        ({"scaling_efficiency": 1.1}, "--scaling_efficiency"),
-        ({"trainer_machine": "p5"}, "--trainer_machine"),
-        ({"decoder_machine": "p5"}, "--decoder_machine"),
-        ({"margin": -0.1}, "--margin"),
+        ("trainer_rates", "64=0"),
+        ("trainer_rates", "64=3:4:5"),
+        ("decoder_rates", "64=nan"),
+        ("encoder_rates", "128=3"),
+        ("encoder_rates", "nowhere"),
+        ("scaling_efficiency", 1.1),
+        ("trainer_machine", "p5"),
+        ("decoder_machine", "p5"),
+        ("margin", -0.1),
     ],
 )
-def test_what_cannot_be_planned_with_is_refused(command, changes, flag):
-    assert refusal_of("scaling", "machines", *command(**changes)).flag == flag
+def test_what_cannot_be_planned_with_is_refused(command, name, value):
+    assert refusal_of("scaling", "machines", *command(**{name: value})).flag == f"--{name}"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 from scipy import stats
 
 from sdbench.launch.child import Outcome
-from tools.compare_engines import format_report, launcher_of, order_of
+from tools.compare_engines import format_report, launcher_of
+from tools.comparison import in_turn
 
 STEPS_S = {"torch": (1.0, 1.1, 1.2), "ray": (1.02, 1.13, 1.22)}
 
@@ -52,9 +53,8 @@ def test_the_report_has_medians_and_ratios_with_intervals(tmp_path):
 
 
 def test_each_side_is_first_in_its_turn():
-    names = ["a", "b", "c"]
-    assert [order_of(names, repeat)[0] for repeat in range(4)] == ["a", "b", "c", "a"]
-    assert sorted(order_of(names, 1)) == names
+    repeats = [(1, name) for name in "abc"] + [(2, name) for name in "bca"]
+    assert list(in_turn("abc", repeats=2)) == repeats
 
 
 def test_ranks_are_started_by_what_belongs_to_the_engine():
