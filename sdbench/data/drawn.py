@@ -49,7 +49,7 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def reader_of(rows: Sequence[tuple[Path, str]]) -> Callable[[int], ImageSample]:
-    """Reads the pictures of `list_pictures` by number."""
+    """Return a function that reads the pictures of `list_pictures` by number."""
 
     def read(number: int) -> ImageSample:
         path, caption = rows[number]

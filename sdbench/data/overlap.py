@@ -22,10 +22,6 @@ def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
 
     Returns:
         Names and URLs of held-out files.
-
-    Raises:
-        ConfigError: As `data.check`.
-        RunError: As `data.check`.
     """
     by_name = collections.defaultdict(list)
     for file in data.list_files(trained):

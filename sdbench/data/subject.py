@@ -29,11 +29,9 @@ class NumPictures(NamedTuple):
     of_class: int
 
     def num_batches(self, batch_size: int) -> int:
-        """Global batches of an epoch, in which each picture comes at least once.
+        """Return the global batches of an epoch, in which each picture comes at least once.
 
-        Args:
-            batch_size: Pictures of a global batch; where there are class pictures, half of them are
-                such.
+        If there are class pictures, half of the pictures of a global batch are such.
         """
         num_pairs = batch_size // 2 if self.of_class else batch_size
         return -(-max(self) // num_pairs)
@@ -79,11 +77,7 @@ def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
 
 
 def open_pictures(source: SourceConfig) -> BatchReader:
-    """Open the reader of all pictures, the same on every rank.
-
-    Raises:
-        ConfigError: As `data.check`.
-    """
+    """Open the reader of all pictures, the same on every rank."""
     return data.open_batches(_one_by_one(source))
 
 

@@ -84,9 +84,8 @@ def test_other_columns(make_config, mds_folder):
 def test_missing_and_truncated_shards(make_config, mds_folder):
     shard = mds_folder / "shard.00002.mds"
     os.truncate(shard, 100)
-    with refused(value=100) as caught:
+    with refused(value=str(shard)):
         data.check(make_config("mds"))
-    assert str(shard) in caught.value.what
     shard.unlink()
     with refused(value="shard.00002.mds"):
         data.check(make_config("mds"))

@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault("missing", "in place", SHARD, lose, SHARD),
-    Fault("truncated", "in place", SHARD, cut, "5000"),
+    Fault("truncated", "in place", SHARD, cut, f"{{remote}}/{SHARD}"),
     Fault("bit flip", "in place", SHARD, flip_a_bit),
     Fault("bit flip in remote", "copied", SHARD, flip_a_bit),
     Fault("truncated index", "in place", INDEX, cut, f"{{remote}}/{INDEX}"),

@@ -20,6 +20,7 @@ from streaming import MDSWriter
 import data as program
 from sdbench import data
 from sdbench.base.errors import RunError
+from sdbench.data import compat
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.prepare import verify
 from sdbench.data.source import SourceConfig
@@ -348,3 +349,10 @@ def test_diffusion_benchmarks_data_set_has_other_column_names_too(tmp_path):
     folder = write_pictures(tmp_path / "data", "bytes", pictures)
     sample = StreamingLAIONDataset(None, str(folder), None, False, image_size=32)[3]
     assert (sample["image"] == 15).all()
+
+
+@pytest.mark.parametrize("changed", [lambda self, shard, retries: 0, None])
+def test_a_release_of_streaming_with_other_methods_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(compat.Stream, "prepare_shard", changed)
+    with pytest.raises(ImportError, match="Stream.prepare_shard"):
+        compat.check_overridden()

@@ -52,7 +52,7 @@ def test_every_broken_shard_is_named(mds_folder, capsys):
         f"broken: {mds_folder}/shard.00000.mds: missing.",
         f"broken: {mds_folder}/shard.00001.mds: its xxh64 is not the one in index.json.",
     ]
-    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: 1000 bytes, ")
+    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: it has 1000 bytes, ")
     assert lines[4:] == ["3 broken things were found."]
 
 

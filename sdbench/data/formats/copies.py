@@ -39,7 +39,7 @@ class StoredFile(os.PathLike):
 
 
 def state_of(stat: os.stat_result) -> tuple[int, ...]:
-    """Numbers that differ when another file, or another version, has the same name."""
+    """Return numbers that differ if another file, or another version, has the same name."""
     return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
@@ -58,10 +58,6 @@ def read_whole(
         file: The file. Other processes may read it at the same time, and throw it away.
         read: Reads it; raises `ConfigError` or `RunError` if it is damaged.
         copy_again: Makes the copy again, if it is not there; None for `fetch`.
-
-    Raises:
-        ConfigError: As `read`.
-        RunError: As `read`, or the file cannot be copied again.
     """
     damage: ConfigError | RunError | None = None
     for _ in range(MAX_ATTEMPTS):

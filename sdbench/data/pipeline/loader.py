@@ -111,9 +111,6 @@ def _check_folder_of_sockets() -> None:
 
     Workers hand tensors over through a socket in a folder that multiprocessing makes there. Its
     path has at most 108 bytes, of which the last is a zero (unix(7)).
-
-    Raises:
-        ConfigError: The folder's path is too long.
     """
     longest = 107 - len("/pymp-12345678/listener-12345678")
     folder = tempfile.gettempdir()

@@ -56,12 +56,7 @@ class EpochOrder(DistributedSampler):
     _is_streamed = False
 
     def __init__(self, blocks: Sequence[int], *, config: SourceConfig) -> None:
-        """Set the order up.
-
-        Args:
-            blocks: Sizes of the runs of neighbours that are read together.
-            config: Batch size, ranks, seed and whether to shuffle.
-        """
+        """Set the order up for blocks of these sizes, whose samples are read together."""
         self._blocks = np.asarray(blocks, dtype=np.int64)
         self._config = config
         self._num_resumed = 0
@@ -85,11 +80,11 @@ class EpochOrder(DistributedSampler):
                 yield Key(self.epoch, index)
 
     def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """The samples of this rank's batches of an epoch, from a batch on."""
+        """Yield the samples of this rank's batches of an epoch, from a batch on."""
         yield from self.batches(epoch)[first:]
 
     def batches(self, epoch: int) -> np.ndarray:
-        """The samples of this rank's batches of an epoch: (batches, batch size), int64."""
+        """Return the samples of this rank's batches of an epoch: (batches, batch size), int64."""
         batches = self._order(epoch)[: self.num_samples * self._config.world_size].reshape(
             -1, self._config.world_size, self._config.device_batch_size
         )
@@ -144,12 +139,7 @@ class EpochOrder(DistributedSampler):
 
 
 class Lanes(NamedTuple):
-    """Who shares an epoch of streamed files.
-
-    Attributes:
-        num_ranks: Ranks.
-        num_workers: Processes that load, of each rank.
-    """
+    """Who shares an epoch of streamed files: ranks, and loading processes of each rank."""
 
     num_ranks: int
     num_workers: int
@@ -181,13 +171,7 @@ class StreamedOrder(EpochOrder):
     def __init__(
         self, blocks: Sequence[int], *, num_blocks_of_files: Sequence[int], config: SourceConfig
     ) -> None:
-        """Set the order up.
-
-        Args:
-            blocks: Sizes of the runs of neighbours that are shuffled among themselves.
-            num_blocks_of_files: How many of them each file has.
-            config: Batch size, ranks, workers and seed.
-        """
+        """Set the order up; see `Samples` for the blocks and their numbers."""
         super().__init__(blocks, config=config)
         self._num_blocks = np.asarray(num_blocks_of_files, dtype=np.int64)
         self._starts = np.cumsum(self._blocks) - self._blocks
@@ -214,11 +198,7 @@ class StreamedOrder(EpochOrder):
         return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken.
-
-        Raises:
-            ConfigError: As for `EpochOrder`, or files have other sizes, and so other orders.
-        """
+        """Begin the next epoch where `state` was taken."""
         super().resume(state)
         if state.get(SIZES_DIGEST) != self._sizes_digest:
             raise ConfigError(
@@ -238,7 +218,7 @@ class StreamedOrder(EpochOrder):
             self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
 
     def _keep_permutations(self, lanes: Lanes) -> None:
-        """Keep those of the blocks that this rank's lanes are in: they may have a million rows."""
+        """Cache those of the blocks of this rank's lanes: they may have a million rows."""
         # Behind a resumed epoch this run's own lanes have theirs there.
         both = (lanes, self._own_lanes)
         num_lanes = max(len(self._ranks_of_batch(one)) * one.num_workers for one in both)
@@ -249,7 +229,7 @@ class StreamedOrder(EpochOrder):
         return generator.permutation(self._blocks[block])
 
     def _ranks_of_batch(self, lanes: Lanes) -> range:
-        """The lanes' ranks whose samples this rank's part of a global batch has."""
+        """Return the lanes' ranks whose samples this rank's part of a global batch has."""
         size = self._config.global_batch_size // lanes.num_ranks
         first = self._config.rank * self._config.device_batch_size
         return range(first // size, -(-(first + self._config.device_batch_size) // size))
@@ -260,7 +240,7 @@ class StreamedOrder(EpochOrder):
         return self._own_lanes
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
-        """The samples of one of this rank's batches."""
+        """Return the samples of one of this rank's batches."""
         config = self._config
         lanes = self._lanes(epoch)
         num_batches = self.num_samples // config.device_batch_size
@@ -279,7 +259,7 @@ class StreamedOrder(EpochOrder):
         return np.concatenate(parts)
 
     def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """The samples at some places of an epoch's line."""
+        """Return the samples at some places of an epoch's line."""
         blocks, ends = self._make_line(epoch)
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         parts = []
@@ -292,7 +272,7 @@ class StreamedOrder(EpochOrder):
         return np.concatenate(parts)
 
     def _make_line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of an epoch's line, and for each the place behind its last sample."""
+        """Return the blocks of an epoch's line, and for each the place after its last sample."""
         if self._line is None or self._line[0] != epoch:
             generator = np.random.default_rng([self._config.seed, epoch])
             files = generator.permutation(len(self._num_blocks))

@@ -117,7 +117,7 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]
 
 
 def _parquet_field(name: str, encoding: str) -> Any:
-    """A parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
+    """Return the parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
     import numpy as np
     import pyarrow
 
@@ -150,7 +150,7 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict]:
 
 
 def _finish_tars(folder: Path, sizes: list[dict]) -> None:
-    """Write how many samples each tar holds, which who streams them has to know."""
+    """Write how many samples each tar holds, for those who stream them."""
     write_exact_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
 
 
@@ -167,12 +167,12 @@ def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
 
 
 def _row_name(chunk: str, row: int) -> str:
-    """Name of a sample's files: the number of its chunk and its own in there."""
+    """Return the name of a sample's files: the number of its chunk and its own in the chunk."""
     return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
 
 
 def _image_files(row: Row) -> dict[str, bytes]:
-    """The files of an image with its caption, by extension."""
+    """Return the files of an image with its caption, by extension."""
     size = {"width": row["width"], "height": row["height"]}
     return {
         image_extension(row["jpg"]): row["jpg"],
@@ -190,7 +190,7 @@ FORMATS = {
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

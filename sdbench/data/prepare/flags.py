@@ -98,10 +98,8 @@ class ConvertFlags(StoredDataFlags):
 
 
 def blamed_on_place(word: str, flags: type) -> contextlib.AbstractContextManager[None]:
-    """Let errors of a place name the word that it was given as, where they name flags of training.
+    """Let errors of a place name the word it was given as, not the flags of training.
 
-    Args:
-        word: The positional word, e.g. ``SOURCE``.
-        flags: Class of the command's flags; errors of these keep their names.
+    `flags` is the class of the command; errors of its own flags keep their names.
     """
     return blamed_on(word, own={declared.flag for declared in declarations(flags).values()})

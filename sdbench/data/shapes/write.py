@@ -57,17 +57,7 @@ class ShapesFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The folder holds something.
-    """
+    """Write the data set; return the exit code."""
     flags = parse(
         ShapesFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench shapes"
     ).config
@@ -102,13 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]:
-    """Divide the scenes: the same number is held out of each pair of colour and shape.
+    """Return the scenes to train with, and the held-out ones.
 
-    Args:
-        random: Chooses.
-
-    Returns:
-        Those to train with, and the held-out ones.
+    The same number is held out of each pair of colour and shape.
     """
     num_each = len(SIZES) * len(PLACES)
     held_out = {
@@ -123,16 +109,7 @@ def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]
 
 
 def draw_scene(scene: Scene, *, image_size: int, random: np.random.Generator) -> np.ndarray:
-    """Draw a scene.
-
-    Args:
-        scene: What to draw.
-        image_size: Side of the picture in pixels.
-        random: Varies size and place a little.
-
-    Returns:
-        RGB, uint8 (H, W, 3).
-    """
+    """Draw a scene, varying its size and place a little: RGB, uint8 (H, W, 3)."""
     half = SIZES[scene.size] / 2 * (1 + random.uniform(-SIZE_JITTER, SIZE_JITTER))
     centre = np.add(PLACES[scene.place], random.uniform(-PLACE_JITTER, PLACE_JITTER, 2))
     num_points = image_size * POINTS_PER_PIXEL
