@@ -63,8 +63,8 @@ class FolderSamples(Samples):
             read_avif: Value of ``--read_avif``.
 
         Raises:
-            ConfigError: The folder is missing, or has no image or no caption; or a link that may have
-                led to images is broken.
+            ConfigError: The folder is missing, has no image or no caption, or a broken link that
+                may have led to images.
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)

@@ -73,7 +73,7 @@ class MdsSamples(Samples):
             config: Image size, whether latents are wanted, and which hash to check.
             prepare: Makes a shard present in the local folder, by number; None for Streaming's own
                 download.
-            present: For each shard the positions of the samples that are not left out; None for all.
+            present: For each shard the positions of the samples to read; None for all.
         """
         super().__init__([len(each) for each in (shards if present is None else present)])
         self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
@@ -256,8 +256,8 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
 
     Args:
         encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
-        shape: Of the array in the column, or None. An array stored as ``bytes`` holds float16 numbers,
-            as MosaicML diffusion stores them; without bytes the value is None.
+        shape: Of the array in the column, or None. An array stored as ``bytes`` holds float16, as
+            MosaicML diffusion stores it; without bytes the value is None.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None

@@ -135,7 +135,7 @@ class ParquetSamples(Samples):
 def _to_array(
     value: Any, place: str, *, shape: tuple[int, ...], beside: np.dtype | None
 ) -> np.ndarray:
-    """Return the array of a value: bytes of float16 or float32, or lists of numbers, nested or flat.
+    """Return the array of a value: bytes of float16 or float32, or (nested) lists of numbers.
 
     77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2. So bytes of a text embedding are
     taken for float16 only if the latents beside it have 2 bytes a number, too.
