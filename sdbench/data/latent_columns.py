@@ -27,14 +27,11 @@ def name_column(part: str, *, image_size: int | None = None) -> str:
 def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, str]:
     """Return our columns for encoded samples of one resolution, with their MDS encodings."""
     return {
-        name_column(part, image_size=config.image_size): encode_type(shape)
+        name_column(part, image_size=config.image_size): (
+            f"ndarray:float16:{','.join(map(str, shape))}"
+        )
         for part, shape in sample_type.array_shapes(config).items()
     }
-
-
-def encode_type(shape: tuple[int, ...]) -> str:
-    """Return the MDS encoding of float16 arrays of one shape."""
-    return f"ndarray:float16:{','.join(map(str, shape))}"
 
 
 def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str, str]:

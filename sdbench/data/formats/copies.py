@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -62,37 +63,26 @@ def read_whole(
     damage: ConfigError | RunError | None = None
     for _ in range(MAX_ATTEMPTS):
         try:
-            return _read_or_throw_away(file, read)
+            state = state_of(os.stat(file))
+            return read(file)
         except FileNotFoundError as error:
             gone = error
             if file.source is None:
                 break
         except (ConfigError, RunError) as error:
-            if file.source is None or damage is not None:
+            if file.source is None:
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                # Another process may have made a new copy of that name.
+                if state_of(os.stat(file)) == state:
+                    os.unlink(file)
+            if damage is not None:
                 raise
             damage = error
             # Also from processes of the loader, whose output nobody looks through.
             print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
-        (copy_again or _fetch_again)(file)
+        if copy_again is not None:
+            copy_again(file)
+        elif fetch(file.source, cache=file.path.parent) != file.path:
+            raise RunError(f"{file} has been changed since it was copied.")
     raise damage or RunError(f"{file} cannot be read any more: {gone}.") from gone
-
-
-def _read_or_throw_away(file: StoredFile, read: Callable[[StoredFile], Content]) -> Content:
-    state = state_of(os.stat(file))
-    try:
-        return read(file)
-    except (ConfigError, RunError):
-        if file.source is not None:
-            _throw_away(file.path, state)
-        raise
-
-
-def _throw_away(path: Path, state: tuple[int, ...]) -> None:
-    """Remove a damaged copy, unless another process has made a new one of that name."""
-    if path.is_file() and state_of(path.stat()) == state:
-        path.unlink(missing_ok=True)
-
-
-def _fetch_again(file: StoredFile) -> None:
-    if fetch(file.source, cache=file.path.parent) != file.path:
-        raise RunError(f"{file} has been changed since it was copied.")

@@ -70,14 +70,14 @@ class KeyStream(CheckedStreamingDataset):
         self._has_ended = True
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs, as `EpochOrder.state`."""
         state = self.state_dict(num_images, True)
         if is_next_epoch or (self._has_ended and not num_images):
             state["epoch"] = self.next_epoch
         return {"num_images": num_images, "streaming": state}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of a batch again, as `EpochOrder.batch`."""
         known = state["streaming"]
         return self.first_batch(
             epoch=known["epoch"] + num_epochs,

@@ -83,12 +83,17 @@ def parse_index(index: bytes) -> list[dict]:
     known = {INDEX_NAME}
     for number, shard in enumerate(content["shards"]):
         try:
-            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
+            for file in files_of(shard):
                 _check_name(file["basename"], known=known)
             _check_columns(shard)
         except ValueError as error:
             raise ValueError(f"shard {number}: {error}") from error
     return content["shards"]
+
+
+def files_of(shard: Mapping[str, Any]) -> list[dict]:
+    """Return the entries of the files of a shard: the shard, and its compressed form if any."""
+    return [file for file in (shard["raw_data"], shard["zip_data"]) if file]
 
 
 def _check_columns(shard: Mapping[str, Any]) -> None:

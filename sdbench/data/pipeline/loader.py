@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -28,39 +28,11 @@ from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
 
+if TYPE_CHECKING:
+    from sdbench.data.formats.mds import KeyStream
+
 # Bad samples that are named as they are met; the others are only counted.
 NUM_BAD_NAMED = 5
-
-
-class Order(Protocol):
-    """The order of the samples of an epoch, and how far it has come."""
-
-    def epoch_ended(self) -> None:
-        """All batches of the epoch have been delivered."""
-        ...
-
-    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs.
-
-        Args:
-            num_images: Images of the epoch that have been delivered on all ranks.
-            is_next_epoch: Whether that is the epoch behind the one under way.
-        """
-        ...
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken."""
-        ...
-
-    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of one of this rank's batches, computed again.
-
-        Args:
-            state: What `state` gave, at any time.
-            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
-            number: Of the batch in its epoch, from 0.
-        """
-        ...
 
 
 @dataclass
@@ -150,7 +122,7 @@ class CheckedLoader(DataLoader):
         dataset: Dataset,
         *,
         batches: BatchReader,
-        order: Order,
+        order: EpochOrder | KeyStream,
         config: SourceConfig,
     ) -> None:
         """Set the loader up as `config` says.

@@ -106,15 +106,26 @@ class EpochOrder(DistributedSampler):
         """Do nothing: Composer calls it with a count that begins at 0 after a resume."""
 
     def epoch_ended(self) -> None:
-        """Go on with the next epoch."""
+        """Go on with the next epoch: all batches of this one have been delivered."""
         self.epoch += 1
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs.
+
+        Args:
+            num_images: Images of the epoch that have been delivered on all ranks.
+            is_next_epoch: Whether that is the epoch after the one under way.
+        """
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of one of this rank's batches again.
+
+        Args:
+            state: What `state` returned, at any time.
+            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
+            number: Of the batch in its epoch, from 0.
+        """
         return self.batches(state["epoch"] + num_epochs)[number].tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -188,13 +199,13 @@ class StreamedOrder(EpochOrder):
             yield self._batch(epoch, number)
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs."""
         state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
         lanes = list(self._lanes(state["epoch"]))
         return {**state, LANES: lanes, SIZES_DIGEST: self._sizes_digest}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of a batch again."""
         return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:

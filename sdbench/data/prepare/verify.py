@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard
+from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
 from sdbench.data.latent_columns import find_image_sizes
@@ -82,7 +82,7 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
 
     # A compressed copy is gone once it is unpacked.
     (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
-    work = ShardWork(place=place, stream=stream)
+    work = functools.partial(_verify_shard, place, stream)
     num_broken = _work_through(
         work, len(shards), num_samples=place.num_samples, num_workers=num_workers
     )
@@ -106,7 +106,7 @@ def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None)
         return _conclude(1)
     if not deep:
         return _conclude(0, checked=f"{len(rows)} samples are listed (--deep opens them)")
-    work = SampleWork(rows)
+    work = functools.partial(_verify_samples, rows)
     num_pieces = -(-len(rows) // SAMPLES_PER_PIECE)
     num_broken = _work_through(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
     return _conclude(num_broken, checked=f"each of the {len(rows)} samples can be used")
@@ -118,84 +118,75 @@ def tell_kind(config: SourceConfig) -> SourceConfig:
     return dataclasses.replace(config, latents=PRECOMPUTED if holds_latents else ONLINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardWork:
-    """Verifies one shard of MDS; goes to each process."""
+def _verify_shard(place: MdsPlace, stream: Any, number: int) -> WorkReport:
+    """Verify a shard of MDS by its number; `stream` is Streaming's description of the data set."""
+    shard = place.shards[number]
+    return WorkReport(shard["samples"], list(_find_faults(place, stream, number)))
 
-    place: MdsPlace
-    stream: Any
 
-    def __call__(self, number: int) -> WorkReport:
-        """Verify a shard by its number."""
-        return WorkReport(self.place.shards[number]["samples"], list(self._check_files(number)))
-
-    def _check_files(self, number: int) -> Iterator[str]:
-        place, shard = self.place, self.place.shards[number]
-        files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
-        sound = True
-        if not is_url(place.source):
-            paths = [Path(place.source, file["basename"]) for file in files]
-            for path, file in zip(paths, files, strict=True):
-                try:
-                    if path.is_file():
-                        check_shard(path, file, shard, hashes=file["hashes"])
-                except ValueError as error:
-                    sound = False
-                    yield f"{path}: {error}."
-        if place.remote is None:
-            if not any(path.is_file() for path in paths):
-                yield f"{paths[-1]}: missing."
-        elif sound:
-            yield from self._check_copy(number)
-
-    def _check_copy(self, number: int) -> Iterator[str]:
-        """Yield a sentence if a shard cannot be copied; a damaged copy is made again once."""
-        from sdbench.data.compat import open_shards
-
-        place, shard = self.place, self.place.shards[number]
-        path = Path(place.local, shard["raw_data"]["basename"])
-        source = os.path.join(place.remote, copied_file(shard)["basename"])
-
-        def copy(file: StoredFile) -> None:
-            self.stream.prepare_shard(open_shards(self.stream)[number])
-
-        def check(file: StoredFile) -> None:
-            raw = shard["raw_data"]
+def _find_faults(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
+    shard = place.shards[number]
+    sound = True
+    paths = []
+    if not is_url(place.source):
+        for file in files_of(shard):
+            path = Path(place.source, file["basename"])
+            paths.append(path)
             try:
-                check_shard(file.path, raw, shard, hashes=raw["hashes"])
+                if path.is_file():
+                    check_shard(path, file, shard, hashes=file["hashes"])
             except ValueError as error:
-                raise RunError(f"{file}: {error}.") from error
+                sound = False
+                yield f"{path}: {error}."
+    if place.remote is None:
+        if not any(path.is_file() for path in paths):
+            yield f"{paths[-1]}: missing."
+    elif sound:
+        yield from _find_fault_of_copy(place, stream, number)
 
+
+def _find_fault_of_copy(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
+    """Yield a sentence if a shard cannot be copied; a damaged copy is made again once."""
+    from sdbench.data.compat import open_shards
+
+    shard = place.shards[number]
+    path = Path(place.local, shard["raw_data"]["basename"])
+    source = os.path.join(place.remote, copied_file(shard)["basename"])
+
+    def copy(file: StoredFile) -> None:
+        stream.prepare_shard(open_shards(stream)[number])
+
+    def check(file: StoredFile) -> None:
+        raw = shard["raw_data"]
         try:
-            copy(file := StoredFile(path, source=source))
-            read_whole(file, check, copy_again=copy)
-        except RunError as error:
-            yield str(error)
-        except Exception as error:
-            # Each object store raises its own types; all mean that the shard cannot be had.
-            yield f"{source}: cannot be had ({explain(error)})."
+            check_shard(file.path, raw, shard, hashes=raw["hashes"])
+        except ValueError as error:
+            raise RunError(f"{file}: {error}.") from error
+
+    try:
+        copy(file := StoredFile(path, source=source))
+        read_whole(file, check, copy_again=copy)
+    except RunError as error:
+        yield str(error)
+    except Exception as error:
+        # Each object store raises its own types; all mean that the shard cannot be copied.
+        yield f"{source}: cannot be had ({explain(error)})."
 
 
-@dataclass(frozen=True)
-class SampleWork:
-    """Opens a run of samples; goes to each process."""
-
-    rows: RowReader
-
-    def __call__(self, number: int) -> WorkReport:
-        """Open the samples of a piece by its number."""
-        first = number * SAMPLES_PER_PIECE
-        indices = range(first, min(first + SAMPLES_PER_PIECE, len(self.rows)))
-        bad = []
-        for index in indices:
-            try:
-                self.rows.read(index)
-            except MissingLatentError:
-                # Not broken, and counted by `describe_missing`.
-                continue
-            except (BadSampleError, RunError) as error:
-                bad.append(str(error))
-        return WorkReport(len(indices), bad)
+def _verify_samples(rows: RowReader, number: int) -> WorkReport:
+    """Open the samples of a piece by its number."""
+    first = number * SAMPLES_PER_PIECE
+    indices = range(first, min(first + SAMPLES_PER_PIECE, len(rows)))
+    bad = []
+    for index in indices:
+        try:
+            rows.read(index)
+        except MissingLatentError:
+            # Not broken, and counted by `describe_missing`.
+            continue
+        except (BadSampleError, RunError) as error:
+            bad.append(str(error))
+    return WorkReport(len(indices), bad)
 
 
 def _find_orphans(place: MdsPlace) -> list[str]:
@@ -203,14 +194,9 @@ def _find_orphans(place: MdsPlace) -> list[str]:
     if is_url(place.source):
         return []
     folder = Path(place.source)
-    known = {INDEX_NAME} | {
-        file["basename"]
-        for shard in place.shards
-        for file in (shard["raw_data"], shard["zip_data"])
-        if file
-    }
+    known = {file["basename"] for shard in place.shards for file in files_of(shard)}
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known - {MADE_BY_NAME})
+    return sorted(found - known - {INDEX_NAME, MADE_BY_NAME})
 
 
 def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:
