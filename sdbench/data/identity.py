@@ -1,7 +1,8 @@
-"""Hashes that tell a stored data set from others, and from what it was, without reading samples."""
+"""Identity of stored data sets: their hashes, how they were made, and which files two share."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -12,15 +13,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench import data
+from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import write_json
+from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.made_by import read_how_made
 from sdbench.data.remote import is_url
 from sdbench.data.source import SourceConfig
+from sdbench.record.provenance import git_state
+
+# Hidden files are no samples, whatever the format.
+PROVENANCE_NAME = ".made_by.json"
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
@@ -49,7 +56,9 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     return {
         "sha256": _hash(facts),
         **_count(facts),
-        "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
+        "made_by": [
+            read_provenance(Path(place)) for source in sources for place in _places(source)
+        ],
     }
 
 
@@ -204,3 +213,69 @@ def _lasting_name(file: str) -> str:
 
 def _is_here(file: str) -> bool:
     return not is_url(file) and os.path.isfile(file)
+
+
+def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write how a data set was made to a hidden file beside its samples, which records copy.
+
+    Args:
+        folder: Of the data set.
+        facts: The command and what decides its output. Of an absolute path only the name is kept,
+            as the data set, and records of runs on it, may be published.
+    """
+    named = {
+        name: os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
+        for name, value in facts.items()
+    }
+    suite = {"suite_version": __version__, "git_commit": git_state()["commit"]}
+    write_json(folder / PROVENANCE_NAME, {**named, **suite})
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_provenance` has written, or None if it was not called."""
+    path = folder / PROVENANCE_NAME
+    # `Path.is_file` raises if a URL or a command is too long for a name.
+    if not os.path.isfile(path):
+        return None
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The note of how the data set was made cannot be read ({error})",
+            value=str(path),
+            allowed="the file as it was written, or no such file",
+            flag=PLACE_FLAGS,
+        ) from None
+
+
+def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
+    """Return the held-out files that are, or seem to be, among those that are trained on.
+
+    Files are the same if they are one file on the disk, also by a link, or have the same name and
+    size; what they hold is not compared. URLs are compared as text.
+
+    Raises:
+        ConfigError: As `data.check`.
+        RunError: As `data.check`.
+    """
+    by_name = collections.defaultdict(list)
+    for file in data.list_files(trained):
+        by_name[os.path.basename(file)].append(file)
+    return [file for file in data.list_files(held_out) if _is_among(file, by_name)]
+
+
+def _is_among(file: str, by_name: Mapping[str, list[str]]) -> bool:
+    if is_url(file):
+        return file in by_name.get(os.path.basename(file), ())
+    names = {os.path.basename(file), os.path.basename(os.path.realpath(file))}
+    alike = [other for name in names for other in by_name.get(name, ())]
+    return any(_is_same(file, other) for other in alike)
+
+
+def _is_same(file: str, other: str) -> bool:
+    if not (_is_here(file) and _is_here(other)):
+        return False
+    has_its_name = os.path.basename(file) == os.path.basename(other)
+    return os.path.samefile(file, other) or (
+        has_its_name and os.path.getsize(file) == os.path.getsize(other)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from sdbench import data
 from sdbench.cli import main
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices, read_files
+from tests.data.datasets import edit_index, indices, read_files
 from tests.refusals import printed_refusal, refused
 
 Edit = Callable[[list[dict]], None]
@@ -32,12 +31,6 @@ def written(tmp_path_factory) -> Path:
 def mds_folder(written, tmp_path) -> Path:
     """The data set of the other tests, written once for all of these."""
     return Path(shutil.copytree(written, tmp_path / "pairs"))
-
-
-def edit_index(folder: Path, edit: Edit) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    edit(index["shards"])
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 def put(value: object, *keys: str) -> Edit:

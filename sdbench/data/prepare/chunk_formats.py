@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,9 +91,14 @@ def _finish_mds(folder: Path, shards: list[dict]) -> None:
 
     from sdbench.data.compat import open_shards
 
-    write_exact_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
+    _write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
     opened = open_shards(Stream(local=str(folder)))
     assert list(map(len, opened)) == [shard["samples"] for shard in shards]
+
+
+def _write_json(path: Path, content: object) -> None:
+    """Write every value as it is; `Output.finish` synchronizes the file to disk."""
+    path.write_text(json.dumps(content, sort_keys=True), encoding="utf-8")
 
 
 def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
@@ -151,7 +155,7 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict]:
 
 def _finish_tars(folder: Path, sizes: list[dict]) -> None:
     """Write how many samples each tar holds, for those who stream them."""
-    write_exact_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
+    _write_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
 
 
 def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
@@ -195,14 +199,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def write_exact_json(path: Path, content: object) -> None:
-    """Write a JSON file with every value as it is, and synchronize it to disk.
-
-    (`base.files.write_json` removes what may be a secret.)
-    """
-    with path.open("w") as file:
-        json.dump(content, file, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())

@@ -15,8 +15,8 @@ from sdbench.data.formats.copies import StoredFile, read_whole
 from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
+from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import find_image_sizes
-from sdbench.data.made_by import MADE_BY_NAME
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
@@ -196,7 +196,7 @@ def _find_orphans(place: MdsPlace) -> list[str]:
     folder = Path(place.source)
     known = {file["basename"] for shard in place.shards for file in files_of(shard)}
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known - {INDEX_NAME, MADE_BY_NAME})
+    return sorted(found - known - {INDEX_NAME, PROVENANCE_NAME})
 
 
 def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:

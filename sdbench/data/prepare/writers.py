@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.identity import describe_change
-from sdbench.data.made_by import note_how_made
+from sdbench.base.files import replace_file
+from sdbench.data.identity import describe_change, write_provenance
 from sdbench.data.prepare.chunk_formats import (
     FORMATS,
     ChunkFormat,
     Columns,
     Rows,
     remove,
-    write_exact_json,
 )
 
 FOLDER_FLAG = "--folder"
@@ -97,7 +96,6 @@ class Output:
                 is beyond the 4 GiB that MDS can address.
         """
         target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
-        note = self.partial / "tmp" / f"{number}.json"
         with self._errors_named():
             remove(temporary)
             try:
@@ -114,8 +112,7 @@ class Output:
                 temporary.rename(target)
             remove(temporary)
             facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
-            write_exact_json(note, facts._asdict())
-            note.rename(self._note(number))
+            replace_file(self._note(number), _to_json(facts._asdict()))
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
@@ -148,7 +145,7 @@ class Output:
             details = [note.details for note in self._notes() if note.rows]
             self._format.finish(self.partial / "data", details)
             job = json.loads((self.partial / JOB_NAME).read_bytes())["job"]
-            note_how_made(self.partial / "data", job)
+            write_provenance(self.partial / "data", job)
             _synchronize(self.partial / "data")
             (self.partial / "data").rename(self.out)
             shutil.rmtree(self.partial)
@@ -263,9 +260,7 @@ def open_output(
             (output.partial / name).mkdir(exist_ok=True)
         path = output.partial / JOB_NAME
         if not path.is_file():
-            note = output.partial / "tmp" / f"job.{os.getpid()}.json"
-            write_exact_json(note, facts)
-            note.rename(path)
+            replace_file(path, _to_json(facts))
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
     _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
@@ -299,7 +294,7 @@ def _check_ours(partial: Path) -> None:
             allowed="another folder, or one in a folder that others cannot write to",
             flag=FOLDER_FLAG,
         )
-    names = {path.name for path in partial.iterdir()}
+    names = {path.name for path in partial.iterdir() if not path.name.startswith(f".{JOB_NAME}.")}
     if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
         raise ConfigError(
             "The folder that it is to be prepared in holds other files",
@@ -351,6 +346,11 @@ class _ChunkNote(NamedTuple):
     bytes: int
     bad: list[str]
     details: Any
+
+
+def _to_json(content: object) -> bytes:
+    """Return JSON with every value as it is; `base.files.write_json` removes likely secrets."""
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _name_source_errors(rows: Rows) -> Rows:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.made_by import note_how_made
+from sdbench.data.identity import write_provenance
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         facts = {"command": "shapes", **dataclasses.asdict(flags)}
         del facts["folder"]  # the same pictures have the same note, wherever they are
-        note_how_made(folder / name, facts)
+        write_provenance(folder / name, facts)
     prompts = "".join(f"{scene.caption}\n" for scene in held_out)
     (folder / PROMPTS_NAME).write_text(prompts, encoding="utf-8")
     print(
