@@ -255,7 +255,7 @@ def list_files(config: SourceConfig) -> list[str]:
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
-    """What tells a stored data set from others: `sdbench.data.identity.describe_data`."""
+    """Describe a stored data set for a record: `sdbench.data.identity.describe_data`."""
     return resolve_name("sdbench.data.identity:describe_data")(settings)
 
 

@@ -98,7 +98,7 @@ class CheckedStreamingDataset(StreamingDataset):
         self.epoch = 0
         self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
-        # Local rank 0 does it before any rank looks, and the others wait.
+        # Local rank 0 does it while the others wait.
         if get_local_rank() == 0:
             shared_memory.remove_stale_shared_memory()
         if torch.distributed.is_available() and torch.distributed.is_initialized():

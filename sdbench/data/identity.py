@@ -31,23 +31,23 @@ PROVENANCE_NAME = ".made_by.json"
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
-    """What a record says of the stored data, that of a subject's class included.
+    """Describe stored data for a record, including the pictures of a subject's class.
 
-    The hash is over the names below the folder that all files share, with sizes; of MDS over each
-    index.json, which has the names, sizes and, where they were made, hashes of the shards. So a
-    copy of a data set in another place has its hash, and a change that keeps names and sizes is
-    not seen. The size of a file behind a URL is not asked for; a picture that is missing has none.
+    The hash is over names, relative to the folder that all files share, and sizes; for MDS over
+    each index.json, which has the names, sizes and, if there are any, hashes of the shards. So a
+    copy of a data set in another place has the same hash, and a change that keeps names and sizes
+    is not noticed. The size of a file at a URL is unknown, as is that of a missing picture.
 
     Args:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files``, ``num_bytes`` (None where a size is not known) and ``made_by``,
-        what is known of how each of the data sets was made; None for synthetic data.
+        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown) and ``made_by``, the
+        provenance of each data set; None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
-        RunError: A place that is elsewhere cannot be reached.
+        RunError: A remote place cannot be reached.
     """
     if settings.data_format == "synthetic":
         return None
@@ -63,7 +63,7 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
 
 
 def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
-    """As `describe_data`; what cannot be listed behind a run that went well is a warning."""
+    """Return `describe_data`; after a run that succeeded, a failure is only a warning."""
     try:
         return describe_data(settings)
     except (ConfigError, OSError, RunError) as error:
@@ -72,20 +72,18 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
 
 
 def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
-    """What says whether work goes on with the data that it began with.
+    """Return hashes by which a later run recognises the data that it started with.
 
-    Beside the names and sizes of `describe_data` it has the times at which files on this machine
-    were written, of MDS those of shards without a hash in their index. `cp -p`, `rsync -a` and tar
-    keep them.
+    Besides the names and sizes of `describe_data` they cover the modification times of local
+    files, of MDS only those of shards without a hash. `cp -p`, `rsync -a` and tar keep them.
 
     Returns:
-        ``names``, ``names_and_sizes`` and ``times``, hashes; ``num_files``, ``num_bytes`` (None
-        where a size is not known). None where nothing is stored. Of MDS ``names`` has the whole
-        index.
+        ``names``, ``names_and_sizes`` and ``times``, hashes (``names`` of MDS covers the whole
+        index); ``num_files``, ``num_bytes`` (None if a size is unknown). None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
-        RunError: A place that is elsewhere cannot be reached.
+        RunError: A remote place cannot be reached.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
@@ -99,7 +97,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """How data differ that `identify_data` has described twice; None where they do not."""
+    """Return how two results of `identify_data` differ, or None."""
     if before == now:
         return None
     if before["names_and_sizes"] == now["names_and_sizes"]:
@@ -115,7 +113,7 @@ def _hash(value: Any) -> str:
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:
-    """The data sets that settings name: that of the samples, and of a subject's class."""
+    """Return the data sets that settings name: the samples, and the class of a subject."""
     source = SourceConfig.from_settings(
         settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
     )
@@ -138,14 +136,14 @@ def sources_of(settings: Any) -> list[SourceConfig]:
 
 
 def _places(source: SourceConfig) -> list[str]:
-    """The places of the data sets as the user gave them."""
+    """Return the places of the data sets as the user gave them."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]
 
 
 def _describe_files(sources: Sequence[SourceConfig]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Names and sizes, or the index of MDS, and when files on this machine were written, in ns."""
+    """Return names and sizes, or the indexes of MDS, and times of local files in ns."""
     facts: list[dict[str, Any]] = []
     times_ns: list[int] = []
     for source in sources:
@@ -181,7 +179,7 @@ def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[i
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
     folders = [names[:-1] for names in parts]
-    # What the first and the last have in common, all between them have, too.
+    # The common start of the first and the last is that of all between them.
     ends = zip(min(folders), max(folders), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     stats = [os.stat(file) if _is_here(file) else None for file in files]
@@ -204,7 +202,7 @@ def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _lasting_name(file: str) -> str:
-    """What a file is called each time: its path, or its URL without a signature, which changes."""
+    """Return a name that stays the same: a path, or a URL without its signature."""
     if not is_url(file):
         return os.path.abspath(file)
     # Of what is known to be a command `redact` leaves the program alone.
@@ -249,10 +247,10 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
-    """Return the held-out files that are, or seem to be, among those that are trained on.
+    """Return the held-out files that are, or seem to be, in the training data.
 
     Files are the same if they are one file on the disk, also by a link, or have the same name and
-    size; what they hold is not compared. URLs are compared as text.
+    size; their content is not compared. URLs are compared as text.
 
     Raises:
         ConfigError: As `data.check`.

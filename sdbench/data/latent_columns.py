@@ -11,7 +11,7 @@ from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 
 # Part of a sample to the names of its column, ours first; <px> is the image size. The others are
-# those of published scripts.
+# names of published scripts.
 SPELLINGS = {
     "moments": ("latent_moments_<px>",),
     "latent": ("latents_<px>", "latents_<px>_bytes", "image_latents_<px>"),

@@ -1,4 +1,4 @@
-"""Copies of files behind URLs, of packed files and of the output of commands, and parts of them.
+"""Copies of files at URLs, of packed files and of the output of commands, and parts of them.
 
 Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
 or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
@@ -43,7 +43,7 @@ NUM_ATTEMPTS = 5
 # Before a part that broke off is asked for again; then twice as long, and so on.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
-# Of a copy that breaks off what comes behind the last piece is asked for again.
+# A copy that breaks off goes on after its last piece.
 PIECE_BYTES = 2**18
 # What a process keeps open to a server for its threads, of which each tar that is being read has
 # one. For more the libraries warn, and connect anew each time.
@@ -348,7 +348,7 @@ def _download(url: str, path: Path) -> None:
 
     answer = _get(url)
     length, version = answer.headers.get("Content-Length"), _web_version(answer)
-    # What a server packs on its way cannot be gone on with at a byte of the unpacked file.
+    # A response that the server compresses cannot be continued at a byte of the unpacked file.
     can_go_on = length is not None and "Content-Encoding" not in answer.headers
     with path.open("wb") as file:
         num_failed = 0

@@ -1,4 +1,4 @@
-"""Files behind URLs and what commands print, read as they come: nothing of them is kept on a disk.
+"""Files at URLs and the output of commands, read as they come; nothing is kept on a disk.
 
 A library does not replace this: Arrow's S3 client does not survive the fork of loader workers and
 reads no web files, and fsspec's and smart_open's neither notice that a file has been changed

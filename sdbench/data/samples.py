@@ -25,10 +25,10 @@ DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
 
 
 class SampleType(Enum):
-    """What a sample of a data set is; the value names the parts that are stored."""
+    """The kind of a sample; the value names the parts that are stored."""
 
     IMAGES = ("image", "caption")
-    # Mean and log-variance of the VAE, from which each step draws a latent.
+    # Mean and log-variance of the VAE, from which each step samples a latent.
     MOMENTS = ("moments", "text_embedding")
     LATENTS = ("latent", "text_embedding")
 

@@ -23,7 +23,7 @@ NUM_SYNTHETIC_INSTANCES, NUM_SYNTHETIC_CLASS = 5, 200
 
 
 class NumPictures(NamedTuple):
-    """How many pictures there are, of the subject and of its class."""
+    """Numbers of pictures of the subject and of its class."""
 
     instances: int
     of_class: int
@@ -38,11 +38,7 @@ class NumPictures(NamedTuple):
 
 
 def check(source: SourceConfig, class_source: SourceConfig | None) -> NumPictures:
-    """Find the user's mistakes about the pictures, as `data.check`, and count them.
-
-    Args:
-        source: The pictures of the subject.
-        class_source: Those of its class; None: there are none.
+    """Check the pictures of a subject and of its class, if any, and count them.
 
     Raises:
         ConfigError: As `data.check`; or the batch cannot have as many class pictures as others.
@@ -111,5 +107,5 @@ def build(
 
 
 def _one_by_one(source: SourceConfig) -> SourceConfig:
-    """The source as it is read without batches and ranks."""
+    """Return the source as it is read without batches and ranks."""
     return dataclasses.replace(source, device_batch_size=1, rank=0, world_size=1)

@@ -633,9 +633,7 @@ def test_tars_are_counted_where_they_are(s3, folder, tmp_path, capsys, temporary
     assert main(["count-samples", str(path), "--out", str(out)]) == 1
     told = capsys.readouterr().err
     assert told.count(f"{path}/00002.tar is damaged") == 1
-    assert (
-        f"error: 1 of 3 tars cannot be counted, as is said above; {out} has the 2 others." in told
-    )
+    assert f"error: 1 of 3 tars cannot be counted (see above); {out} has the 2 others." in told
     assert json.loads(out.read_text()) == {"00000.tar": 5, "00001.tar.gz": 30}
 
 

@@ -1,4 +1,4 @@
-"""Checks that data formats share, and those of synthetic data, without torch."""
+"""Checks that data formats share, and the check of synthetic data; no torch."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_whole(
             if damage is not None:
                 raise
             damage = error
-            # Also from processes of the loader, whose output nobody looks through.
+            # Printed from loader processes too, whose errors may not reach the user.
             print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
         if copy_again is not None:
             copy_again(file)

@@ -160,7 +160,7 @@ def find_streamed(config: SourceConfig) -> list[str]:
             raise ConfigError(
                 f"This {suffix.removeprefix('.')} file cannot be streamed",
                 value=name,
-                allowed=f"one behind {', '.join(known)}; --remote_files copy reads all others",
+                allowed=f"one at {', '.join(known)}; --remote_files copy reads all others",
                 flag="--remote_files",
             )
     return names

@@ -97,7 +97,7 @@ class FolderSamples(Samples):
             _raise_missing(what, folder)
         if not any(map(os.path.isfile, self._images)):
             source = f"files that {table} names" if table else "links to images"
-            _raise_missing(f"Of the {source} none is there", folder)
+            _raise_missing(f"None of the {source} exists", folder)
         super().__init__([len(self._images)])
 
     @property
@@ -148,7 +148,7 @@ class FolderSamples(Samples):
 
 def _read_if_there(path: Path) -> bytes | None:
     """Return the content of a file, or None if it does not exist."""
-    # What cannot be a name is no file; Path.is_file raises for some of them.
+    # `Path.is_file` raises for some texts that cannot be names.
     try:
         return path.read_bytes() if os.path.isfile(path) else None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is in a folder: the files of a data set, its split for training, and what else is there."""
+"""Listing of folders: the files of a data set, and its split for training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdbench.data.image_files import has_image_name
 TRAINING_SPLITS = ("train", "training")
 OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
 _SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
-# What Hugging Face's data sets have their files in, with or without a folder for each split.
+# The folder with the files in Hugging Face's data sets, with or without one for each split.
 DATA_FOLDER = "data"
 TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
 # In archives made on a Mac, beside the folder that was packed.
@@ -59,7 +59,7 @@ def list_below(folder: Path) -> Listing:
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = Path(entry.path)
             if _is_folder(entry):
-                # What is a folder itself goes before what is a link to one.
+                # Folders go before links to folders.
                 (left.append if entry.is_symlink() else left.appendleft)(path)
             elif os.path.exists(path):
                 listing.files.append(path)

@@ -24,7 +24,7 @@ from sdbench.data.remote import cache_folder, fetch, is_url
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
-# What pictures and captions may be stored as: the bytes of a file, a picture of PIL's, text.
+# Encodings of pictures and captions: the bytes of a file, a picture of PIL, text.
 PICTURE_ENCODINGS = {"image": ("bytes", "jpeg", "png", "pil"), "caption": ("str",)}
 COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"

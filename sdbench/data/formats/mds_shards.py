@@ -215,7 +215,7 @@ class _ShardFile:
     def value(self, data: np.ndarray, column: str) -> Any:
         """Return one column of a sample; an array of fixed shape is a view of the bytes."""
         position, decode = self._columns[column]
-        # A sample begins with the sizes, as uint32, of those columns that have no fixed one.
+        # A sample begins with the sizes, as uint32, of the columns without a fixed one.
         sizes = iter(struct.unpack_from(f"<{self._num_sized}I", data))
         begin = 4 * self._num_sized
         for size in self._sizes[:position]:
@@ -304,7 +304,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
                 wanted_hash=config.validate_hash,
                 remote=place.remote,
                 local=place.local,
-                # What is read in place cannot be downloaded again: trying would delay the error.
+                # A shard that is read in place cannot be downloaded again: trying delays the error.
                 download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
                 download_timeout=DOWNLOAD_TIMEOUT_S,
                 # The copy of a compressed shard goes; files in the user's folder stay in any case.

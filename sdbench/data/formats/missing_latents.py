@@ -93,7 +93,7 @@ def describe_missing(place: MdsPlace) -> Iterator[str]:
 
 
 def image_column(columns: Mapping[str, str]) -> str:
-    """Return the column of the encoded image among those that `find_latent_columns` found."""
+    """Return the column of the encoded image from the result of `find_latent_columns`."""
     return columns[SampleType(tuple(columns)).value[0]]
 
 
@@ -121,7 +121,7 @@ def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceC
 def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
     """Return the bytes of each sample of a shard in a column without a fixed size."""
     position = shard["column_names"].index(column)
-    # A sample begins with the sizes, as uint32, of those columns that have no fixed one.
+    # A sample begins with the sizes, as uint32, of the columns without a fixed one.
     offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:

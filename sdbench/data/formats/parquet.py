@@ -272,7 +272,7 @@ def _check_columns(
 def _declared_shape(field: Any) -> tuple[int, ...] | None:
     """Return the shape that a column of Ray's or of Arrow's tensors declares, or None."""
     shape = getattr(field.type, "shape", None)
-    if shape is None and field.metadata:  # of a type that nobody has registered here
+    if shape is None and field.metadata:  # of a type that is not registered here
         try:
             shape = json.loads(field.metadata.get(b"ARROW:extension:metadata", b"null"))
         except ValueError:
@@ -307,7 +307,7 @@ def _read_footers(files: Sequence[ParquetFile], kind: type) -> list[Any]:
 
 @contextmanager
 def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
-    """Turn pyarrow's errors, and those of a missing file, into ours, naming the file."""
+    """Turn pyarrow's errors, and that of a missing file, into ours, naming the file."""
     import pyarrow
 
     try:

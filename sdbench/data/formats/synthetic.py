@@ -145,7 +145,7 @@ class SyntheticBatchReader(BatchReader):
         return f"synthetic, sample {index % NUM_DISTINCT} of rank {self.config.rank}"
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
-        """Gather the samples; none is ever bad."""
+        """Gather the samples, which are never bad."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
             tensors, report.slot = self._slots.take(

@@ -74,7 +74,7 @@ def list_samples(
             if extension in values:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
             values[extension] = value
-        # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
+        # To WebDataset "a.b.jpg" is no image, but the user meant one: it is a bad sample.
         if not {extension.rpartition(".")[2] for extension in values}.isdisjoint(kinds):
             yield key, values
 

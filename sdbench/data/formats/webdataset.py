@@ -155,7 +155,7 @@ def _load_index(
 
 
 def _read_index(path: Path) -> dict[str, Any] | None:
-    """Return an index that was made before, or None if there is none or a cut one."""
+    """Return an index that was made before, or None if it is missing or cut."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -178,7 +178,7 @@ def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> 
 
 
 def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
-    """Return the fields of a sample's json; empty if there is none, or a broken one."""
+    """Return the fields of a sample's json; empty if it is missing or broken."""
     try:
         metadata = json.loads(read_span(file, span) or "{}")
     except (ValueError, RecursionError):

@@ -63,7 +63,7 @@ class StreamedTarSamples(Samples):
         return f"{shown(self._tars[number])}, sample {position}"
 
     def read(self, index: int) -> ImageSample:
-        """Read one sample, and those before it in the tar that have not been read."""
+        """Read one sample, after the unread ones before it in the tar."""
         number, position = self._find(index)
         members = self._take(number, position)
         image, caption = self._reader.choose(members)

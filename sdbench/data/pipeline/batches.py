@@ -31,7 +31,7 @@ from sdbench.data.samples import (
 )
 from sdbench.data.source import SourceConfig
 
-# What reading a batch consists of, in order.
+# The phases of reading a batch, in order.
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
 
 

@@ -37,16 +37,15 @@ NUM_BAD_NAMED = 5
 
 @dataclass
 class LoaderStats:
-    """What a loader has delivered since it was built, or since `reset`.
+    """Counts of a loader since it was built, or since `reset`.
 
     Attributes:
         num_images_delivered: Images handed out.
-        num_bad_samples: Samples among them that could not be used and had a stand-in.
-        num_dropped_samples: Samples left out of the data set because a flag says so; not
-            reset.
+        num_bad_samples: Bad samples among them, each replaced by a good one.
+        num_dropped_samples: Samples that a flag leaves out of the data set; not reset.
         num_failed_blocks: Batches that could not be prepared, each replaced by the one before.
         bytes_read: Bytes of the stored samples.
-        seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
+        seconds: Phase, one of `batches.PHASES`, to its time, summed over workers.
     """
 
     num_images_delivered: int = 0
@@ -103,8 +102,8 @@ class _Workers(_MultiProcessingDataLoaderIter):
     """torch's worker processes, which a stop signal may end while they are being started."""
 
     def __del__(self) -> None:
-        # The last attribute that torch's needs, set when all workers have been started; those that
-        # run end with this process.
+        # The last attribute that torch's method needs, set when all workers have been started;
+        # running workers end with this process.
         if hasattr(self, "_workers_status"):
             super().__del__()
 
@@ -142,7 +141,7 @@ class CheckedLoader(DataLoader):
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
             worker_init_fn=_start_worker,
-            # Of its own: an epoch that begins would take a number from those of the noise.
+            # A generator of its own: the start of an epoch would advance that of the noise.
             generator=torch.Generator().manual_seed(config.seed),
             **config.loader_options(),
         )
@@ -161,7 +160,7 @@ class CheckedLoader(DataLoader):
         return self.stats.num_images_delivered
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the batch that was handed out last, the same on every rank."""
+        """Return the position after the last batch handed out, the same on every rank."""
         num_images = self._num_in_epoch or self._num_resumed  # the latter before the first batch
         is_next_epoch = num_images == len(self) * self.batch_size
         num_global_images = 0 if is_next_epoch else num_images * self._config.world_size
@@ -225,7 +224,7 @@ class CheckedLoader(DataLoader):
         return _Workers(self) if self.num_workers else super()._get_iterator()
 
     def _begin(self) -> Iterator[Batch | RunError]:
-        """The batches of an epoch, from the one behind `_num_in_epoch` images on."""
+        """Return the batches of an epoch, from the one after `_num_in_epoch` images on."""
         return super().__iter__()
 
     def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -252,7 +251,7 @@ class CheckedLoader(DataLoader):
             )
 
     def describe_stream(self) -> str | None:
-        """What the processes that load tell of their work; None where nobody asks them."""
+        """Return a report of the loading processes, or None if they give none."""
         return None
 
     def close(self) -> None:
@@ -262,14 +261,14 @@ class CheckedLoader(DataLoader):
             self._iterator = None
 
     def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's tensors, copied where their worker will overwrite the memory they lie in."""
+        """Return the tensors of a batch, copied if their worker will overwrite their memory."""
         # Page-locked tensors are copies already.
         if batch.report.slot is None or self.pin_memory:
             return batch.tensors
         return self._received.copy(batch.tensors, slot=batch.report.slot)
 
     def _limit(self):
-        """A time limit for a process that loads by itself; torch's timeout watches workers."""
+        """Return a time limit for loading in this process; torch's timeout watches workers."""
         # Starting workers and their first batch count as one wait, hence twice the time.
         factor = 2 if self.num_workers else 1
         return time_limit(factor * self._config.data_timeout_s, message=self._describe_silence())
@@ -282,7 +281,7 @@ class CheckedLoader(DataLoader):
         )
 
     def _next(self, batches: Iterator) -> Batch | None:
-        """The next batch, or None at the end; torch's loader errors come out as RunError."""
+        """Return the next batch, or None at the end; errors of torch become a `RunError`."""
         started_s = time.monotonic()
         try:
             batch = next(batches, None)
@@ -320,7 +319,7 @@ def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> Checked
     Raises:
         ConfigError: They are fewer than one global batch.
     """
-    # Of what is behind a URL, how many they are is not always known before.
+    # The number of samples at a URL is not always known before.
     check_enough_samples(config, num_samples=batches.num_samples)
     if batches.num_blocks_of_files is None or not config.shuffle:
         order = EpochOrder(batches.blocks, config=config)

@@ -150,7 +150,7 @@ class EpochOrder(DistributedSampler):
 
 
 class Lanes(NamedTuple):
-    """Who shares an epoch of streamed files: ranks, and loading processes of each rank."""
+    """The processes that share an epoch of streamed files: ranks, and workers of each rank."""
 
     num_ranks: int
     num_workers: int
@@ -229,7 +229,7 @@ class StreamedOrder(EpochOrder):
             self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
 
     def _keep_permutations(self, lanes: Lanes) -> None:
-        """Cache those of the blocks of this rank's lanes: they may have a million rows."""
+        """Cache the permutations of the blocks in the lanes of this rank: a block may be large."""
         # Behind a resumed epoch this run's own lanes have theirs there.
         both = (lanes, self._own_lanes)
         num_lanes = max(len(self._ranks_of_batch(one)) * one.num_workers for one in both)

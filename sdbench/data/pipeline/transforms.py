@@ -193,8 +193,8 @@ def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, P
     if reduced is None:
         return picture, Place(*rgb.size)
     _, (_, _, box_width, box_height) = reduced
-    # Of the eight orientations the last four have width and height exchanged, and those named here
-    # have the right and the bottom end of the file's rows and columns at the left and at the top.
+    # The last four of the eight orientations exchange width and height. Those named here have the
+    # right and the bottom end of the rows and columns of the file at the left and at the top.
     if orientation in (5, 6, 7, 8):
         width, height, box_width, box_height = height, width, box_height, box_width
     left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0

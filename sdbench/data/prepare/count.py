@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_file(flags.out, json.dumps(sizes, sort_keys=True).encode())
     if len(sizes) < len(tars):
         raise RunError(
-            f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted, as is said above; "
+            f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "
             f"{flags.out} has the {len(sizes)} others. The next call counts all of its tars."
         )
     print(f"{sum(sizes.values())} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")

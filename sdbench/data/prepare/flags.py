@@ -27,7 +27,7 @@ STORED_FORMAT = one_of("auto", *(name for name, source in SOURCES.items() if sou
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredDataFlags:
-    """What every command that reads a stored data set piece by piece takes."""
+    """Flags of every command that reads a stored data set piece by piece."""
 
     num_workers: int | None = setting(
         NOT_NEGATIVE,

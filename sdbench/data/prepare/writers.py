@@ -37,19 +37,13 @@ from sdbench.data.prepare.chunk_formats import (
 )
 
 FOLDER_FLAG = "--folder"
-# What is in OUT.partial.
+# Names in OUT.partial.
 JOB_NAME = "job.json"
 PARTIAL_FOLDERS = ("chunks", "tmp", "data")
 
 
 class Totals(NamedTuple):
-    """What has been written.
-
-    Attributes:
-        num_written: Samples in finished chunks.
-        num_bad: Samples that were left out of them.
-        bad: One sentence for each of those, with its name.
-    """
+    """Counts of what has been written; `bad` has a sentence for each sample left out."""
 
     num_written: int
     num_bad: int
@@ -78,7 +72,7 @@ class Output:
         return self.out.with_name(self.out.name + ".partial")
 
     def missing_chunks(self) -> list[int]:
-        """Numbers of the chunks that are not yet whole on disk."""
+        """Return the numbers of the chunks that are not yet whole on disk."""
         return [number for number in range(self.num_chunks) if not self._is_whole(number)]
 
     def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
@@ -123,7 +117,7 @@ class Output:
     def finish(self) -> Totals:
         """Check the size of every chunk's file, and make OUT of them all.
 
-        Only one process may call this, when none writes any more.
+        Only one process may call this, when no other writes any more.
 
         Raises:
             RunError: A chunk is missing or of another size, or there is not a single sample.
@@ -184,7 +178,7 @@ class Output:
         return self.partial / "chunks" / f"{self._number(number)}.json"
 
     def _notes(self) -> list[_ChunkNote]:
-        """Those of the finished chunks, in order."""
+        """Return the notes of the finished chunks, in order."""
         notes = (self._read_note(number) for number in range(self.num_chunks))
         return [note for note in notes if note is not None]
 
@@ -285,7 +279,7 @@ def _check_absent(output: Output) -> None:
 
 
 def _check_ours(partial: Path) -> None:
-    """Refuse a folder that somebody else made, as it is deleted in the end."""
+    """Refuse a folder of another owner, as it is deleted in the end."""
     is_own = partial.lstat().st_uid == os.geteuid()
     if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
         raise ConfigError(
@@ -340,7 +334,7 @@ def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) 
 
 
 class _ChunkNote(NamedTuple):
-    """What a finished chunk holds; `details` are what `ChunkFormat.write` returned."""
+    """The content of a finished chunk; `details` are what `ChunkFormat.write` returned."""
 
     rows: int
     bytes: int

@@ -1,4 +1,4 @@
-"""`python -m sdbench judge`: how many drawn pictures have the colour and the shape asked for."""
+"""`python -m sdbench judge`: the share of pictures with the colour and the shape asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.drawn import list_pictures, open_picture
+from sdbench.data.pictures import list_pictures, open_picture
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -24,7 +24,7 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 VERDICT_NAME = "judge.json"
-# Distance in RGB, of at most 442, from which a pixel is none of the background.
+# Distance in RGB, of at most 442, from which a pixel is not background.
 MIN_DISTANCE = 60.0
 # Share of the picture below which there is no shape in it.
 MIN_AREA = 0.01
@@ -46,7 +46,7 @@ class JudgeFlags:
 
 
 class Seen(NamedTuple):
-    """What a picture shows; None where there is no shape in it."""
+    """The content of a picture; None without a shape."""
 
     colour: str | None
     shape: str | None

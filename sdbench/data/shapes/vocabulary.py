@@ -1,4 +1,4 @@
-"""What a picture shows and how that is said: colours, shapes, sizes, places, captions."""
+"""The vocabulary of the pictures: colours, shapes, sizes, places, captions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 
 
 class Scene(NamedTuple):
-    """What a picture shows; each field is a key of the table of its name."""
+    """The content of a picture; each field is a key of the table of its name."""
 
     colour: str
     shape: str

@@ -1,4 +1,4 @@
-"""`python -m sdbench shapes`: a data set of coloured shapes, to see a model learn to draw."""
+"""`python -m sdbench shapes`: a data set of coloured shapes, for training on a small scale."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{flags.num_train_images} pictures of {len(known)} scenes in {folder / TRAIN_NAME}, "
         f"{flags.num_validation_images} of {len(held_out)} others in {folder / VALIDATION_NAME}; "
-        f"the captions of those: {folder / PROMPTS_NAME}"
+        f"captions of the held-out scenes: {folder / PROMPTS_NAME}"
     )
     return 0
 
