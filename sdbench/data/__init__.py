@@ -66,13 +66,13 @@ SOURCES = {
     "webdataset": Source(
         check=f"{_FORMATS}.webdataset:check",
         open=f"{_FORMATS}.webdataset:open_samples",
-        files=f"{_FORMATS}.webdataset:list_files",
+        files=f"{_FORMATS}.files:list_files",
     ),
     "parquet": Source(
         check=f"{_FORMATS}.parquet:check",
         open=f"{_FORMATS}.parquet:open_samples",
         columns=f"{_FORMATS}.parquet:read_columns",
-        files=f"{_FORMATS}.parquet:list_files",
+        files=f"{_FORMATS}.files:list_files",
     ),
     "folder": Source(
         check=f"{_FORMATS}.folder:check",
@@ -90,18 +90,17 @@ def resolve_format(
     local: str | None,
     streams: str | None = None,
 ) -> str:
-    """Decide which source is meant by the flags that name one.
+    """Choose the data format that the flags ask for.
 
     Args:
         data_format: Value of ``--data_format``: ``auto`` or a name of `SOURCES`.
-        use_synth_data: Whether ``--use_synth_data`` was given, another way to say synthetic.
+        use_synth_data: Value of ``--use_synth_data``, another way to say synthetic.
         remote: Value of ``--remote``.
         local: Value of ``--local``.
         streams: Value of ``--streams``.
 
     Returns:
-        A name of `SOURCES`. With ``auto`` and no place it is ``synthetic``, which the caller has to
-        tell the user.
+        A name of `SOURCES`. ``auto`` without a place is ``synthetic``, which callers have to tell.
 
     Raises:
         ConfigError: The flags contradict each other, or the format is unknown.
@@ -155,13 +154,13 @@ def resolve_format(
 
 
 def detect_format(place: str) -> str:
-    """Which format the data at a place has, told from names alone.
+    """Tell the data format of a place from names alone.
 
     Args:
         place: A folder, file, brace expression, URL, or ``pipe:`` and a command.
 
     Returns:
-        A name of `SOURCES`; ``mds`` where nothing tells, as for the URL of a folder.
+        A name of `SOURCES`; ``mds`` if the names do not tell, as for the URL of a folder.
     """
     # A signed web address ends with its signature.
     path = place.partition("?")[0] if place.startswith(("http://", "https://")) else place
@@ -244,34 +243,24 @@ def check(config: SourceConfig) -> int | None:
 
 
 def read_columns(config: SourceConfig) -> set[str]:
-    """Names of the columns that all files of a data set have; empty where files have no columns.
-
-    Raises:
-        ConfigError: There is no data set, or its index is damaged.
-        RunError: A file is damaged, or cannot be copied.
-    """
+    """Return the names of the columns that all files have; empty for formats without columns."""
     name = SOURCES[config.data_format].columns
     return set() if name is None else resolve_name(name)(config)
 
 
 def list_files(config: SourceConfig) -> list[str]:
-    """Names and URLs of the files that stand for a data set; empty where nothing is stored.
-
-    Raises:
-        ConfigError: As `check`.
-        RunError: As `check`.
-    """
+    """Return names and URLs of the files of a data set; empty for synthetic data."""
     name = SOURCES[config.data_format].files
     return [] if name is None else resolve_name(name)(config)
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
-    """What tells a stored data set from others: `sdbench.data.identity.describe_data`."""
+    """Describe a stored data set for a record: `sdbench.data.identity.describe_data`."""
     return resolve_name("sdbench.data.identity:describe_data")(settings)
 
 
 def open_samples(config: SourceConfig) -> Samples:
-    """Open the stored samples, to be read by number in their stored order.
+    """Open the stored samples, to read them by number in their stored order.
 
     Raises:
         ConfigError: As `check`.
@@ -283,7 +272,7 @@ def open_samples(config: SourceConfig) -> Samples:
 
 
 def open_batches(config: SourceConfig) -> BatchReader:
-    """Open what makes batches of any samples, by number in stored order, outside of training.
+    """Open a reader that makes batches of any samples, by number in stored order.
 
     Raises:
         ConfigError: As `check`.

@@ -20,11 +20,7 @@ class CommandOutput(io.RawIOBase):
     """The output of a command as it comes; closed early, it ends the command."""
 
     def __init__(self, command: str) -> None:
-        """Start the command.
-
-        Args:
-            command: A line for bash, without ``pipe:``.
-        """
+        """Start a command: a line for bash, without ``pipe:``."""
         self._name = repr(PIPE + command)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         # WebDataset's "pipe:" is a command line for the shell, given by the user. Without pipefail
@@ -37,18 +33,14 @@ class CommandOutput(io.RawIOBase):
         self._num_bytes = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        """Read what has been printed, waiting for it.
+        """Read what has been printed, waiting for it; 0 bytes after the command has ended well.
 
-        Returns:
-            The number of bytes; 0 when the command has ended well.
-
-        Raises:
-            RunError: A part of it ended with an error, or it printed nothing, at all or for
-                `PIPE_SILENCE_TIMEOUT_S`.
+        A command that fails, prints nothing, or is silent for `PIPE_SILENCE_TIMEOUT_S` is a
+        `RunError`.
         """
         output = self._process.stdout.fileno()
         waiting = select.poll()

@@ -1,19 +1,19 @@
-"""Streaming's internals that this room relies on, as read in mosaicml-streaming 0.13.0.
+"""Streaming's classes with safe copies of shards, and with failed copies that raise.
 
-Nothing else here touches a private name of that package. `CheckedStream` copies shards safely,
-`CheckedStreamingDataset` reports failed copies; both override methods that are no public interface,
-so another version has to be read before it may be used.
+Both override methods of Streaming that are no public interface, as read in mosaicml-streaming
+0.13.0; a release in which one of them takes other arguments is refused. Nothing else in this room
+touches a private name of that package.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import streaming
 import torch
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
@@ -23,25 +23,20 @@ from streaming.base.dataset import _ShardState
 from streaming.base.distributed import get_local_rank, maybe_init_dist
 from streaming.base.format import FileInfo
 from streaming.base.format.mds.reader import MDSReader
-from streaming.base.hashing import get_hash
 from streaming.base.shared import prefix
 from streaming.base.world import World
 
 from sdbench.base import shared_memory
 from sdbench.base.cache import private_folder
-from sdbench.data.formats.mds_index import choose_hash
+from sdbench.data.formats.mds_entries import check_file
+from sdbench.data.formats.mds_index import choose_hashes
 
-VERSION_READ = "0.13.0"
-assert streaming.__version__ == VERSION_READ, (
-    f"mosaicml-streaming {streaming.__version__} is installed and {VERSION_READ} was read: "
-    "pip install -r requirements.txt, or compare what this module overrides"
-)
 assert {*shared_memory.SHARED_NAMES} == {constant.LOCALS, *constant.SHM_TO_CLEAN}
 assert {*shared_memory.LOCK_NAMES} == {constant.BARRIER_FILELOCK, constant.CACHE_FILELOCK}
 
 
 def open_shards(stream: Stream) -> list[MDSReader]:
-    """The shards of a data set by its index, which is fetched where it is not here yet."""
+    """Return the shards of a data set; its index is fetched if it is not here yet."""
     return stream.get_shards(World.detect(), False)
 
 
@@ -49,20 +44,15 @@ class CheckedStream(Stream):
     """A data set that several runs may copy at a time, and whose compressed copies are checked."""
 
     def __init__(self, *, wanted_hash: str, **options: Any) -> None:
-        """Set up.
-
-        Args:
-            wanted_hash: As `choose_hash` takes it.
-            options: Of Streaming's class.
-        """
+        """Set up as Streaming does; `wanted_hash` is that of `choose_hashes`."""
         super().__init__(**options)
         self._wanted_hash = wanted_hash
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:
-        """Tell which shards are present.
+        """Report which shards are present.
 
-        Of shards that are read in place Streaming would delete those that lie there unpacked,
-        without their compressed form.
+        Of shards that are read in place, Streaming's own method would delete unpacked ones without
+        a compressed form.
         """
         if self.remote not in (None, self.local):
             super().set_up_local(shards, cache_usage_per_shard)
@@ -84,13 +74,11 @@ class CheckedStream(Stream):
         self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
         try:
-            algorithm = choose_hash(zip_info.hashes, wanted=self._wanted_hash)
-            if algorithm in zip_info.hashes:
-                digest = get_hash(algorithm, Path(zip_filename).read_bytes())
-                if digest != zip_info.hashes[algorithm]:
-                    raise ValueError(
-                        f"the {algorithm} of {zip_info.basename} is not the one in index.json"
-                    )
+            hashes = choose_hashes(zip_info.hashes, wanted=self._wanted_hash)
+            try:
+                check_file(Path(zip_filename), num_bytes=zip_info.bytes, hashes=hashes)
+            except ValueError as error:
+                raise ValueError(f"{zip_info.basename}: {error}") from error
             super()._decompress_shard_part(zip_info, zip_filename, raw_filename, compression)
         except Exception:
             # Streaming would take what is left of it in the next run, whole or not.
@@ -110,7 +98,7 @@ class CheckedStreamingDataset(StreamingDataset):
         self.epoch = 0
         self._prepared: set[int] = set()
         joined_here = maybe_init_dist()
-        # Local rank 0 does it before any rank looks, and the others wait.
+        # Local rank 0 does it while the others wait.
         if get_local_rank() == 0:
             shared_memory.remove_stale_shared_memory()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -144,14 +132,11 @@ class CheckedStreamingDataset(StreamingDataset):
                 self._prepared.add(shard_id)
 
     def first_batch(self, *, epoch: int, num_samples: int) -> list[int]:
-        """The samples of the batch that this rank has at a place in an epoch.
+        """Return this rank's samples of a batch.
 
-        Streaming's order does not depend on the workers, and begins anew where an epoch is resumed.
-        `state_dict` has been called: it sets what the order depends on.
-
-        Args:
-            epoch: From 0.
-            num_samples: Those of the epoch before this batch, on all ranks.
+        Streaming's order does not depend on the workers, and starts anew where an epoch is resumed.
+        `state_dict` has been called: it sets what the order depends on. `epoch` counts from 0;
+        `num_samples` are those of the epoch before this batch, on all ranks.
         """
         world = World.detect()
         work = generate_work(self.batching_method, self, world, epoch, num_samples)
@@ -161,3 +146,27 @@ class CheckedStreamingDataset(StreamingDataset):
         # Each worker calls it as it begins an epoch; `next_epoch` may be a step ahead or behind.
         self.epoch, num_samples = super()._resume_incr_epoch()
         return self.epoch, num_samples
+
+
+def check_overridden() -> None:
+    """Refuse a release of Streaming in which an overridden method takes other arguments.
+
+    Raises:
+        ImportError: One does, or is gone.
+    """
+    for kind, names in (
+        (CheckedStream, ("set_up_local", "prepare_shard", "_decompress_shard_part")),
+        (CheckedStreamingDataset, ("prepare_shard", "_resume_incr_epoch")),
+    ):
+        for name in names:
+            theirs = getattr(kind.__base__, name, None)
+            wanted = [*inspect.signature(getattr(kind, name)).parameters]
+            found = None if theirs is None else [*inspect.signature(theirs).parameters]
+            if found != wanted:
+                raise ImportError(
+                    f"{kind.__base__.__name__}.{name} of the installed mosaicml-streaming takes "
+                    f"{found}, not {wanted}: pip install -r requirements.txt"
+                )
+
+
+check_overridden()

@@ -1,7 +1,8 @@
-"""Hashes that tell a stored data set from others, and from what it was, without reading samples."""
+"""Identity of stored data sets: their hashes, how they were made, and which files two share."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -12,35 +13,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench import data
+from sdbench import __version__, data
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.base.files import write_json
+from sdbench.base.outside import read_json_object
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
+from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.folder import list_files_and_captions
 from sdbench.data.formats.mds_index import locate_mds, parse_streams
-from sdbench.data.made_by import read_how_made
 from sdbench.data.remote import is_url
 from sdbench.data.source import SourceConfig
+from sdbench.record.provenance import git_state
+
+# Hidden files are no samples, whatever the format.
+PROVENANCE_NAME = ".made_by.json"
 
 
 def describe_data(settings: Any) -> dict[str, Any] | None:
-    """What a record says of the stored data, that of a subject's class included.
+    """Describe stored data for a record, including the pictures of a subject's class.
 
-    The hash is over the names below the folder that all files share, with sizes; of MDS over each
-    index.json, which has the names, sizes and, where they were made, hashes of the shards. So a
-    copy of a data set in another place has its hash, and a change that keeps names and sizes is
-    not seen. The size of a file behind a URL is not asked for; a picture that is missing has none.
+    The hash is over names, relative to the folder that all files share, and sizes; for MDS over
+    each index.json, which has the names, sizes and, if there are any, hashes of the shards. So a
+    copy of a data set in another place has the same hash, and a change that keeps names and sizes
+    is not noticed. The size of a file at a URL is unknown, as is that of a missing picture.
 
     Args:
         settings: Of benchmark.py, train.py or data.py, with a data format and an image size.
 
     Returns:
-        ``sha256``, ``num_files``, ``num_bytes`` (None where a size is not known) and ``made_by``,
-        what is known of how each of the data sets was made; None for synthetic data.
+        ``sha256``, ``num_files``, ``num_bytes`` (None if a size is unknown) and ``made_by``, the
+        provenance of each data set; None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
-        RunError: A place that is elsewhere cannot be reached.
+        RunError: A remote place cannot be reached.
     """
     if settings.data_format == "synthetic":
         return None
@@ -49,12 +56,14 @@ def describe_data(settings: Any) -> dict[str, Any] | None:
     return {
         "sha256": _hash(facts),
         **_count(facts),
-        "made_by": [read_how_made(Path(place)) for source in sources for place in _places(source)],
+        "made_by": [
+            read_provenance(Path(place)) for source in sources for place in _places(source)
+        ],
     }
 
 
 def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
-    """As `describe_data`; what cannot be listed behind a run that went well is a warning."""
+    """Return `describe_data`; after a run that succeeded, a failure is only a warning."""
     try:
         return describe_data(settings)
     except (ConfigError, OSError, RunError) as error:
@@ -63,20 +72,18 @@ def describe_data_or_warn(settings: Any) -> dict[str, Any] | None:
 
 
 def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
-    """What says whether work goes on with the data that it began with.
+    """Return hashes by which a later run recognises the data that it started with.
 
-    Beside the names and sizes of `describe_data` it has the times at which files on this machine
-    were written, of MDS those of shards without a hash in their index. `cp -p`, `rsync -a` and tar
-    keep them.
+    Besides the names and sizes of `describe_data` they cover the modification times of local
+    files, of MDS only those of shards without a hash. `cp -p`, `rsync -a` and tar keep them.
 
     Returns:
-        ``names``, ``names_and_sizes`` and ``times``, hashes; ``num_files``, ``num_bytes`` (None
-        where a size is not known). None where nothing is stored. Of MDS ``names`` has the whole
-        index.
+        ``names``, ``names_and_sizes`` and ``times``, hashes (``names`` of MDS covers the whole
+        index); ``num_files``, ``num_bytes`` (None if a size is unknown). None for synthetic data.
 
     Raises:
         ConfigError: There is no such data set.
-        RunError: A place that is elsewhere cannot be reached.
+        RunError: A remote place cannot be reached.
     """
     if all(source.data_format == "synthetic" for source in sources):
         return None
@@ -90,7 +97,7 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """How data differ that `identify_data` has described twice; None where they do not."""
+    """Return how two results of `identify_data` differ, or None."""
     if before == now:
         return None
     if before["names_and_sizes"] == now["names_and_sizes"]:
@@ -106,7 +113,7 @@ def _hash(value: Any) -> str:
 
 
 def sources_of(settings: Any) -> list[SourceConfig]:
-    """The data sets that settings name: that of the samples, and of a subject's class."""
+    """Return the data sets that settings name: the samples, and the class of a subject."""
     source = SourceConfig.from_settings(
         settings, device_batch_size=1, caption=getattr(settings, "instance_prompt", None)
     )
@@ -129,14 +136,14 @@ def sources_of(settings: Any) -> list[SourceConfig]:
 
 
 def _places(source: SourceConfig) -> list[str]:
-    """The places of the data sets as the user gave them."""
+    """Return the places of the data sets as the user gave them."""
     if source.streams is not None:
         return [place for place, _ in parse_streams(source.streams)]
     return [source.remote or source.local or ""]
 
 
 def _describe_files(sources: Sequence[SourceConfig]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Names and sizes, or the index of MDS, and when files on this machine were written, in ns."""
+    """Return names and sizes, or the indexes of MDS, and times of local files in ns."""
     facts: list[dict[str, Any]] = []
     times_ns: list[int] = []
     for source in sources:
@@ -172,7 +179,7 @@ def _describe_listed(source: SourceConfig) -> tuple[list[dict[str, Any]], list[i
     files = sorted(list_files_and_captions(source) if is_folder else data.list_files(source))
     parts = [_lasting_name(file).split("/") for file in files]
     folders = [names[:-1] for names in parts]
-    # What the first and the last have in common, all between them have, too.
+    # The common start of the first and the last is that of all between them.
     ends = zip(min(folders), max(folders), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     stats = [os.stat(file) if _is_here(file) else None for file in files]
@@ -195,7 +202,7 @@ def _count(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _lasting_name(file: str) -> str:
-    """What a file is called each time: its path, or its URL without a signature, which changes."""
+    """Return a name that stays the same: a path, or a URL without its signature."""
     if not is_url(file):
         return os.path.abspath(file)
     # Of what is known to be a command `redact` leaves the program alone.
@@ -204,3 +211,69 @@ def _lasting_name(file: str) -> str:
 
 def _is_here(file: str) -> bool:
     return not is_url(file) and os.path.isfile(file)
+
+
+def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write how a data set was made to a hidden file beside its samples, which records copy.
+
+    Args:
+        folder: Of the data set.
+        facts: The command and what decides its output. Of an absolute path only the name is kept,
+            as the data set, and records of runs on it, may be published.
+    """
+    named = {
+        name: os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
+        for name, value in facts.items()
+    }
+    suite = {"suite_version": __version__, "git_commit": git_state()["commit"]}
+    write_json(folder / PROVENANCE_NAME, {**named, **suite})
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_provenance` has written, or None if it was not called."""
+    path = folder / PROVENANCE_NAME
+    # `Path.is_file` raises if a URL or a command is too long for a name.
+    if not os.path.isfile(path):
+        return None
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The note of how the data set was made cannot be read ({error})",
+            value=str(path),
+            allowed="the file as it was written, or no such file",
+            flag=PLACE_FLAGS,
+        ) from None
+
+
+def find_overlap(trained: SourceConfig, held_out: SourceConfig) -> list[str]:
+    """Return the held-out files that are, or seem to be, in the training data.
+
+    Files are the same if they are one file on the disk, also by a link, or have the same name and
+    size; their content is not compared. URLs are compared as text.
+
+    Raises:
+        ConfigError: As `data.check`.
+        RunError: As `data.check`.
+    """
+    by_name = collections.defaultdict(list)
+    for file in data.list_files(trained):
+        by_name[os.path.basename(file)].append(file)
+    return [file for file in data.list_files(held_out) if _is_among(file, by_name)]
+
+
+def _is_among(file: str, by_name: Mapping[str, list[str]]) -> bool:
+    if is_url(file):
+        return file in by_name.get(os.path.basename(file), ())
+    names = {os.path.basename(file), os.path.basename(os.path.realpath(file))}
+    alike = [other for name in names for other in by_name.get(name, ())]
+    return any(_is_same(file, other) for other in alike)
+
+
+def _is_same(file: str, other: str) -> bool:
+    if not (_is_here(file) and _is_here(other)):
+        return False
+    has_its_name = os.path.basename(file) == os.path.basename(other)
+    return os.path.samefile(file, other) or (
+        has_its_name and os.path.getsize(file) == os.path.getsize(other)
+    )

@@ -45,25 +45,20 @@ MAX_PIXELS = 256 * 2**20 // 3
 
 
 def image_extensions(*, read_avif: bool) -> tuple[str, ...]:
-    """Extensions of the image files that tars and folders are read for."""
+    """Return the extensions of the image files that tars and folders are read for."""
     return (*IMAGE_EXTENSIONS, "avif") if read_avif else IMAGE_EXTENSIONS
 
 
 def has_image_name(path: str | os.PathLike[str], *, read_avif: bool) -> bool:
-    """Whether a file is an image by its name."""
+    """Return True for a file that is an image by its name."""
     extension = os.path.splitext(path)[1].lower().removeprefix(".")
     return extension in image_extensions(read_avif=read_avif)
 
 
 def tell_kind(data: bytes, *, read_avif: bool) -> str:
-    """PIL's name of the kind of an image file, by its first bytes.
+    """Return PIL's name of the kind of an image file, by its first bytes.
 
-    Args:
-        data: The file's bytes.
-        read_avif: Value of ``--read_avif``.
-
-    Raises:
-        ValueError: It is of no kind that is read; what it seems to be is named.
+    A `ValueError` says what a file of another kind seems to be.
     """
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
@@ -77,11 +72,7 @@ def tell_kind(data: bytes, *, read_avif: bool) -> str:
 
 
 def image_extension(data: bytes) -> str:
-    """The extension of an image of any kind that may be read, by its first bytes.
-
-    Raises:
-        ValueError: As `tell_kind`.
-    """
+    """Return the extension of an image of any kind that may be read, by its first bytes."""
     return EXTENSIONS[tell_kind(data, read_avif=True)]
 
 
@@ -91,13 +82,9 @@ def open_image(data: bytes, *, read_avif: bool = False) -> Image.Image:
     PIL has decoders of forty kinds of files and chooses by content. Only that of the file's own
     kind is offered here, so that no other is ever reached.
 
-    Args:
-        data: The file's bytes.
-        read_avif: Value of ``--read_avif``.
-
     Raises:
         OSError: The header is damaged.
-        ValueError: The bytes are of no kind that is read, or the image has too many pixels.
+        ValueError: The file is of no kind that is read, or the image has too many pixels.
     """
     from PIL import Image, UnidentifiedImageError
 

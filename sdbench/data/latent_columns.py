@@ -11,7 +11,7 @@ from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 
 # Part of a sample to the names of its column, ours first; <px> is the image size. The others are
-# those of published scripts.
+# names of published scripts.
 SPELLINGS = {
     "moments": ("latent_moments_<px>",),
     "latent": ("latents_<px>", "latents_<px>_bytes", "image_latents_<px>"),
@@ -20,39 +20,22 @@ SPELLINGS = {
 
 
 def name_column(part: str, *, image_size: int | None = None) -> str:
-    """Our column name for a part of an encoded sample.
-
-    Args:
-        part: A key of `SPELLINGS`.
-        image_size: Side of the images in pixels; text embeddings have none.
-    """
+    """Return our column name for a part of a sample; text embeddings have no image size."""
     return SPELLINGS[part][0].replace("<px>", str(image_size))
 
 
 def array_columns(sample_type: SampleType, config: SourceConfig) -> dict[str, str]:
-    """Our columns for encoded samples of one resolution, with their MDS encodings.
-
-    Args:
-        sample_type: `SampleType.MOMENTS` or `SampleType.LATENTS`.
-        config: Image size and width of the text encoder.
-    """
+    """Return our columns for encoded samples of one resolution, with their MDS encodings."""
     return {
-        name_column(part, image_size=config.image_size): encode_type(shape)
+        name_column(part, image_size=config.image_size): (
+            f"ndarray:float16:{','.join(map(str, shape))}"
+        )
         for part, shape in sample_type.array_shapes(config).items()
     }
 
 
-def encode_type(shape: tuple[int, ...]) -> str:
-    """The MDS encoding of float16 arrays of one shape."""
-    return f"ndarray:float16:{','.join(map(str, shape))}"
-
-
 def find_latent_columns(columns: Iterable[str], *, image_size: int) -> dict[str, str]:
     """Find the columns of one resolution; VAE moments are preferred to latents drawn from them.
-
-    Args:
-        columns: Names of all columns.
-        image_size: Side of the images in pixels.
 
     Returns:
         ``moments`` or ``latent``, and ``text_embedding``, to the name of the column.
@@ -93,12 +76,12 @@ def _missing_columns(present: set[str], *, image_size: int, has_text: bool) -> C
 
 
 def find_image_sizes(columns: Iterable[str]) -> list[int]:
-    """The resolutions, in pixels, of which there are latents."""
+    """Return the resolutions, in pixels, for which there are latents."""
     return sorted(set(find_image_columns(columns).values()))
 
 
 def find_image_columns(columns: Iterable[str]) -> dict[str, int]:
-    """The columns that hold latents, each with its resolution in pixels."""
+    """Map each column of latents to its resolution in pixels."""
     sizes = {}
     for column in columns:
         for part in ("moments", "latent"):

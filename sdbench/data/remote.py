@@ -1,4 +1,4 @@
-"""Copies of files behind URLs, of packed files and of the output of commands, and parts of them.
+"""Copies of files at URLs, of packed files and of the output of commands, and parts of them.
 
 Tars and parquet files are read by number: each is copied once, and unpacked if it is a gzip file,
 or it is read in parts (remote_files.py). (MDS shards are copied one by one, as they are needed, by
@@ -10,6 +10,7 @@ web servers, and load torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -17,7 +18,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +43,7 @@ NUM_ATTEMPTS = 5
 # Before a part that broke off is asked for again; then twice as long, and so on.
 FIRST_PAUSE_S = 0.2
 NUM_PARALLEL_DOWNLOADS = 8
-# Of a copy that breaks off what comes behind the last piece is asked for again.
+# A copy that breaks off goes on after its last piece.
 PIECE_BYTES = 2**18
 # What a process keeps open to a server for its threads, of which each tar that is being read has
 # one. For more the libraries warn, and connect anew each time.
@@ -53,22 +54,19 @@ Content = TypeVar("Content")
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is a URL or a command, not a path."""
+    """Return True for a URL or a command, False for a path."""
     return "://" in place or place.startswith(PIPE)
 
 
 def shown(place: str) -> str:
-    """What messages call a place: its name, and a command in quotes."""
+    """Return a place as messages show it: its name, and a command in quotes."""
     return repr(place) if place.startswith(PIPE) else place
 
 
 def path_of(place: str) -> str:
-    """The path of a place: of S3 with the bucket, of other URLs without host and query.
+    """Return the path of a place: of S3 with the bucket, of other URLs without host and query.
 
-    That of a web address is as it is shown.
-
-    Args:
-        place: A URL or a path.
+    That of a web address is unquoted.
     """
     if not is_url(place):
         return place
@@ -79,14 +77,7 @@ def path_of(place: str) -> str:
 
 
 def must_be_copied(place: str) -> bool:
-    """Whether a file can only be read by number from a copy: it is elsewhere, or packed.
-
-    Args:
-        place: A URL, a command, or the path of a file that is there.
-
-    Raises:
-        RunError: The file cannot be read.
-    """
+    """Return True if a file can be read by number only from a copy: it is remote, or packed."""
     try:
         return is_url(place) or _is_packed(Path(place))
     except OSError as error:
@@ -99,9 +90,6 @@ def cache_folder(place: str, local: str | None) -> Path:
     Args:
         place: As the user gave it.
         local: Value of ``--local``, or None for a folder of the user's cache, one for each place.
-
-    Raises:
-        ConfigError: As `private_folder`.
     """
     if local is not None:
         return Path(local)
@@ -109,38 +97,17 @@ def cache_folder(place: str, local: str | None) -> Path:
 
 
 def identify(place: str) -> str:
-    """A name of a place that may be stored: a path, or a digest of what may hold a password."""
+    """Return a name of a place that may be stored: a path, or a digest of a URL.
+
+    A URL may hold a password.
+    """
     if is_url(place):
         return hashlib.sha256(place.encode()).hexdigest()
     return str(Path(place).resolve()) if Path(place).exists() else place
 
 
-def fetch_all(places: Sequence[str], *, cache: Path) -> list[Path]:
-    """Copy files in parallel, showing progress.
-
-    Args:
-        places: What to copy.
-        cache: Folder for the copies.
-
-    Returns:
-        The copies, in the same order.
-
-    Raises:
-        RunError: As `fetch`.
-    """
-    return in_parallel(functools.partial(fetch, cache=cache), places)
-
-
 def in_parallel(work: Callable[[Item], Content], items: Sequence[Item]) -> list[Content]:
-    """Do what waits for a store for several files at a time, showing progress.
-
-    Args:
-        work: Is called in threads.
-        items: What it is called with.
-
-    Returns:
-        What it returned, in the same order.
-    """
+    """Apply `work` to items in several threads, showing progress; returns the results in order."""
     with ThreadPoolExecutor(NUM_PARALLEL_DOWNLOADS) as pool:
         done = pool.map(work, items)
         return list(show_progress(done, total=len(items), unit="file"))
@@ -168,7 +135,7 @@ def fetch(place: str, *, cache: Path) -> Path:
     """
     from filelock import FileLock
 
-    try:
+    with _errors_named(f"{place!r} cannot be read"):
         version, is_sure = _version(place)
         digest = hashlib.sha256(f"{place}\n{version}".encode()).hexdigest()[:12]
         name = urlsplit(place).path if is_url(place) else place
@@ -182,15 +149,21 @@ def fetch(place: str, *, cache: Path) -> Path:
             elif not is_sure:
                 _tell_of_copy(place, path)
         return path
+
+
+@contextlib.contextmanager
+def _errors_named(what: str) -> Iterator[None]:
+    """Turn the errors of a store, each of which raises its own types, into a `RunError`."""
+    try:
+        yield
     except RunError:
         raise
     except Exception as error:
-        # Each store raises its own types; all mean that the file cannot be copied.
-        raise RunError(f"{place!r} cannot be read: {explain(error)}") from error
+        raise RunError(f"{what}: {explain(error)}") from error
 
 
 def _tell_of_copy(place: str, copy: Path) -> None:
-    """Print, on the first rank, that nobody knows whether a copy is still what is at its place."""
+    """Print, on rank 0, that nothing says whether a copy is still the same as its source."""
     if os.environ.get("RANK", "0") == "0":
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.stat().st_mtime))
         print(
@@ -201,12 +174,7 @@ def _tell_of_copy(place: str, copy: Path) -> None:
 
 
 def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
-    """The files of an S3 folder whose names end with one of `endings`, sorted.
-
-    Raises:
-        ConfigError: It is a folder of another store, whose files have to be named.
-        RunError: The store does not answer, or denies access.
-    """
+    """Return the files of an S3 folder whose names end with one of `endings`, sorted."""
     if not folder.startswith(S3):
         raise ConfigError(
             "Only folders of S3 can be listed",
@@ -215,21 +183,19 @@ def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
             flag="--remote",
         )
     bucket, prefix = _split_s3(folder.rstrip("/") + "/")
-    try:
+    with _errors_named(f"{folder} cannot be listed"):
         pages = _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
-    except Exception as error:
-        raise RunError(f"{folder} cannot be listed: {explain(error)}") from error
     return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(endings))
 
 
 class RemoteObject(NamedTuple):
-    """A file behind a URL, as it was found.
+    """A file at a URL, as it was found.
 
     Attributes:
         url: ``s3://`` or ``http(s)://``.
         num_bytes: Its length.
-        version: What the store calls this content of it (its ETag), empty if it says nothing.
+        version: The store's name for this content (its ETag), empty if there is none.
     """
 
     url: str
@@ -246,24 +212,16 @@ class RemoteObject(NamedTuple):
 
 
 def find_object(url: str) -> RemoteObject:
-    """Ask how long a file is.
-
-    Raises:
-        RunError: It cannot be had, or the store does not say.
-    """
-    try:
+    """Ask for the length and version of a file."""
+    with _errors_named(f"{url} cannot be read"):
         num_bytes, version = _ask(url)
-    except RunError:
-        raise
-    except Exception as error:
-        raise RunError(f"{url} cannot be read: {explain(error)}") from error
     if num_bytes is None:
         raise RunError(f"{url} cannot be streamed: the server does not say how long it is.")
     return RemoteObject(url, num_bytes, version)
 
 
 def _ask(url: str) -> tuple[int | None, str]:
-    """Length and version of a file of S3 or the web; None where a server does not say how long."""
+    """Return length and version of a file of S3 or the web; None for an unknown length."""
     if url.startswith(S3):
         bucket, key = _split_s3(url)
         found = _s3_client().head_object(Bucket=bucket, Key=key)
@@ -281,20 +239,16 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
     Args:
         file: As it was found.
         begin: The first byte.
-        end: The byte behind the last, within the file.
+        end: The byte after the last, within the file.
 
     Raises:
-        RunError: They cannot be had, or the file has been changed since it was found.
+        RunError: They cannot be read, or the file has changed since it was found.
     """
     place = f"{file.url}, from byte {begin} on,"
     for attempt in range(NUM_ATTEMPTS):
-        try:
+        # The libraries of the stores have tried again by themselves.
+        with _errors_named(f"{place} cannot be read"):
             version, num_bytes, body = _open_part(file.url, begin, end)
-        except RunError:
-            raise
-        except Exception as error:
-            # It has been tried again by its library.
-            raise RunError(f"{place} cannot be read: {explain(error)}") from error
         if (version, num_bytes) != (file.version, file.num_bytes):
             raise RunError(f"{file.url} has been changed since it was opened.")
         try:
@@ -312,11 +266,7 @@ def read_part(file: RemoteObject, begin: int, end: int) -> bytes:
 
 
 def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
-    """Version and length of a file, and what reads those bytes of it.
-
-    Raises:
-        RunError: The server gives others.
-    """
+    """Return version and length of a file, and a reader of these bytes of it."""
     part = f"bytes={begin}-{end - 1}"
     if url.startswith(S3):
         bucket, key = _split_s3(url)
@@ -332,15 +282,9 @@ def _open_part(url: str, begin: int, end: int) -> tuple[str, int, Any]:
 
 
 def _length_in(url: str, content_range: str | None, part: str) -> int:
-    """The length of a file in the header of a part, e.g. ``bytes 0-99/1234`` (RFC 9110, 14.4).
+    """Return the length in a Content-Range, e.g. ``bytes 0-99/1234`` (RFC 9110, 14.4).
 
-    Args:
-        url: Of the file, for the message.
-        content_range: The header.
-        part: What was asked for, e.g. ``bytes=0-99``.
-
-    Raises:
-        RunError: It is of another part, or has no length.
+    `part` is the range that was asked for, e.g. ``bytes=0-99``.
     """
     given, _, length = (content_range or "").partition("/")
     if given != part.replace("=", " ") or not length.isdecimal():
@@ -355,7 +299,7 @@ def _web_version(answer: Any) -> str:
 
 
 def _version(url: str) -> tuple[str, bool]:
-    """What names the content of a file, and whether other content would have another name."""
+    """Return a name of the content of a file, and whether other content would have another name."""
     if not is_url(url):
         stat = os.stat(url)
         return f"{Path(url).absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}", True
@@ -399,12 +343,12 @@ def _copy(url: str, path: Path) -> None:
 
 
 def _download(url: str, path: Path) -> None:
-    """Copy a web file; where it breaks off it is gone on with, as long as it is the same file."""
+    """Copy a web file; a download that breaks off goes on if it is still the same file."""
     import urllib3
 
     answer = _get(url)
     length, version = answer.headers.get("Content-Length"), _web_version(answer)
-    # What a server packs on its way cannot be gone on with at a byte of the unpacked file.
+    # A response that the server compresses cannot be continued at a byte of the unpacked file.
     can_go_on = length is not None and "Content-Encoding" not in answer.headers
     with path.open("wb") as file:
         num_failed = 0
@@ -426,15 +370,7 @@ def _download(url: str, path: Path) -> None:
 
 
 def _get(url: str, *, part: str | None = None) -> Any:
-    """Open a web file; its content has not been read yet.
-
-    Args:
-        url: Of the file.
-        part: The header that asks for a part of it, or None.
-
-    Raises:
-        RunError: The server answers that it cannot be had.
-    """
+    """Open a web file, or with a Range header a part of it; its content is not read yet."""
     import urllib3
 
     retries = urllib3.Retry(
@@ -464,7 +400,7 @@ def _get(url: str, *, part: str | None = None) -> Any:
 
 @functools.cache
 def _make_web_pool(process: int) -> Any:
-    """Connections of this process's own: two workers must not read from one."""
+    """Return connections of this process: two workers must not read from one."""
     import urllib3
 
     return urllib3.PoolManager(maxsize=NUM_CONNECTIONS)
@@ -477,7 +413,7 @@ def _split_s3(url: str) -> tuple[str, str]:
 
 
 def _s3_client() -> Any:
-    """A client of the store at `S3_ENDPOINT_URL`, which Streaming reads too, or of Amazon's."""
+    """Return a client of the store at `S3_ENDPOINT_URL`, as for Streaming, or of Amazon's."""
     return _make_s3_client(os.environ.get("S3_ENDPOINT_URL"), os.getpid())
 
 
@@ -496,7 +432,7 @@ def _make_s3_client(endpoint_url: str | None, process: int) -> Any:
 
 
 def explain(error: Exception) -> str:
-    """A store's error in one line: its type, its message, and what to do about credentials."""
+    """Return a store's error in one line: type, message, and what to do about credentials."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return f"no S3 credentials are set, by AWS_ACCESS_KEY_ID, a profile or a role ({reason})"

@@ -1,4 +1,4 @@
-"""Files behind URLs and what commands print, read as they come: nothing of them is kept on a disk.
+"""Files at URLs and the output of commands, read as they come; nothing is kept on a disk.
 
 A library does not replace this: Arrow's S3 client does not survive the fork of loader workers and
 reads no web files, and fsspec's and smart_open's neither notice that a file has been changed
@@ -27,31 +27,27 @@ TAIL_BYTES = 4096
 
 
 class RemoteFile(io.RawIOBase):
-    """A file behind a URL, read from any place; a request is for `PART_BYTES` at most."""
+    """A file at a URL, read from any place; a request is for `PART_BYTES` at most."""
 
     def __init__(self, found: RemoteObject) -> None:
-        """Open it.
-
-        Args:
-            found: The file.
-        """
+        """Open it."""
         self._found = found
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The place of the next byte."""
+        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go on at another byte."""
+        """Move to another byte."""
         begin = {
             io.SEEK_SET: 0,
             io.SEEK_CUR: self._position,
@@ -76,7 +72,7 @@ class RemoteFile(io.RawIOBase):
 
 
 class _FileReadAhead(RemoteFile):
-    """A file that is read from its beginning on: while one part is used, the next one comes."""
+    """A file that is read from its beginning on: the next part is fetched while one is used."""
 
     def __init__(self, found: RemoteObject) -> None:
         super().__init__(found)
@@ -94,7 +90,7 @@ class _FileReadAhead(RemoteFile):
 
 
 def _start(work: Callable[[], bytes]) -> Future[bytes]:
-    """Do work in a thread that no process waits for when it ends, as it would for a pool's."""
+    """Run work in a thread that the exit of the process does not wait for, unlike a pool."""
     future: Future[bytes] = Future()
 
     def run() -> None:
@@ -108,7 +104,7 @@ def _start(work: Callable[[], bytes]) -> Future[bytes]:
 
 
 class _Onward:
-    """A stream that can only be read on, for a reader that knows its place and skips."""
+    """A stream that can only be read forward, for a reader that knows its position and skips."""
 
     def __init__(self, stream: BinaryIO, *, below: BinaryIO | None = None) -> None:
         self._stream = stream
@@ -154,17 +150,10 @@ class _Onward:
 
 
 def open_stream(place: str) -> BinaryIO:
-    """Open a file to be read on, unpacked if it is a gzip file.
+    """Open a file to be read forward, unpacked if it is a gzip file.
 
-    Args:
-        place: ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path.
-
-    Returns:
-        What has `read`, `tell`, `close`, and a `seek` that goes back by `TAIL_BYTES` at least.
-
-    Raises:
-        RunError: It cannot be had.
-        OSError: There is no such path.
+    `place` is ``s3://``, ``http(s)://``, ``pipe:`` and a command, or a path. The stream has `read`,
+    `tell`, `close`, and a `seek` that goes back by at least `TAIL_BYTES`.
     """
     if place.startswith(PIPE):
         stream = io.BufferedReader(CommandOutput(place.removeprefix(PIPE)), PART_BYTES)

@@ -7,9 +7,11 @@ sdbench/data/pipeline/batches.py.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from sdbench.base.escape import as_utf8
 from sdbench.data.source import NUM_LATENT_CHANNELS, NUM_TOKENS, VAE_FACTOR, SourceConfig
@@ -23,19 +25,15 @@ DELIVERED_NAMES = {"moments": ("latent_mean", "latent_logvar")}
 
 
 class SampleType(Enum):
-    """What a sample of a data set is; the value names the parts that are stored."""
+    """The kind of a sample; the value names the parts that are stored."""
 
     IMAGES = ("image", "caption")
-    # Mean and log-variance of the VAE, from which each step draws a latent.
+    # Mean and log-variance of the VAE, from which each step samples a latent.
     MOMENTS = ("moments", "text_embedding")
     LATENTS = ("latent", "text_embedding")
 
     def array_shapes(self, config: SourceConfig) -> dict[str, tuple[int, ...]]:
-        """The shapes of a sample's stored arrays; none for images, which are files.
-
-        Args:
-            config: Image size and width of the text encoder.
-        """
+        """Return the shapes of a sample's stored arrays; empty for images, which are files."""
         if self is SampleType.IMAGES:
             return {}
         num_channels = NUM_LATENT_CHANNELS * (2 if self is SampleType.MOMENTS else 1)
@@ -44,11 +42,7 @@ class SampleType(Enum):
         return dict(zip(self.value, shapes, strict=True))
 
     def batch_tensors(self, config: SourceConfig) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The tensors of a batch: name to the shape of one sample, and the type.
-
-        Args:
-            config: Image size and type, and width of the text encoder.
-        """
+        """Map each tensor of a batch to the shape of one sample, and the type."""
         if self is SampleType.IMAGES:
             size = config.image_size
             return {
@@ -92,40 +86,53 @@ class LatentSample(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-class Samples(Protocol):
-    """Samples of one data set by number, in stored order.
+class Samples:
+    """Samples of one data set by number, in stored order; each format has a subclass.
 
     Can be pickled or forked before its first `read`: files are opened by the process that reads.
 
     Attributes:
         blocks: Sizes of the runs of neighbours that are cheap to read together (a row group of
-            parquet, a shard); a single run of all samples where any order is as cheap as any other.
-            They add up to the length.
-        num_blocks_of_files: How many of the blocks each file has, where a process is to read files
-            from their first byte on, as going back is dear or each block is a download; of such
-            blocks each is a file. None where any process may read any block.
-        num_lanes: Of how many runs of neighbours the samples are read in turn, which the reader of
-            batches sets: as `max_kept` says, files or row groups are kept at hand.
-        num_dropped: Samples that are stored but left out because a flag says so.
-        sample_type: Type of the samples that `read` gives.
+            parquet, a shard); a single run of all samples where any order is equally cheap. They
+            add up to the length.
+        num_blocks_of_files: How many of the blocks each file has, where a process has to read a
+            file from its first byte on because seeking back is expensive or each block is a
+            download. None where any process may read any block.
+        num_lanes: How many runs of neighbours are read in turn; set by the reader of batches. It
+            decides how many files or row groups are kept open (`max_kept`).
+        num_dropped: Stored samples that a flag leaves out.
+        sample_type: Type of the samples that `read` returns.
         columns: Part of a sample (``image``, ``caption``, or a name of `LatentSample.arrays`) to
             the name of its column; empty where the format has no columns.
     """
 
-    blocks: Sequence[int]
-    num_blocks_of_files: Sequence[int] | None
-    num_lanes: int
-    num_dropped: int
-    sample_type: SampleType
-    columns: Mapping[str, str]
+    num_blocks_of_files: Sequence[int] | None = None
+    num_lanes = 1
+    num_dropped = 0
+    sample_type = SampleType.IMAGES
+    columns: Mapping[str, str] = {}
+
+    def __init__(self, sizes: Sequence[int], *, blocks: Sequence[int] | None = None) -> None:
+        """Set the numbers of samples.
+
+        Args:
+            sizes: Samples of each part, e.g. of each file.
+            blocks: As the attribute; None if the parts are the blocks.
+        """
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self.blocks = sizes if blocks is None else blocks
 
     def __len__(self) -> int:
-        """Number of samples."""
-        ...
+        return self._starts[-1]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the number of the part that holds a sample, and the position in that part."""
+        part = bisect.bisect_right(self._starts, index) - 1
+        return part, index - self._starts[part]
 
     def name(self, index: int) -> str:
-        """Where a sample is, as `ImageSample.name` and `LatentSample.name`; reads nothing."""
-        ...
+        """Return where a sample is stored, as `ImageSample.name`; reads nothing."""
+        raise NotImplementedError
 
     def read(self, index: int) -> ImageSample | LatentSample:
         """Read one sample.
@@ -134,7 +141,7 @@ class Samples(Protocol):
             BadSampleError: This sample cannot be used; others may.
             RunError: The file that holds it is missing or damaged; the file is named.
         """
-        ...
+        raise NotImplementedError
 
 
 def max_kept(num_lanes: int) -> int:
@@ -156,7 +163,7 @@ class MissingLatentError(BadSampleError):
 
 
 def clean_caption(text: str | None) -> str | None:
-    """A caption without the white space and the byte-order mark around it; None stays None.
+    """Return a caption without the white space and the byte-order mark around it, or None.
 
     Some editors begin each text file with that mark; a tokenizer makes three tokens of it.
     """
@@ -187,6 +194,6 @@ def check_whole(sample: ImageSample, *, empty_captions: str = KEEP) -> None:
 
 
 def undecodable(name: str, error: Exception) -> BadSampleError:
-    """The error for an image that a decoder refuses, with the name of its sample."""
+    """Return the error for an image that a decoder refuses, with the name of its sample."""
     reason = " ".join(str(error).split())
     return BadSampleError(f"{name}: the image cannot be decoded ({reason}).")

@@ -64,12 +64,7 @@ class SourceConfig(DataSettings):
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SourceConfig:
-        """The source that settings describe.
-
-        Args:
-            settings: A dataclass; fields of the same name are taken over.
-            others: Further fields, and those that have another value here.
-        """
+        """Make the source that settings describe by fields of the same name; `others` win."""
         names = {one.name for one in fields(cls)} & {one.name for one in fields(settings)}
         values = {name: getattr(settings, name) for name in names - others.keys()}
         return cls(**{**values, **others})
@@ -80,7 +75,7 @@ class SourceConfig(DataSettings):
         return self.device_batch_size * self.world_size
 
     def loader_options(self) -> dict[str, object]:
-        """The options of a torch `DataLoader` that every source sets in the same way."""
+        """Return the options of a torch `DataLoader` that every source sets in the same way."""
         options = {
             "batch_size": self.device_batch_size,
             "num_workers": self.num_workers,

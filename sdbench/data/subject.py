@@ -23,28 +23,22 @@ NUM_SYNTHETIC_INSTANCES, NUM_SYNTHETIC_CLASS = 5, 200
 
 
 class NumPictures(NamedTuple):
-    """How many pictures there are, of the subject and of its class."""
+    """Numbers of pictures of the subject and of its class."""
 
     instances: int
     of_class: int
 
     def num_batches(self, batch_size: int) -> int:
-        """Global batches of an epoch, in which each picture comes at least once.
+        """Return the global batches of an epoch, in which each picture comes at least once.
 
-        Args:
-            batch_size: Pictures of a global batch; where there are class pictures, half of them are
-                such.
+        If there are class pictures, half of the pictures of a global batch are such.
         """
         num_pairs = batch_size // 2 if self.of_class else batch_size
         return -(-max(self) // num_pairs)
 
 
 def check(source: SourceConfig, class_source: SourceConfig | None) -> NumPictures:
-    """Find the user's mistakes about the pictures, as `data.check`, and count them.
-
-    Args:
-        source: The pictures of the subject.
-        class_source: Those of its class; None: there are none.
+    """Check the pictures of a subject and of its class, if any, and count them.
 
     Raises:
         ConfigError: As `data.check`; or the batch cannot have as many class pictures as others.
@@ -79,11 +73,7 @@ def _check(source: SourceConfig, *, flag: str, prompt_flag: str) -> int:
 
 
 def open_pictures(source: SourceConfig) -> BatchReader:
-    """Open the reader of all pictures, the same on every rank.
-
-    Raises:
-        ConfigError: As `data.check`.
-    """
+    """Open the reader of all pictures, the same on every rank."""
     return data.open_batches(_one_by_one(source))
 
 
@@ -117,5 +107,5 @@ def build(
 
 
 def _one_by_one(source: SourceConfig) -> SourceConfig:
-    """The source as it is read without batches and ranks."""
+    """Return the source as it is read without batches and ranks."""
     return dataclasses.replace(source, device_batch_size=1, rank=0, world_size=1)

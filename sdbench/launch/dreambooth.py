@@ -21,7 +21,7 @@ from sdbench.base.errors import EXIT_INTERRUPTED, ConfigError, blamed_on
 from sdbench.base.escape import for_terminal
 from sdbench.base.files import write_json
 from sdbench.base.stop import STOPS
-from sdbench.data.drawn import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
+from sdbench.data.pictures import AFTER, BEFORE, PICTURES_NAME, SHEET_NAME
 from sdbench.data.source import VAE_FACTOR, SourceConfig
 from sdbench.launch.child import (
     check_suite_is_here,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.files import replace_file
 from sdbench.base.progress import Progress
-from sdbench.data.drawn import PICTURES_NAME
+from sdbench.data.pictures import PICTURES_NAME
 from sdbench.measure import hardware
 from sdbench.measure.hardware import Machine
 from sdbench.models.architecture import Architecture, resolve_architecture

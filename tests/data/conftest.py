@@ -11,6 +11,7 @@ from PIL import Image
 
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
+from tests.data.s3_server import impatient, running_s3, s3  # noqa: F401
 
 
 def encode(image: Image.Image, *, file_format: str = "PNG") -> bytes:

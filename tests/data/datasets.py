@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import tarfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -118,22 +119,35 @@ def write_mds_latents(folder: Path) -> None:
 TAR_SIZES = {"00000.tar": 5, "00001.tar": 30, "00002.tar": 14}
 
 
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, mode: str = "w") -> Path:
+    """A tar of these files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:
+        add_members(tar, members)
+    return path
+
+
+def add_members(tar: tarfile.TarFile, members: Iterable[tuple[str, bytes]]) -> None:
+    """Add files to an open tar."""
+    for name, content in members:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+
+
 def write_tars(folder: Path) -> None:
     """Three tars."""
-    folder.mkdir(parents=True)
     numbers = iter(range(NUM_SAMPLES))
     for name, size in TAR_SIZES.items():
-        with tarfile.open(folder / name, "w") as tar:
-            for index in itertools.islice(numbers, size):
-                members = {
-                    "png": make_png(index),
-                    "txt": make_caption(index).encode(),
-                    "json": json.dumps({"original_width": 10 * index}).encode(),
-                }
-                for extension, content in members.items():
-                    member = tarfile.TarInfo(f"{index:06d}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        members = []
+        for index in itertools.islice(numbers, size):
+            width = json.dumps({"original_width": 10 * index}).encode()
+            caption = make_caption(index).encode()
+            for extension, content in zip(
+                ("png", "txt", "json"), (make_png(index), caption, width), strict=True
+            ):
+                members.append((f"{index:06d}.{extension}", content))
+        write_tar(folder / name, members)
 
 
 def write_parquet(folder: Path) -> None:
@@ -190,6 +204,20 @@ WRITERS = {
     "parquet latents": write_parquet_latents,
     "folder": write_folder,
 }
+
+
+def flip_a_bit(path: Path, *, position: int = -10) -> None:
+    """Damage a file; ten bytes before the end of a shard is padding, where no decoder looks."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def edit_index(folder: Path, edit: Callable[[list[dict]], object]) -> None:
+    """Change the entries of the shards in an index.json."""
+    index = json.loads((folder / "index.json").read_text())
+    edit(index["shards"])
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 def read_mds(folder: Path) -> list[dict]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 from sdbench import data
 from sdbench.settings.config import SETTINGS
+from tests.data import datasets
 from tests.refusals import refused
 
 SYNTHETIC_FLAGS = "--use_synth_data, --data_format, --remote or --local"
@@ -72,29 +71,17 @@ def test_missing_empty_and_wrong_folders(make_config, tmp_path):
 
 
 def test_other_columns(make_config, mds_folder):
-    index = mds_folder / "index.json"
-    content = json.loads(index.read_text())
-    for shard in content["shards"]:
-        shard["column_names"] = ["title", "url"]
-    index.write_text(json.dumps(content))
+    names = {"column_names": ["title", "url"]}
+    datasets.edit_index(mds_folder, lambda shards: [shard.update(names) for shard in shards])
     with refused(value="columns title, url"):
-        data.check(make_config("mds"))
-
-
-def test_missing_and_truncated_shards(make_config, mds_folder):
-    shard = mds_folder / "shard.00002.mds"
-    os.truncate(shard, 100)
-    with refused(value=100) as caught:
-        data.check(make_config("mds"))
-    assert str(shard) in caught.value.what
-    shard.unlink()
-    with refused(value="shard.00002.mds"):
         data.check(make_config("mds"))
 
 
 def test_other_mistakes(make_config, tmp_path):
     with refused(value="columns caption, jpg"):
         data.check(make_config("mds", latents="precomputed"))
+    with refused("--caption_drop_probability", value=0.1):
+        data.check(make_config("mds", latents="precomputed", caption_drop_probability=0.1))
     with refused("--model_name", value=str(tmp_path)):
         data.check(make_config("mds", tokenizer_folder=Path(tmp_path)))
     with refused("--image_size", value=70, allowed="a multiple of 8, e.g. 64"):

@@ -49,18 +49,13 @@ def test_latents_there_and_back(tmp_path, capsys):
         arrays = datasets.make_arrays(index)
         assert (row["latent_moments_32"] == arrays["moments"]).all()
         assert (row["text_embedding"] == arrays["text_embedding"]).all()
-
-
-def test_latents_of_seed_000(tmp_path):
-    datasets.write_parquet_latents(tmp_path / "parquet")
-    flags = ("--latents", "precomputed", "--text_embedding_dim", 8)
-    assert main(tmp_path / "parquet", tmp_path / "mds", *flags) == 0
-    rows = read_mds(tmp_path / "mds")
+    datasets.write_parquet_latents(tmp_path / "seed 000")
+    assert main(tmp_path / "seed 000", tmp_path / "ours", *flags) == 0
+    rows = read_mds(tmp_path / "ours")
     assert set(rows[0]) == {"latents_32", "text_embedding"}
     for index, row in enumerate(rows):
-        arrays = datasets.make_arrays(index)
         assert row["latents_32"].dtype == "float16"
-        assert (row["latents_32"] == arrays["latent"]).all()
+        assert (row["latents_32"] == datasets.make_arrays(index)["latent"]).all()
 
 
 def test_tars_in_braces_with_a_filter_and_a_limit(tmp_path, capsys):

@@ -24,13 +24,6 @@ def cut(path: Path) -> None:
     os.truncate(path, 5000)
 
 
-def flip_a_bit(path: Path) -> None:
-    """Ten bytes before the end: inside the last sample's padding, where no decoder looks."""
-    content = bytearray(path.read_bytes())
-    content[-10] ^= 1
-    path.write_bytes(content)
-
-
 class Fault(NamedTuple):
     """A fault of a data set that is read in place, or copied.
 
@@ -52,9 +45,9 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault("missing", "in place", SHARD, lose, SHARD),
-    Fault("truncated", "in place", SHARD, cut, "5000"),
-    Fault("bit flip", "in place", SHARD, flip_a_bit),
-    Fault("bit flip in remote", "copied", SHARD, flip_a_bit),
+    Fault("truncated", "in place", SHARD, cut, f"{{remote}}/{SHARD}"),
+    Fault("bit flip", "in place", SHARD, datasets.flip_a_bit),
+    Fault("bit flip in remote", "copied", SHARD, datasets.flip_a_bit),
     Fault("truncated index", "in place", INDEX, cut, f"{{remote}}/{INDEX}"),
     Fault("missing index", "in place", INDEX, lose, "{remote}"),
 )

@@ -1,4 +1,4 @@
-"""Is a data set told from others, and known again, by what a record says of it?"""
+"""Is a data set told from others, and known again, also where it is held out of training?"""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import shutil
 import pytest
 
 from sdbench import data
+from sdbench.data.identity import find_overlap
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 
+# Files that stand for a data set: pictures, tars, parquet files, or the index of the shards.
+NUM_FILES = {"folder": 49, "webdataset": 3, "parquet": 2, "mds": 1}
+
+
+def source(place, data_format: str = "folder") -> SourceConfig:
+    options = {"image_size": datasets.IMAGE_SIZE, "device_batch_size": 1, "seed": 0}
+    return SourceConfig(data_format=data_format, remote=str(place), **options)
+
 
 def describe(place, data_format: str = "folder") -> dict:
-    options = {"image_size": 8, "device_batch_size": 1, "seed": 0}
-    return data.describe_data(SourceConfig(data_format=data_format, remote=str(place), **options))
+    return data.describe_data(source(place, data_format))
 
 
 @pytest.fixture
@@ -83,3 +91,50 @@ def test_a_pattern_may_be_longer_than_a_file_name(tmp_path):
         (tmp_path / f"{number}.tar").write_bytes(b"")
     described = describe(f"{tmp_path}/{{{','.join(numbers)}}}.tar", "webdataset")
     assert (described["num_files"], described["made_by"]) == (60, [None])
+
+
+@pytest.mark.parametrize(("data_format", "num_files"), NUM_FILES.items())
+def test_a_copy_is_found_and_a_link_to_it_and_not_what_was_renamed(
+    tmp_path, data_format, num_files
+):
+    trained, copied, linked = (tmp_path / name for name in ("trained", "copied", "linked"))
+    datasets.WRITERS[data_format](trained)
+    shutil.copytree(trained, copied)
+    linked.symlink_to(trained)
+    for other in (copied, linked):
+        found = find_overlap(source(trained, data_format), source(other, data_format))
+        assert len(set(found)) == num_files
+    for path in [path for path in copied.iterdir() if path.name != "index.json"]:
+        path.rename(path.with_name(f"other-{path.name}"))
+    if data_format == "mds":
+        (copied / "index.json").write_text((copied / "index.json").read_text() + "\n")
+    assert find_overlap(source(trained, data_format), source(copied, data_format)) == []
+
+
+def test_folders_within_one_another_overlap(tmp_path):
+    datasets.write_folder(tmp_path / "data" / "more")
+    datasets.write_folder(tmp_path / "data" / "held-out")
+    for path in (tmp_path / "data" / "more").iterdir():
+        path.rename(path.with_name(f"more-{path.name}"))
+    whole, part = source(tmp_path / "data"), source(tmp_path / "data/held-out")
+    expected = [str(tmp_path / "data" / "held-out" / f"{index:03d}.png") for index in range(49)]
+    assert find_overlap(whole, part) == expected
+    assert find_overlap(part, whole) == expected
+
+
+def test_a_link_of_another_name_is_found_and_another_size_is_not(tmp_path):
+    datasets.write_folder(tmp_path / "trained")
+    held_out = tmp_path / "held-out"
+    held_out.mkdir()
+    (held_out / "linked.png").symlink_to(tmp_path / "trained" / "007.png")
+    (held_out / "linked.txt").write_text("a caption")
+    (held_out / "008.png").write_bytes((tmp_path / "trained" / "008.png").read_bytes() + b"\0")
+    found = find_overlap(source(tmp_path / "trained"), source(held_out))
+    assert found == [str(held_out / "linked.png")]
+
+
+def test_urls_overlap_by_name():
+    trained, held_out = (
+        source(f"https://store/{braces}.tar", "webdataset") for braces in ("{0..3}", "{2..5}")
+    )
+    assert find_overlap(trained, held_out) == ["https://store/2.tar", "https://store/3.tar"]

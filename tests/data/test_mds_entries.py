@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from sdbench import data
 from sdbench.cli import main
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices, read_files
+from tests.data.datasets import edit_index, indices, read_files
 from tests.refusals import printed_refusal, refused
 
 Edit = Callable[[list[dict]], None]
@@ -32,12 +31,6 @@ def written(tmp_path_factory) -> Path:
 def mds_folder(written, tmp_path) -> Path:
     """The data set of the other tests, written once for all of these."""
     return Path(shutil.copytree(written, tmp_path / "pairs"))
-
-
-def edit_index(folder: Path, edit: Edit) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    edit(index["shards"])
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 def put(value: object, *keys: str) -> Edit:
@@ -68,34 +61,34 @@ def repeat(name: str) -> Edit:
 
 # What cannot be true, with what is said of it.
 FALSE = {
-    "negative": (put(-5, "samples"), "shard 2: samples is -5, not a whole number above 0"),
-    "none": (put(0, "samples"), "shard 2: samples is 0, not a whole number above 0"),
-    "a float": (put(16.5, "samples"), "shard 2: samples is 16.5, not a whole number above 0"),
-    "a text": (put("16", "samples"), "shard 2: samples is '16', not a whole number above 0"),
-    "true": (put(True, "samples"), "shard 2: samples is True, not a whole number above 0"),
-    "missing": (put(None, "samples"), "shard 2: samples missing"),
+    "negative": (put(-5, "samples"), "$.shards[2].samples: -5 is less than the minimum of 1"),
+    "none": (put(0, "samples"), "$.shards[2].samples: 0 is less than"),
+    "a float": (put(16.0, "samples"), "$.shards[2].samples: 16.0 is not of type 'integer'"),
+    "a text": (put("16", "samples"), "$.shards[2].samples: '16' is not of type 'integer'"),
+    "true": (put(True, "samples"), "$.shards[2].samples: True is not of type 'integer'"),
+    "missing": (put(None, "samples"), "$.shards[2]: 'samples' is a required property"),
     "too many for the file": (
         put(10**30, "samples"),
         f"shard 2: {10**30} samples take 12{'0' * 29}8",
     ),
-    "negative bytes": (put(-1, "raw_data", "bytes"), "shard 2: bytes is -1, not a whole number"),
-    "no bytes": (put(None, "raw_data", "bytes"), "shard 2: bytes missing"),
-    "no file": (put(None, "raw_data"), "shard 2: raw_data missing"),
-    "a negative column": (put([-4, 4], "column_sizes"), "shard 2: a column size is -4, not a"),
+    "negative bytes": (put(-1, "raw_data", "bytes"), "$.shards[2].raw_data.bytes: -1 is less"),
+    "no bytes": (put(None, "raw_data", "bytes"), "$.shards[2].raw_data: 'bytes' is a required"),
+    "no file": (put(None, "raw_data"), "$.shards[2]: 'raw_data' is a required property"),
+    "a negative column": (put([-4, 4], "column_sizes"), "$.shards[2].column_sizes[0]: -4 is less"),
     "columns": (
         put([4], "column_sizes"),
         "shard 2: it has 2 column_names, 2 column_encodings and 1",
     ),
-    "a limit": (put(-1, "size_limit"), "shard 2: size_limit is -1, not a whole number above 0"),
-    "a version": (put(1, "version"), "shard 2: its version is 1, not 2"),
-    "unknown": (put(1, "offset"), "shard 2: unknown: offset"),
+    "a limit": (put(-1, "size_limit"), "$.shards[2].size_limit: -1 is less than the minimum"),
+    "a version": (put(1, "version"), "$.shards[2].version: 1 is not one of [2]"),
+    "unknown": (put(1, "offset"), "$.shards[2]: Additional properties are not allowed ('offset'"),
     "compressed without a file": (
         put("zstd", "compression"),
         "shard 2: of compression and zip_data",
     ),
-    "no shards": (list.clear, "it has no shards"),
-    "other shards": (put("csv", "format"), "shard 2: it is no MDS shard"),
-    "a list": (lambda shards: shards.insert(2, []), "shard 2: it is no MDS shard"),
+    "no shards": (list.clear, "$.shards: []"),
+    "other shards": (put("csv", "format"), "$.shards[2].format: 'csv' is not one of ['mds']"),
+    "a list": (lambda shards: shards.insert(2, []), "$.shards[2]: [] is not of type 'object'"),
     "twice": (repeat("shard.00000.mds"), "shard 4: shard.00000.mds is named twice"),
     "twice in two words": (
         repeat("./shard.00000.mds"),

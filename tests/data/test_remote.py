@@ -21,7 +21,7 @@ from sdbench.data.remote import cache_folder, fetch, list_urls
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
 from tests.data.datasets import indices
-from tests.data.s3_server import BUCKET, S3Server, impatient, running_s3, s3  # noqa: F401
+from tests.data.s3_server import BUCKET, S3Server
 from tests.marks import quick_and_slow
 from tests.refusals import refused
 
@@ -37,7 +37,7 @@ def make_config(data_format: str, place: str, **changes) -> SourceConfig:
 
 
 @pytest.fixture
-def upload(s3: S3Server, tmp_path):  # noqa: F811
+def upload(s3: S3Server, tmp_path):
     """A function from a kind of data set to its URL in the bucket."""
 
     def put(kind: str) -> str:
@@ -61,7 +61,7 @@ def test_every_format_is_read_from_s3(kind, num_workers, upload):
     assert indices(list(loader)) == list(range(48))
 
 
-def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):  # noqa: F811
+def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):
     datasets.write_tars(tmp_path / "tars")
     (tmp_path / "packed").mkdir()
     for path in (tmp_path / "tars").iterdir():
@@ -72,7 +72,7 @@ def test_packed_tars_of_a_bucket_are_read(s3, tmp_path):  # noqa: F811
     assert indices(list(data.build(make_config("webdataset", place)))) == list(range(48))
 
 
-def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, capsys):  # noqa: F811
+def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, capsys):
     datasets.write_parquet(tmp_path / "data")
     place = f"s3://{BUCKET}/{tmp_path.name}/data"
     for number, split in enumerate(("train", "test")):
@@ -87,7 +87,7 @@ def test_of_a_folder_with_splits_the_one_for_training_is_read(s3, tmp_path, caps
     assert indices(list(tests)) == list(range(30, 46))
 
 
-def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F811
+def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):
     url = f"{upload('webdataset')}/00000.tar"
     first = fetch(url, cache=tmp_path / "cache")
     num_requests = s3.num_requests
@@ -97,7 +97,7 @@ def test_copies_are_made_once_and_by_version(s3, upload, tmp_path):  # noqa: F81
     assert fetch(url, cache=tmp_path / "cache").read_bytes() == b"another version"
 
 
-def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path):  # noqa: F811
+def test_a_new_version_of_mds_data_gets_a_cache_of_its_own(s3, upload, tmp_path):
     place = upload("mds")
     assert len(indices(list(data.build(make_config("mds", place))))) == 48
     from streaming import MDSWriter
@@ -122,7 +122,7 @@ def test_copies_of_shards_lie_where_nobody_else_can_look(upload, temporary_folde
         assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
+def test_a_busy_server_is_waited_for(s3, upload, tmp_path):
     url = f"{upload('webdataset')}/00001.tar"
     s3.num_busy = 2
     copy = fetch(url, cache=tmp_path / "cache")
@@ -133,7 +133,7 @@ def test_a_busy_server_is_waited_for(s3, upload, tmp_path):  # noqa: F811
     assert s3.num_busy == 0
 
 
-def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
+def test_a_slow_server_is_waited_for(s3, upload):
     place = upload("mds")
     s3.pause_s = 0.1
     assert len(indices(list(data.build(make_config("mds", place))))) == 48
@@ -147,13 +147,7 @@ def test_a_slow_server_is_waited_for(s3, upload):  # noqa: F811
         ({"cut_after": 100}, r"00001.tar' cannot be read: "),
     ],
 )
-def test_a_failing_server_is_an_error_and_leaves_nothing(
-    fault,
-    message,
-    s3,  # noqa: F811
-    upload,
-    tmp_path,
-):
+def test_a_failing_server_is_an_error_and_leaves_nothing(fault, message, s3, upload, tmp_path):
     url = f"{upload('webdataset')}/00001.tar"
     for name, value in fault.items():
         setattr(s3, name, value)
@@ -166,7 +160,7 @@ def test_a_failing_server_is_an_error_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("num_workers", quick_and_slow([0, 2], quick=[0]))
-def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  # noqa: F811
+def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):
     place = upload("mds")
     key = f"{place.split('/', 3)[3]}/shard.00002.mds"
     s3.client().delete_object(Bucket=BUCKET, Key=key)
@@ -175,7 +169,7 @@ def test_a_shard_that_is_not_in_the_bucket_is_named(num_workers, s3, upload):  #
         list(data.build(config))
 
 
-def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # noqa: F811
+def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):
     place = upload("mds")
     assert main(["verify-data", place, "--deep", "--num_workers", "0"]) == 0
     argv = ["--out_format", "webdataset", "--num_workers", "0"]
@@ -183,9 +177,9 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # no
     loader = data.build(make_config("webdataset", str(tmp_path / "tars")))
     assert indices(list(loader)) == list(range(48))
     key = f"{place.split('/', 3)[3]}/shard.00001.mds"
-    content = bytearray((tmp_path / "mds" / "shard.00001.mds").read_bytes())
-    content[-10] ^= 1
-    s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    shard = tmp_path / "mds" / "shard.00001.mds"
+    datasets.flip_a_bit(shard)
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=shard.read_bytes())
     cache = str(tmp_path / "another")
     assert main(["verify-data", place, "--local", cache, "--num_workers", "0"]) == 1
     told = f"broken: {place}/shard.00001.mds: its xxh64 is not the one in index.json."
@@ -193,7 +187,7 @@ def test_a_bucket_is_verified_and_converted(s3, upload, tmp_path, capsys):  # no
     assert not (tmp_path / "another" / "shard.00001.mds").exists()
 
 
-def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
+def test_no_such_object_and_no_such_folder(s3, tmp_path):
     with pytest.raises(RunError, match=r"s3://pictures/none.tar' cannot be read: .*404"):
         fetch("s3://pictures/none.tar", cache=tmp_path)
     with pytest.raises(RunError, match=r"none/index.json' cannot be read: .*404"):
@@ -203,7 +197,7 @@ def test_no_such_object_and_no_such_folder(s3, tmp_path):  # noqa: F811
         list_urls("gs://b/x", endings=(".parquet",))
 
 
-def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):  # noqa: F811
+def test_lacking_credentials_are_named(s3, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -227,7 +221,7 @@ def test_a_command_that_hangs_is_stopped(tmp_path, monkeypatch):
         fetch("pipe:echo a; sleep 60", cache=tmp_path)
 
 
-def test_plain_http(s3, upload, tmp_path):  # noqa: F811
+def test_plain_http(s3, upload, tmp_path):
     key = f"{upload('webdataset')}/00001.tar".removeprefix("s3://")
     whole = (tmp_path / "webdataset" / "00001.tar").read_bytes()
     signed = s3.client().generate_presigned_url(
@@ -297,7 +291,7 @@ def test_each_place_has_its_own_cache(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_ends_the_run(upload, running_s3):  # noqa: F811
+def test_a_server_that_dies_ends_the_run(upload, running_s3):
     """The last test of this module: the server does not come back."""
     config = make_config("mds", upload("mds"), num_workers=2)
     loader = data.build(config)

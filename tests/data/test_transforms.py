@@ -105,6 +105,7 @@ def palette_with_transparency() -> Image.Image:
         (palette_with_transparency(), "PNG", (255, 255, 255)),
         (grey16(), "PNG", (100, 100, 100)),
         (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", (255, 0, 0)),
+        (Image.new("RGB", (1, 1), (1, 2, 3)), "PNG", (1, 2, 3)),
     ],
 )
 def test_every_mode_becomes_rgb(image, file_format, rgb, encoded):

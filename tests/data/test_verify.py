@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,18 +18,6 @@ def main(*arguments: object) -> int:
     return verify_data(["--num_workers", "0", *map(str, arguments)])
 
 
-def flip_bit(path: Path, *, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def edit_index(folder: Path, edit) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    edit(index["shards"])
-    (folder / "index.json").write_text(json.dumps(index))
-
-
 def test_a_sound_data_set(mds_folder, capsys):
     assert main(mds_folder) == 0
     assert capsys.readouterr().out == "All is well: 4 shards are what index.json says.\n"
@@ -41,7 +27,7 @@ def test_a_sound_data_set(mds_folder, capsys):
 
 def test_every_broken_shard_is_named(mds_folder, capsys):
     (mds_folder / "shard.00000.mds").unlink()
-    flip_bit(mds_folder / "shard.00001.mds", position=500_000)
+    datasets.flip_a_bit(mds_folder / "shard.00001.mds", position=500_000)
     with (mds_folder / "shard.00003.mds").open("r+b") as file:
         file.truncate(1000)
     (mds_folder / "shard.00004.mds").touch()
@@ -52,7 +38,7 @@ def test_every_broken_shard_is_named(mds_folder, capsys):
         f"broken: {mds_folder}/shard.00000.mds: missing.",
         f"broken: {mds_folder}/shard.00001.mds: its xxh64 is not the one in index.json.",
     ]
-    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: 1000 bytes, ")
+    assert lines[3].startswith(f"broken: {mds_folder}/shard.00003.mds: it has 1000 bytes, ")
     assert lines[4:] == ["3 broken things were found."]
 
 
@@ -64,7 +50,7 @@ def test_every_hash_is_compared(tmp_path, capsys):
         shards[2]["raw_data"]["hashes"]["sha1"] = "0" * 40
         shards[3]["raw_data"]["hashes"]["crc7"] = "0"
 
-    edit_index(tmp_path, edit)
+    datasets.edit_index(tmp_path, edit)
     assert main(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "shard.00002.mds: its sha1 is not the one in index.json" in printed
@@ -81,7 +67,7 @@ def test_compressed_shards(tmp_path, capsys):
     ) as writer:
         writer.write({"jpg": datasets.make_png(1), "caption": "one"})
     assert main(tmp_path) == 0
-    flip_bit(tmp_path / "shard.00000.mds.zstd", position=20)
+    datasets.flip_a_bit(tmp_path / "shard.00000.mds.zstd", position=20)
     assert main(tmp_path) == 1
     assert "shard.00000.mds.zstd: its sha1 is not the one" in capsys.readouterr().out
 
@@ -101,7 +87,7 @@ def test_copies_of_another_folder(tmp_path, mds_folder, capsys):
     assert len(list(cache.glob("*.mds"))) == 4
     (mds_folder / "shard.00000.mds").unlink()
     (cache / "shard.00000.mds").unlink()
-    flip_bit(cache / "shard.00002.mds", position=500_000)
+    datasets.flip_a_bit(cache / "shard.00002.mds", position=500_000)
     assert main(mds_folder, "--local", cache) == 1
     printed = capsys.readouterr()
     assert f"broken: {mds_folder}/shard.00000.mds: cannot be had" in printed.out

@@ -10,7 +10,6 @@ import pytest
 
 from sdbench.base.errors import RunError
 from sdbench.data.remote import fetch, find_object, read_part
-from tests.data.s3_server import impatient  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("temporary_folder", "impatient")]
 CONTENT = bytes(range(256)) * 4096

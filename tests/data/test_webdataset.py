@@ -6,10 +6,8 @@ import io
 import json
 import multiprocessing
 import os
-import struct
 import subprocess
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from sdbench.cli import main
 from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 from sdbench.data.source import SourceConfig
 from tests.data import datasets
-from tests.data.datasets import indices, make_png
+from tests.data.datasets import add_members, indices, make_png, write_tar
 from tests.refusals import refused
 
 PIXEL = make_png(0)
@@ -36,16 +34,6 @@ Members = list[tuple[str, bytes]]
 def index_folder(temporary_folder) -> Path:
     """The folder that indexes come to, of this test alone."""
     return private_folder("tar-indexes")
-
-
-def write_tar(path: Path, members: Members, *, mode: str = "w") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def pair(number: int, *, image: bytes | None = None, **metadata) -> Members:
@@ -278,10 +266,8 @@ def test_a_packed_tar_is_verified_and_converted(tmp_path, capsys):
         tar.write_bytes(damaged)
         assert main(["verify-data", str(tar), "--num_workers", "0"]) == 1
         assert f"broken: '{tar}' cannot be read: " in capsys.readouterr().out
-        assert (
-            main(["convert", str(tar), "--folder", str(tmp_path / "other"), "--num_workers", "0"])
-            == 1
-        )
+        argv = ["convert", str(tar), "--folder", str(tmp_path / "other"), "--num_workers", "0"]
+        assert main(argv) == 1
         assert f"'{tar}' cannot be read: " in capsys.readouterr().err
 
 
@@ -343,10 +329,7 @@ def write_linked(path: Path, links: list[tuple[str, str, bool]]) -> Path:
     write_tar(path, [])
     with tarfile.open(path, "w") as tar:
         for place, members in (("before", []), ("a", pair(0)), ("b", pair(1)), ("behind", [])):
-            for name, content in members:
-                member = tarfile.TarInfo(f"{place}/{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+            add_members(tar, [(f"{place}/{name}", content) for name, content in members])
             for name, target, is_hard in links:
                 if name.startswith(f"{place}/"):
                     link(tar, name, target, is_hard=is_hard)
@@ -497,40 +480,19 @@ def check_bad(bad: Members, what: str, folder: Path, capfd) -> None:
         list(data.build(make_config(tar, **skipping, max_bad_fraction=0.12)))
 
 
-def encode(image: Image.Image, file_format: str, **options) -> bytes:
+def encode(image: Image.Image, file_format: str) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, file_format, **options)
+    image.save(buffer, file_format)
     return buffer.getvalue()
 
 
-def make_bomb() -> bytes:
-    """A PNG of 60 bytes that says it has 900 million pixels."""
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
-    chunks = {b"IHDR": header, b"IDAT": zlib.compress(b""), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-        for kind, content in chunks.items()
-    )
-
-
-NOISE = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
+PIXELS = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
+NOISE = Image.fromarray(PIXELS)
 BAD_IMAGES = {
     "0 bytes": ("jpg", b"", "the image has 0 bytes"),
     "no image": ("webp", b"<html>404</html>", "the image cannot be decoded"),
-    "half a JPEG": (
-        "jpg",
-        encode(Image.fromarray(NOISE), "JPEG")[:1500],
-        "the image cannot be decoded",
-    ),
-    "half a PNG": (
-        "png",
-        encode(Image.fromarray(NOISE), "PNG")[:3000],
-        "the image cannot be decoded",
-    ),
-    "a bomb": ("png", make_bomb(), r"the image cannot be decoded .*pixels"),
+    "half a JPEG": ("jpg", encode(NOISE, "JPEG")[:1500], "the image cannot be decoded"),
+    "half a PNG": ("png", encode(NOISE, "PNG")[:3000], "the image cannot be decoded"),
 }
 
 
@@ -538,39 +500,6 @@ BAD_IMAGES = {
 def test_a_bad_picture_is_named_or_skipped(kind, tmp_path, capfd):
     extension, content, what = BAD_IMAGES[kind]
     check_bad([(f"bad.{extension}", content), ("bad.txt", b"text")], what, tmp_path, capfd)
-
-
-def transparent_palette() -> Image.Image:
-    """Half of it red, half of it transparent."""
-    image = Image.new("P", (8, 8), 1)
-    image.putpalette([0, 0, 0, 255, 0, 0])
-    image.paste(0, (0, 0, 8, 4))
-    return image
-
-
-GOOD_IMAGES = {
-    "CMYK": (encode(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), "JPEG"), (255, 0, 0)),
-    "1x1": (encode(Image.new("RGB", (1, 1), (1, 2, 3)), "PNG"), (1, 2, 3)),
-    "grey": (encode(Image.new("L", (20, 30), 77), "PNG"), (77, 77, 77)),
-    "WebP": (encode(Image.new("RGB", (20, 30), (5, 6, 7)), "WEBP", lossless=True), (5, 6, 7)),
-}
-
-
-@pytest.mark.parametrize("kind", GOOD_IMAGES)
-def test_unusual_pictures_are_fine(kind, tmp_path):
-    content, colour = GOOD_IMAGES[kind]
-    tar = write_tar(tmp_path / "a.tar", pair(0, image=content))
-    (batch,) = data.build(make_config(tar))
-    expected = torch.tensor(colour).view(3, 1, 1).expand(3, 16, 16)
-    assert (batch["image"][0].int() - expected).abs().max() <= 3  # JPEG of CMYK
-
-
-def test_transparent_parts_of_a_palette_are_white(tmp_path):
-    content = encode(transparent_palette(), "PNG", transparency=0)
-    tar = write_tar(tmp_path / "a.tar", pair(0, image=content))
-    (batch,) = data.build(make_config(tar))
-    assert batch["image"][0, :, 0, 0].tolist() == [255, 255, 255]
-    assert batch["image"][0, :, 15, 15].tolist() == [255, 0, 0]
 
 
 def test_ranks_take_equal_steps_however_uneven_the_tars(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
+from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.image_files import image_extension
-from sdbench.data.made_by import MADE_BY_NAME
 from sdbench.data.prepare.chunk_formats import FORMATS
 from sdbench.data.prepare.writers import Output, open_output
 from tests.data.datasets import read_files, read_mds
@@ -54,7 +54,7 @@ def read_tars(folder: Path) -> list[dict]:
 
 def read_folder(folder: Path) -> list[dict]:
     files = read_files(folder)
-    del files[MADE_BY_NAME]
+    del files[PROVENANCE_NAME]
     return gather(files)
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 import generate
 import train
 from sdbench.cli import main as sdbench
-from sdbench.data.drawn import list_pictures
+from sdbench.data.pictures import list_pictures
 from sdbench.data.shapes.judge import look_at
 from sdbench.data.shapes.vocabulary import BACKGROUND, COLOURS, PLACES, SIZES, Scene, cover
 

@@ -1,4 +1,4 @@
-"""Checks that data formats share, and those of synthetic data, without torch."""
+"""Checks that data formats share, and the check of synthetic data; no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKED_ENDINGS = {".tar": (".tar.gz", ".tgz")}
 
 
 def endings(suffix: str) -> tuple[str, ...]:
-    """How the files of a kind may end: with its suffix, or as packed ones do."""
+    """Return how the files of a kind may end: with its suffix, or as packed ones do."""
     return (suffix, *PACKED_ENDINGS.get(suffix, ()))
 
 
@@ -33,18 +33,14 @@ def tell_once(sentence: str) -> None:
 
 
 def find_picture_columns(names: Collection[str]) -> dict[str, str] | None:
-    """Find the columns of pictures and captions.
-
-    Returns:
-        ``image`` and ``caption`` to the name of the column; None if one of them is missing.
-    """
+    """Map ``image`` and ``caption`` to the name of the column; None if one is missing."""
     image = next((name for name in IMAGE_COLUMNS if name in names), None)
     caption = next((name for name in CAPTION_COLUMNS if name in names), None)
     return None if image is None or caption is None else {"image": image, "caption": caption}
 
 
 def lacks_columns(names: Collection[str], *, place: str) -> ConfigError:
-    """The refusal of a data set that has other columns than `find_picture_columns` looks for."""
+    """Return the error for a data set without the columns that `find_picture_columns` looks for."""
     wanted = f"{' | '.join(IMAGE_COLUMNS)}, and {' | '.join(CAPTION_COLUMNS)}"
     return ConfigError(
         f"{place} lacks a column of pictures with captions",
@@ -55,7 +51,7 @@ def lacks_columns(names: Collection[str], *, place: str) -> ConfigError:
 
 
 def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -> ConfigError:
-    """The refusal of a column whose type no `part` of a sample is read from."""
+    """Return the error for a column whose type no `part` of a sample is read from."""
     return ConfigError(
         f"The column {column} of {place} is of a type that no {part} is read from",
         value=kind,
@@ -65,11 +61,7 @@ def wrong_type(column: str, *, place: str, part: str, kind: str, allowed: str) -
 
 
 def check_synthetic(config: SourceConfig) -> int:
-    """Check the size of synthetic latents; return the number of samples of an epoch.
-
-    Raises:
-        ConfigError: The images have no whole number of latents along a side.
-    """
+    """Check the size of synthetic latents; return the number of samples of an epoch."""
     if config.wants_latents and config.image_size % VAE_FACTOR:
         raise ConfigError(
             "Latents have an eighth of the image's side",
@@ -81,11 +73,7 @@ def check_synthetic(config: SourceConfig) -> int:
 
 
 def check_not_augmented(config: SourceConfig) -> None:
-    """Check that nothing is asked of encoded samples that only pictures and texts allow.
-
-    Raises:
-        ConfigError: Captions are to be dropped, or pictures to be cropped or flipped.
-    """
+    """Refuse crops, flips and dropped captions of encoded samples."""
     changes = {
         "caption_drop_probability": config.caption_drop_probability,
         "horizontal_flip_probability": config.horizontal_flip_probability,
@@ -102,11 +90,7 @@ def check_not_augmented(config: SourceConfig) -> None:
 
 
 def check_tokenizer_folder(folder: Path | None) -> None:
-    """Check that a tokenizer can be loaded from `folder`, if one is given.
-
-    Raises:
-        ConfigError: Neither form of a CLIP tokenizer is there.
-    """
+    """Check that a CLIP tokenizer can be loaded from `folder`, if one is given."""
     if folder is None or (folder / "tokenizer.json").is_file():
         return
     if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
@@ -119,11 +103,7 @@ def check_tokenizer_folder(folder: Path | None) -> None:
 
 
 def check_enough_samples(config: SourceConfig, *, num_samples: int) -> None:
-    """Check that the data set holds at least one batch of all ranks together.
-
-    Raises:
-        ConfigError: It does not; the largest batch that fits is named.
-    """
+    """Check that the data set fills a global batch; the error names the largest that fits."""
     if num_samples >= config.global_batch_size:
         return
     place = config.streams or config.remote or config.local

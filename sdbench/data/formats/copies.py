@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class StoredFile(os.PathLike):
 
 
 def state_of(stat: os.stat_result) -> tuple[int, ...]:
-    """Numbers that differ when another file, or another version, has the same name."""
+    """Return numbers that differ if another file, or another version, has the same name."""
     return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
@@ -58,45 +59,30 @@ def read_whole(
         file: The file. Other processes may read it at the same time, and throw it away.
         read: Reads it; raises `ConfigError` or `RunError` if it is damaged.
         copy_again: Makes the copy again, if it is not there; None for `fetch`.
-
-    Raises:
-        ConfigError: As `read`.
-        RunError: As `read`, or the file cannot be copied again.
     """
     damage: ConfigError | RunError | None = None
     for _ in range(MAX_ATTEMPTS):
         try:
-            return _read_or_throw_away(file, read)
+            state = state_of(os.stat(file))
+            return read(file)
         except FileNotFoundError as error:
             gone = error
             if file.source is None:
                 break
         except (ConfigError, RunError) as error:
-            if file.source is None or damage is not None:
+            if file.source is None:
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                # Another process may have made a new copy of that name.
+                if state_of(os.stat(file)) == state:
+                    os.unlink(file)
+            if damage is not None:
                 raise
             damage = error
-            # Also from processes of the loader, whose output nobody looks through.
+            # Printed from loader processes too, whose errors may not reach the user.
             print(redact(f"{error} Its copy is thrown away, and made again."), file=sys.stderr)
-        (copy_again or _fetch_again)(file)
+        if copy_again is not None:
+            copy_again(file)
+        elif fetch(file.source, cache=file.path.parent) != file.path:
+            raise RunError(f"{file} has been changed since it was copied.")
     raise damage or RunError(f"{file} cannot be read any more: {gone}.") from gone
-
-
-def _read_or_throw_away(file: StoredFile, read: Callable[[StoredFile], Content]) -> Content:
-    state = state_of(os.stat(file))
-    try:
-        return read(file)
-    except (ConfigError, RunError):
-        if file.source is not None:
-            _throw_away(file.path, state)
-        raise
-
-
-def _throw_away(path: Path, state: tuple[int, ...]) -> None:
-    """Remove a damaged copy, unless another process has made a new one of that name."""
-    if path.is_file() and state_of(path.stat()) == state:
-        path.unlink(missing_ok=True)
-
-
-def _fetch_again(file: StoredFile) -> None:
-    if fetch(file.source, cache=file.path.parent) != file.path:
-        raise RunError(f"{file} has been changed since it was copied.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -20,26 +21,35 @@ from sdbench.data.remote import (
     S3,
     WEB,
     cache_folder,
-    fetch_all,
+    fetch,
+    in_parallel,
     is_url,
     list_urls,
     must_be_copied,
 )
 from sdbench.data.source import SourceConfig
 
+# How the files of a format end.
+SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
+
+
+def list_files(config: SourceConfig) -> list[str]:
+    """Return the names and URLs of the files that `config` names, as `find_files`."""
+    return find_files(config.remote or config.local, suffix=SUFFIXES[config.data_format])
+
 
 def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
-    """Names and URLs of the files that a place means.
+    """Return the names and URLs of the files that a place stands for.
 
     Args:
-        place: A file, a folder (not those below it but as `find_training_folder` says), a URL of
-            either, or any of them in braces.
+        place: A file, a folder (not those below it, except as `find_training_folder` says), a URL
+            of either, or any of them in braces.
         suffix: How the files of a folder end, e.g. ``.tar``; packed ones are found too.
-        is_told: Whether to say what is left out.
+        is_told: Whether to print what is left out.
 
     Raises:
-        ConfigError: One of them does not exist, there is none, one is there twice, a folder has one
-            packed and unpacked, or a URL's folder cannot be listed.
+        ConfigError: A file does not exist or is there twice, packed and unpacked too, or a URL's
+            folder cannot be listed.
         RunError: A store does not answer.
     """
     from braceexpand import UnbalancedBracesError, braceexpand
@@ -85,11 +95,7 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
 
 
 def _check_different(files: list[str]) -> None:
-    """Check that no file is named twice, also by way of a link.
-
-    Raises:
-        ConfigError: One is, and its samples would come twice in an epoch.
-    """
+    """Refuse a file that is named twice, also by a link: its samples would come twice."""
     seen: dict[object, str] = {}
     for file in files:
         state = None if is_url(file) else os.stat(file)
@@ -104,11 +110,7 @@ def _check_different(files: list[str]) -> None:
 
 
 def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:
-    """Check that no file of a folder is there packed and unpacked.
-
-    Raises:
-        ConfigError: One is, and its samples would come twice in an epoch.
-    """
+    """Refuse a file that a folder holds packed and unpacked."""
     by_stem: dict[str, str] = {}
     for file in files:
         stem = file.removesuffix(next(ending for ending in endings if file.endswith(ending)))
@@ -122,36 +124,27 @@ def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:
         by_stem[stem] = file
 
 
-def fetch_files(config: SourceConfig, *, suffix: str) -> list[StoredFile]:
-    """The files that `config` names, on this machine; those elsewhere and packed ones are copied.
-
-    Raises:
-        ConfigError: As `find_files`.
-        RunError: A file cannot be copied.
-    """
+def fetch_files(config: SourceConfig) -> list[StoredFile]:
+    """Return the files that `config` names on this machine; remote and packed ones are copied."""
     place = config.remote or config.local
-    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
+    names = find_files(place, suffix=SUFFIXES[config.data_format], is_told=config.rank == 0)
     sources = [name for name in names if must_be_copied(name)]
     if not sources:  # nor is a folder for copies needed
         return [StoredFile(Path(name)) for name in names]
     cache = cache_folder(place, config.local if config.remote else None)
     if config.rank == 0 and not all(map(is_url, sources)):
         print(f"The packed files of {place} are unpacked to {cache}.", file=sys.stderr)
-    copies = dict(zip(sources, fetch_all(sources, cache=cache), strict=True))
+    fetched = in_parallel(functools.partial(fetch, cache=cache), sources)
+    copies = dict(zip(sources, fetched, strict=True))
     return [
         StoredFile(copies[name], source=name) if name in copies else StoredFile(Path(name))
         for name in names
     ]
 
 
-def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
-    """The URLs and commands that `config` names, which are read as they come.
-
-    Raises:
-        ConfigError: As `find_files`, or one of them cannot be streamed.
-        RunError: A store does not answer.
-    """
-    place = config.remote or config.local
+def find_streamed(config: SourceConfig) -> list[str]:
+    """Return the URLs and commands that `config` names, to be read as they come."""
+    suffix = SUFFIXES[config.data_format]
     if config.remote and config.local:
         raise ConfigError(
             "Streamed files are not copied, and a folder for copies was given",
@@ -159,7 +152,7 @@ def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
             allowed="none, or --remote_files copy",
             flag="--local",
         )
-    names = find_files(place, suffix=suffix, is_told=config.rank == 0)
+    names = find_files(config.remote or config.local, suffix=suffix, is_told=config.rank == 0)
     # A row group is read from the end of a file back; a command's output has to be read on.
     known = (S3, *WEB, *([PIPE] if suffix == ".tar" else []))
     for name in names:
@@ -167,7 +160,7 @@ def find_streamed(config: SourceConfig, *, suffix: str) -> list[str]:
             raise ConfigError(
                 f"This {suffix.removeprefix('.')} file cannot be streamed",
                 value=name,
-                allowed=f"one behind {', '.join(known)}; --remote_files copy reads all others",
+                allowed=f"one at {', '.join(known)}; --remote_files copy reads all others",
                 flag="--remote_files",
             )
     return names

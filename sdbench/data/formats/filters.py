@@ -34,7 +34,7 @@ class Term(NamedTuple):
     value: float | str
 
     def accepts(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether the field is there, is of the same type, and compares as wanted."""
+        """Return True if the field is present, has the same type, and compares as wanted."""
         found = metadata.get(self.field)
         if isinstance(self.value, float):
             is_number = isinstance(found, int | float) and not isinstance(found, bool)
@@ -44,14 +44,7 @@ class Term(NamedTuple):
 
 
 def parse_filters(filters: Mapping[str, str] | None) -> list[Term]:
-    """Take the conditions apart.
-
-    Args:
-        filters: Field to condition, or None.
-
-    Raises:
-        ConfigError: A condition is none of this grammar.
-    """
+    """Parse conditions, given by field; a `ConfigError` names the one that cannot be parsed."""
     terms = []
     for field, condition in (filters or {}).items():
         if _CONDITION.fullmatch(condition.strip()) is None:
@@ -65,7 +58,7 @@ def parse_filters(filters: Mapping[str, str] | None) -> list[Term]:
 
 
 def _parse_number(value: str) -> float | None:
-    """The number that is meant, or None where it is a text."""
+    """Return the number in a condition, or None for a text."""
     try:
         number = float(value)
     except ValueError:
@@ -84,5 +77,5 @@ def _raise_condition(field: str, condition: str) -> NoReturn:
 
 
 def accepts(terms: list[Term], metadata: Mapping[str, Any]) -> bool:
-    """Whether metadata meets all conditions."""
+    """Return True if metadata meets all conditions."""
     return all(term.accepts(metadata) for term in terms)

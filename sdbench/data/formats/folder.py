@@ -26,7 +26,7 @@ from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
 from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
-    SampleType,
+    Samples,
     clean_caption,
 )
 from sdbench.data.source import SourceConfig
@@ -46,16 +46,11 @@ ROW_FORMS = {
 }
 
 
-class FolderSamples:
+class FolderSamples(Samples):
     """The images of a folder and its sub-folders, in the order of their paths.
 
     Folders behind links are read too, each once; what is hidden is not.
     """
-
-    num_dropped = 0
-    num_blocks_of_files = None
-    sample_type = SampleType.IMAGES
-    columns: Mapping[str, str] = {}
 
     def __init__(
         self, folder: Path, *, needs_captions: bool = True, read_avif: bool = False
@@ -68,8 +63,8 @@ class FolderSamples:
             read_avif: Value of ``--read_avif``.
 
         Raises:
-            ConfigError: There is no such folder, no image in it, or no image with a caption; or a
-                link leads nowhere that is no image.
+            ConfigError: The folder is missing, has no image or no caption, or a broken link that
+                may have led to images.
         """
         if not folder.is_dir():
             _raise_missing("No such data folder", folder)
@@ -102,8 +97,8 @@ class FolderSamples:
             _raise_missing(what, folder)
         if not any(map(os.path.isfile, self._images)):
             source = f"files that {table} names" if table else "links to images"
-            _raise_missing(f"Of the {source} none is there", folder)
-        self.blocks = [len(self._images)]
+            _raise_missing(f"None of the {source} exists", folder)
+        super().__init__([len(self._images)])
 
     @property
     def images(self) -> Sequence[Path]:
@@ -117,11 +112,8 @@ class FolderSamples:
             return {self._table}
         return {path for path in map(_caption_file, self._images) if os.path.isfile(path)}
 
-    def __len__(self) -> int:
-        return len(self._images)
-
     def tell_left_out(self) -> None:
-        """Print what of the folder is not read: images, folders that are read already, splits."""
+        """Print what is not read: unlisted images, folders under a second name, other splits."""
         tell_other_splits(str(self._place), self._other_splits)
         for path in self._repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
@@ -138,12 +130,7 @@ class FolderSamples:
         return str(self._images[index])
 
     def read(self, index: int) -> ImageSample:
-        """Read one image and its caption; either may be missing.
-
-        Raises:
-            BadSampleError: A file cannot be read, the caption is not UTF-8, or the image is a link
-                that leads nowhere.
-        """
+        """Read one image and its caption; either may be missing."""
         path = self._images[index]
         if self._captions is None:
             stored = _read_if_there(_caption_file(path))
@@ -160,12 +147,8 @@ class FolderSamples:
 
 
 def _read_if_there(path: Path) -> bytes | None:
-    """The content of a file; None where there is none.
-
-    Raises:
-        BadSampleError: It is there and cannot be read.
-    """
-    # What cannot be a name is no file; Path.is_file raises for some of them.
+    """Return the content of a file, or None if it does not exist."""
+    # `Path.is_file` raises for some texts that cannot be names.
     try:
         return path.read_bytes() if os.path.isfile(path) else None
     except OSError as error:
@@ -185,17 +168,13 @@ def _raise_missing(what: str, folder: Path) -> NoReturn:
 
 
 def _images_of(listing: Listing, *, read_avif: bool) -> list[Path]:
-    """Files and links that are images by their names; a link that leads nowhere is a bad sample."""
+    """Return files and links named as images; a broken link becomes a bad sample."""
     paths = listing.files + listing.dangling
     return sorted(path for path in paths if has_image_name(path, read_avif=read_avif))
 
 
 def _check_links(listing: Listing) -> None:
-    """Check that no link leads nowhere which may have been to a folder of images.
-
-    Raises:
-        ConfigError: One does.
-    """
+    """Refuse broken links, except those of images and captions."""
     for path in listing.dangling:
         is_sample = has_image_name(path, read_avif=True) or path.suffix == CAPTION_SUFFIX
         if not is_sample:
@@ -208,15 +187,7 @@ def _check_links(listing: Listing) -> None:
 
 
 def read_table(table: Path, *, folder: Path) -> tuple[list[Path], list[str | None]]:
-    """Images and captions of a table, in its order.
-
-    Args:
-        table: A .csv or .jsonl file.
-        folder: What the paths in it are relative to.
-
-    Raises:
-        ConfigError: The table is damaged, lacks a column, or a row would lose text.
-    """
+    """Return images and captions of a .csv or .jsonl table; its paths are relative to `folder`."""
     is_csv = table.suffix == ".csv"
     columns, rows = _read_csv(table) if is_csv else _read_json_lines(table)
     file_column = next((name for name in FILE_COLUMNS if name in columns), None)
@@ -245,11 +216,7 @@ Row = tuple[int, Mapping[str, Any]]
 
 
 def _read_csv(table: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a table in CSV.
-
-    Raises:
-        ConfigError: It is not CSV in UTF-8, or a row would lose text.
-    """
+    """Return columns and rows of a CSV table."""
     lines = list(_read_cells(table))
     line, columns = lines.pop(0) if lines else (0, [])
     if repeated := [name for name in columns if columns.count(name) > 1]:
@@ -266,11 +233,7 @@ def _read_csv(table: Path) -> tuple[list[str], list[Row]]:
 
 
 def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a table that has a JSON object on each line.
-
-    Raises:
-        ConfigError: A line is none.
-    """
+    """Return columns and rows of a table with a JSON object on each line."""
     rows: list[Row] = []
     for line, stored in enumerate(table.read_bytes().split(b"\n"), start=1):
         if not stored.strip():
@@ -287,11 +250,7 @@ def _read_json_lines(table: Path) -> tuple[list[str], list[Row]]:
 
 
 def _read_cells(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """The header and the rows of a table, but for empty ones, each with the number of its line.
-
-    Raises:
-        ConfigError: The table is not CSV in UTF-8.
-    """
+    """Yield the header and the rows of a table with their line numbers, but no empty rows."""
     data = table.read_bytes()
     line = 1
     try:
@@ -307,13 +266,7 @@ def _read_cells(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _check_no_row_inside(cell: str, table: Path, *, line: int) -> None:
-    """Check that a cell of several lines holds no rows of the table.
-
-    A quote that is not closed takes in all rows up to the next quote.
-
-    Raises:
-        ConfigError: A line of the cell names an image that exists.
-    """
+    """Refuse a cell with a line that names an image: an unclosed quote has swallowed rows."""
     for inside in cell.splitlines()[1:]:
         parts = inside.split(",")
         # A line without a comma is no row: a caption may be about a file.
@@ -339,20 +292,12 @@ def check(config: SourceConfig) -> int:
 
 
 def list_files(config: SourceConfig) -> list[str]:
-    """Paths of the images.
-
-    Raises:
-        ConfigError: As `FolderSamples`.
-    """
+    """Return the paths of the images."""
     return [str(path) for path in open_samples(config).images]
 
 
 def list_files_and_captions(config: SourceConfig) -> list[str]:
-    """Paths of the images, and of what holds their captions unless all have the same one.
-
-    Raises:
-        ConfigError: As `FolderSamples`.
-    """
+    """Return the paths of the images, and of their caption files unless all share one caption."""
     samples = open_samples(config)
     captions = samples.caption_files if config.caption is None else ()
     return [str(path) for path in (*samples.images, *captions)]

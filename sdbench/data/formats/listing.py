@@ -1,4 +1,4 @@
-"""What is in a folder: the files of a data set, its split for training, and what else is there."""
+"""Listing of folders: the files of a data set, and its split for training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdbench.data.image_files import has_image_name
 TRAINING_SPLITS = ("train", "training")
 OTHER_SPLITS = ("validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
 _SPLIT = re.compile(rf"({'|'.join(TRAINING_SPLITS + OTHER_SPLITS)})(?![a-zA-Z])", re.IGNORECASE)
-# What Hugging Face's data sets have their files in, with or without a folder for each split.
+# The folder with the files in Hugging Face's data sets, with or without one for each split.
 DATA_FOLDER = "data"
 TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
 # In archives made on a Mac, beside the folder that was packed.
@@ -28,13 +28,7 @@ NUM_NAMES_TOLD = 3
 
 
 class Listing(NamedTuple):
-    """What is below a folder.
-
-    Attributes:
-        files: All files but hidden ones.
-        dangling: Links that lead nowhere.
-        repeated: Links to folders that are listed already.
-    """
+    """All visible files below a folder, the broken links, and links to folders listed already."""
 
     files: list[Path]
     dangling: list[Path]
@@ -42,19 +36,15 @@ class Listing(NamedTuple):
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder of this name is the user's, not one that a program left there.
+    """Return False for files that programs leave behind.
 
-    ``._a.jpg`` and ``__MACOSX`` are of a Mac, ``.ipynb_checkpoints`` of Jupyter.
+    ``._a.jpg`` and ``__MACOSX`` come from a Mac, ``.ipynb_checkpoints`` from Jupyter.
     """
     return not name.startswith(".") and name != MAC_FOLDER
 
 
 def list_below(folder: Path) -> Listing:
-    """List a folder and those below it, also behind links, each once.
-
-    Raises:
-        ConfigError: One of them cannot be read.
-    """
+    """List a folder and those below it, also behind links, each once."""
     listing = Listing([], [], [])
     known: set[tuple[int, int]] = set()
     left = collections.deque([folder])
@@ -69,7 +59,7 @@ def list_below(folder: Path) -> Listing:
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = Path(entry.path)
             if _is_folder(entry):
-                # What is a folder itself goes before what is a link to one.
+                # Folders go before links to folders.
                 (left.append if entry.is_symlink() else left.appendleft)(path)
             elif os.path.exists(path):
                 listing.files.append(path)
@@ -79,16 +69,12 @@ def list_below(folder: Path) -> Listing:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one. At a link to itself `DirEntry.is_dir` fails."""
+    """Return True for a folder or a link to one. At a link to itself `DirEntry.is_dir` fails."""
     return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, but for what is hidden.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the visible entries of a folder."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if is_visible(entry.name)]
@@ -102,11 +88,10 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
-    """Descend to what is trained on: Hugging Face has it in ``train``, ``data`` or both.
+    """Find the folder of the training split: Hugging Face has it in ``train``, ``data`` or both.
 
-    Returns:
-        The folder, or one below it where nothing else is beside that but other splits; and the
-        names of these below `folder`, which are left out.
+    Returns it, and the names of the other splits below `folder`. It descends only where nothing
+    else lies beside the splits.
     """
     place = folder
     others: list[str] = []
@@ -134,11 +119,9 @@ def _is_data(name: str) -> bool:
 
 
 def list_folder(folder: Path, *, suffix: str) -> tuple[list[str], list[str]]:
-    """The files of a folder to train on, and the names of the files and folders of other splits.
+    """Return the files of the training split, and the names of files and folders of other splits.
 
-    Args:
-        folder: As the user gave it; `find_training_folder` says which is listed.
-        suffix: How the files end; packed ones are listed too.
+    `folder` is the one that the user gave; packed files are listed too.
     """
     place = str(folder)
     folder, others = find_training_folder(folder)
@@ -150,14 +133,9 @@ def list_folder(folder: Path, *, suffix: str) -> tuple[list[str], list[str]]:
 
 
 def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], list[str]]:
-    """Leave out the files of other splits, where there are files of one for training.
+    """Split files into those to train on and the names of those of other splits.
 
-    Args:
-        files: Paths or URLs below `folder`.
-        folder: What names are relative to.
-
-    Returns:
-        The files to train on, and the names of those that are left out.
+    Without a file of a training split all are taken. Names are relative to `folder`.
     """
     names = {file: file.removeprefix(folder).lstrip("/") for file in files}
     splits = {file: _split_of(name) for file, name in names.items()}
@@ -169,13 +147,13 @@ def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], li
 
 
 def _split_of(name: str) -> str | None:
-    """The word for a split that a file's name, or that of a folder it is in, begins with."""
+    """Return the split that a file's name, or that of a folder above it, begins with."""
     found = filter(None, map(_SPLIT.match, name.split("/")))
     return next((match[1].lower() for match in found), None)
 
 
 def tell_other_splits(place: str, others: Sequence[str]) -> None:
-    """Say which splits are beside the one that is read."""
+    """Print which splits lie beside the one that is read."""
     if others:
         names = ", ".join(others[:NUM_NAMES_TOLD])
         more = len(others) - NUM_NAMES_TOLD
@@ -184,7 +162,7 @@ def tell_other_splits(place: str, others: Sequence[str]) -> None:
 
 
 def describe_files(names: Iterable[str]) -> str:
-    """How many files of which extensions there are, in words."""
+    """Return how many files of which extensions there are, in words."""
     kinds = collections.Counter(Path(name).suffix.lower() or Path(name).name for name in names)
     told = [f"{number} {kind}" for kind, number in kinds.most_common(NUM_KINDS_TOLD)]
     if len(kinds) > NUM_KINDS_TOLD:

@@ -43,11 +43,7 @@ class KeyStream(CheckedStreamingDataset):
     """
 
     def __init__(self, *, config: SourceConfig) -> None:
-        """Read the indexes and register with the other ranks of this machine.
-
-        Args:
-            config: Places, batch size, seed and the like.
-        """
+        """Read the indexes and register with the other ranks of this machine."""
         assert config.world_size == get_world_size(), "Streaming shards by the environment"
         self._has_ended = False
         streams = make_streams(config)
@@ -70,18 +66,18 @@ class KeyStream(CheckedStreamingDataset):
         return Key(self.epoch, int(index))
 
     def epoch_ended(self) -> None:
-        """Note it: Streaming counts its epochs as they begin."""
+        """Remember it: Streaming counts its epochs as they begin."""
         self._has_ended = True
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs, as `EpochOrder.state`."""
         state = self.state_dict(num_images, True)
         if is_next_epoch or (self._has_ended and not num_images):
             state["epoch"] = self.next_epoch
         return {"num_images": num_images, "streaming": state}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of a batch again, as `EpochOrder.batch`."""
         known = state["streaming"]
         return self.first_batch(
             epoch=known["epoch"] + num_epochs,
@@ -178,11 +174,10 @@ class StreamingLAIONDataset(CheckedStreamingDataset):
 def build(config: SourceConfig) -> CheckedLoader:
     """Build the loader of `data.build` for MDS data.
 
-    One data set in its stored order is read by number: of an epoch that is no whole number of
-    global batches Streaming would leave out any samples, not the last ones. A shard is then copied
-    when it is reached, not ahead. One of which samples may be left out is read so too, as
-    Streaming's epochs have all of them; shuffled, its shards come in random order, and samples in
-    random order within theirs.
+    One data set in its stored order is read by number, each shard copied when it is reached: if an
+    epoch is no whole number of global batches, Streaming would leave out any samples, not the last
+    ones. A data set of which samples may be left out is read by number too, as Streaming's epochs
+    have all of them.
     """
     is_read_by_number = not config.shuffle or config.missing_latents == LEAVE_OUT
     if is_read_by_number and config.streams is None:

@@ -17,14 +17,14 @@ from sdbench.data.formats.checks import (
     lacks_columns,
     wrong_type,
 )
-from sdbench.data.formats.mds_entries import INDEX_NAME, parse_index, read_bounds
+from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, parse_index
 from sdbench.data.formats.missing_latents import count_samples
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.remote import cache_folder, fetch, is_url
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
 
-# What pictures and captions may be stored as: the bytes of a file, a picture of PIL's, text.
+# Encodings of pictures and captions: the bytes of a file, a picture of PIL, text.
 PICTURE_ENCODINGS = {"image": ("bytes", "jpeg", "png", "pil"), "caption": ("str",)}
 COMPLETE = "a complete data set: copy or convert it again"
 MADE_BY = "a folder made by `python -m sdbench convert` or `precompute`"
@@ -55,11 +55,7 @@ class MdsPlace:
 
     @functools.cached_property
     def shards(self) -> list[dict]:
-        """The entries of the shards in its index.json.
-
-        Raises:
-            ConfigError: It is damaged, or not one of MDS shards.
-        """
+        """The entries of the shards in its index.json; a `ConfigError` if that is damaged."""
         try:
             return parse_index(self.index)
         except ValueError as error:
@@ -82,12 +78,9 @@ class MdsPlace:
 
 
 def check(config: SourceConfig) -> int:
-    """Check MDS data by index and, on disk, by the sizes of shards and of latents stored as bytes.
+    """Check indexes and, on disk, the sizes of shards; return the number of samples of an epoch.
 
-    Of a URL the index is downloaded, nothing else.
-
-    Returns:
-        The number of samples of an epoch.
+    Of a URL only the index is downloaded.
     """
     num_samples = 0
     for place in locate_mds(config):
@@ -99,51 +92,49 @@ def check(config: SourceConfig) -> int:
 
 
 def check_files(place: MdsPlace) -> None:
-    """Check the shards of a data set on disk by their sizes and headers.
-
-    Raises:
-        ConfigError: One is missing, or is not what index.json says.
-    """
+    """Check the shards of a data set on disk by their sizes and headers."""
     if is_url(place.source):
         return
     folder = Path(place.source)
     for shard in place.shards:
         file = shard["raw_data"] if place.remote is None else copied_file(shard)
-        _check_shard_file(folder, file)
-        if file is shard["raw_data"]:
-            _check_header(folder / file["basename"], shard)
+        path = folder / file["basename"]
+        if not path.is_file():
+            raise ConfigError(
+                f"A shard that {INDEX_NAME} names is missing from {folder}",
+                value=file["basename"],
+                allowed=COMPLETE,
+                flag=PLACE_FLAGS,
+            )
+        try:
+            check_shard(path, file, shard, hashes={})
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"A shard is damaged or contradicts {INDEX_NAME} ({error})",
+                value=str(path),
+                allowed=COMPLETE,
+                flag=PLACE_FLAGS,
+            ) from error
 
 
 def read_columns(config: SourceConfig) -> set[str]:
-    """Names of the columns that all shards of a single data set have.
-
-    Raises:
-        ConfigError: There is no data set, or its index is damaged.
-    """
+    """Return the names of the columns that all shards of a single data set have."""
     (place,) = locate_mds(config)
     return place.columns
 
 
 def list_files(config: SourceConfig) -> list[str]:
-    """The index of each data set: shards of all data sets have the same names.
-
-    Raises:
-        ConfigError: As `locate_mds`.
-    """
+    """Return the index of each data set: shards of all data sets have the same names."""
     return [f"{place.source.rstrip('/')}/{INDEX_NAME}" for place in locate_mds(config)]
 
 
 def locate_mds(config: SourceConfig) -> list[MdsPlace]:
     """Decide where shards are read from and where they are kept.
 
-    A folder on disk is read in place, unless both flags are given, or only the compressed form of
-    a shard lies there. Copies of a URL without ``--local`` and shards to be decompressed go to a
-    folder of the user's cache, named after the place and its index: two data sets, or two versions
-    of one, must not share a cache.
-
-    Raises:
-        ConfigError: A place has no index, the cache given is another data set's, or as
-            `private_folder`.
+    A folder on disk is read in place, unless both flags are given, or a shard lies there only in
+    compressed form. Copies of a URL without ``--local``, and decompressed shards, go to a folder of
+    the user's cache named after the place and its index: two data sets, or two versions of one,
+    must not share a cache.
     """
     if config.streams is None:
         return [locate(config.remote, config.local)]
@@ -154,11 +145,7 @@ def locate_mds(config: SourceConfig) -> list[MdsPlace]:
 
 
 def parse_streams(text: str) -> list[tuple[str, float]]:
-    """The places and shares in ``PLACE=PROPORTION,PLACE=PROPORTION``.
-
-    Raises:
-        ConfigError: It is not of that form, or a proportion is not above 0.
-    """
+    """Parse ``PLACE=PROPORTION,PLACE=PROPORTION``; a proportion has to be above 0."""
     streams = []
     for part in text.split(","):
         source, _, proportion = part.strip().rpartition("=")
@@ -178,16 +165,7 @@ def parse_streams(text: str) -> list[tuple[str, float]]:
 
 
 def locate(remote: str | None, local: str | None, *, proportion: float | None = None) -> MdsPlace:
-    """Decide for one data set as `locate_mds` does for all.
-
-    Args:
-        remote: Value of ``--remote``, or None to read `local` in place.
-        local: Value of ``--local``.
-        proportion: As `MdsPlace` has it.
-
-    Raises:
-        ConfigError: As `locate_mds`.
-    """
+    """Decide for one data set as `locate_mds` does; without `remote`, `local` is read in place."""
     if remote is None or (local is not None and _is_same_folder(remote, local)):
         assert local is not None, "resolve_format lets no MDS data set without a folder pass"
         remote, local = local, None
@@ -210,7 +188,7 @@ def _is_same_folder(remote: str, local: str) -> bool:
 
 
 def _has_packed_shards(place: MdsPlace) -> bool:
-    """Whether a shard lies there in its compressed form alone; False for a damaged index."""
+    """Return True if a shard lies there only in compressed form; False for a damaged index."""
     try:
         shards = place.shards
     except ConfigError:
@@ -222,11 +200,7 @@ def _has_packed_shards(place: MdsPlace) -> bool:
 
 
 def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
-    """Check that a cache folder is empty or holds copies of this data set's shards.
-
-    Raises:
-        ConfigError: It holds another data set, or another version of this one.
-    """
+    """Refuse a cache folder with copies of another data set, or of another version."""
     cached = cache / INDEX_NAME
     if cached.is_file() and cached.read_bytes() != index and not _is_damaged(cached):
         raise ConfigError(
@@ -238,7 +212,7 @@ def _check_cache(cache: Path, *, remote: str, index: bytes) -> None:
 
 
 def _is_damaged(index: Path) -> bool:
-    """Whether the copy of an index.json is none, as after a crash: `keep_index` makes it again."""
+    """Return True if the copy of an index.json is invalid, as after a crash; it is made again."""
     try:
         parse_index(index.read_bytes())
     except ValueError:
@@ -257,12 +231,7 @@ def keep_index(place: MdsPlace) -> None:
 
 
 def _read_index(source: str) -> bytes:
-    """Read the ``index.json`` of a folder or a URL.
-
-    Raises:
-        ConfigError: A folder has none.
-        RunError: It cannot be copied.
-    """
+    """Read the ``index.json`` of a folder or a URL."""
     if is_url(source):
         with tempfile.TemporaryDirectory() as folder:
             return fetch(f"{source.rstrip('/')}/{INDEX_NAME}", cache=Path(folder)).read_bytes()
@@ -284,9 +253,7 @@ def _read_index(source: str) -> bytes:
 def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
     """Check that every shard has the columns that `config` asks for.
 
-    Raises:
-        ConfigError: A column is missing, or holds arrays of another shape. (Arrays without a fixed
-            shape are checked when they are read.)
+    Arrays without a fixed shape are checked when they are read.
     """
     if not config.wants_latents:
         _check_picture_columns(place)
@@ -308,11 +275,7 @@ def _check_columns(place: MdsPlace, *, config: SourceConfig) -> None:
 
 
 def _check_picture_columns(place: MdsPlace) -> None:
-    """Check that every shard has pictures and captions, encoded as they can be read.
-
-    Raises:
-        ConfigError: A column is missing, or of another encoding.
-    """
+    """Check that every shard has pictures and captions in encodings that can be read."""
     if find_picture_columns(place.columns) is None:
         raise lacks_columns(place.columns, place=place.source)
     for shard in place.shards:
@@ -329,11 +292,7 @@ def _check_picture_columns(place: MdsPlace) -> None:
 
 
 def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
-    """Check that every shard has the hash that is to be compared.
-
-    Raises:
-        ConfigError: One has not.
-    """
+    """Check that every shard has the hash that is to be compared."""
     if wanted in ("auto", "none"):
         return
     common = set.intersection(*(set(shard["raw_data"]["hashes"]) for shard in place.shards))
@@ -346,60 +305,18 @@ def _check_hashes(place: MdsPlace, *, wanted: str) -> None:
         )
 
 
-def choose_hash(hashes: Mapping[str, str], *, wanted: str) -> str | None:
-    """Choose which of a shard's hashes to check.
+def choose_hashes(hashes: Mapping[str, str], *, wanted: str) -> dict[str, str]:
+    """Choose which of a file's hashes to compare: at most one.
 
     Args:
         hashes: Algorithm to digest, as index.json has them.
         wanted: ``auto``, ``none``, or an algorithm.
-
-    Returns:
-        An algorithm, or None when there is nothing to check.
     """
     if wanted == "auto":
-        return next((name for name in HASHES_BY_COST if name in hashes), None)
-    return None if wanted == "none" else wanted
+        wanted = next((name for name in HASHES_BY_COST if name in hashes), "none")
+    return {wanted: hashes[wanted]} if wanted in hashes else {}
 
 
 def copied_file(shard: dict) -> dict:
-    """The entry of the file that Streaming copies: the compressed form, where there is one."""
+    """Return the entry of the file that Streaming copies: the compressed form, if there is one."""
     return shard["zip_data"] or shard["raw_data"]
-
-
-def _check_shard_file(folder: Path, file: dict) -> None:
-    """Check that the file of a shard is there and as long as the index says.
-
-    Args:
-        folder: Of the data set.
-        file: Its entry in the index, raw or compressed.
-
-    Raises:
-        ConfigError: It is missing or has another length.
-    """
-    path = folder / file["basename"]
-    if not path.is_file():
-        what = f"A shard that index.json names is missing from {folder}"
-        value = file["basename"]
-    elif path.stat().st_size != file["bytes"]:
-        what = f"A shard is damaged: index.json says that {path} has {file['bytes']} bytes"
-        value = path.stat().st_size
-    else:
-        return
-    raise ConfigError(what, value=value, allowed=COMPLETE, flag=PLACE_FLAGS)
-
-
-def _check_header(path: Path, shard: dict) -> None:
-    """Check that the header of a shard says what index.json says.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    try:
-        read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"A shard contradicts index.json or is damaged ({error})",
-            value=str(path),
-            allowed=COMPLETE,
-            flag=PLACE_FLAGS,
-        ) from error

@@ -7,9 +7,7 @@ more copy, but the page faults of the first epoch cost far more than that copy d
 
 from __future__ import annotations
 
-import bisect
 import io
-import mmap
 import os
 import struct
 import sys
@@ -23,14 +21,13 @@ from PIL import Image
 from streaming import Stream
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
-from streaming.base.hashing import get_hash
 
 from sdbench.base.errors import RunError
 from sdbench.data.compat import CheckedStream, open_shards
 from sdbench.data.formats.checks import find_picture_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.mds_entries import read_bounds
-from sdbench.data.formats.mds_index import MdsPlace, choose_hash, keep_index, locate_mds
+from sdbench.data.formats.mds_entries import check_file, read_bounds
+from sdbench.data.formats.mds_index import MdsPlace, choose_hashes, keep_index, locate_mds
 from sdbench.data.formats.missing_latents import BYTES, LEAVE_OUT, find_present, image_column
 from sdbench.data.latent_columns import find_latent_columns
 from sdbench.data.pipeline.transforms import to_rgb
@@ -40,6 +37,7 @@ from sdbench.data.samples import (
     ImageSample,
     LatentSample,
     MissingLatentError,
+    Samples,
     SampleType,
     clean_caption,
 )
@@ -53,10 +51,8 @@ DOWNLOAD_TIMEOUT_S = 60.0
 NUM_DOWNLOAD_RETRIES = 2
 
 
-class MdsSamples:
+class MdsSamples(Samples):
     """The samples of one or several MDS data sets, by number over all of them."""
-
-    num_blocks_of_files = None
 
     def __init__(
         self,
@@ -73,21 +69,19 @@ class MdsSamples:
         Args:
             streams: The data sets.
             shards: Their shards, one data set after the other.
-            stream_of_shard: For each shard, which data set it is of.
+            stream_of_shard: For each shard the number of its data set.
             config: Image size, whether latents are wanted, and which hash to check.
-            prepare: Makes shard number i present in its data set's local folder; None for
-                Streaming's own download.
-            present: For each shard the positions of the samples that are not left out; None for
-                all of them.
+            prepare: Makes a shard present in the local folder, by number; None for Streaming's own
+                download.
+            present: For each shard the positions of the samples to read; None for all.
         """
-        self.blocks = [len(each) for each in (shards if present is None else present)]
+        super().__init__([len(each) for each in (shards if present is None else present)])
         self.num_dropped = sum(map(len, shards)) - sum(self.blocks)
         self._present = present
         self._streams = streams
         self._shards = shards
         self._stream_of_shard = stream_of_shard
         self._prepare = prepare or self._download
-        self._starts = np.cumsum([0, *self.blocks[:-1]]).tolist()
         self._validate_hash = config.validate_hash
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
         if config.wants_latents:
@@ -101,22 +95,13 @@ class MdsSamples:
         shapes = self.sample_type.array_shapes(config)
         self._shapes = {self.columns[name]: shape for name, shape in shapes.items()}
 
-    def __len__(self) -> int:
-        return sum(self.blocks)
-
     def name(self, index: int) -> str:
-        """Shard of a sample, and its number there."""
+        """Return the shard of a sample, and its number there."""
         shard_id, position = self._find(index)
         return _name(self._file(shard_id), position)
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one sample; its shard is copied first if it is not here yet.
-
-        Raises:
-            BadSampleError: It cannot be decoded, as in a damaged shard without hashes, or an array
-                is missing.
-            RunError: The shard is missing or damaged.
-        """
+        """Read one sample; its shard is copied first if it is not here yet."""
         shard_id, position = self._find(index)
         shard = self._open.get(shard_id) or self._open_shard(shard_id)
         name = _name(shard.file, position)
@@ -136,15 +121,13 @@ class MdsSamples:
         return LatentSample(name, values)
 
     def _find(self, index: int) -> tuple[int, int]:
-        """The number of a sample's shard, and its own in the shard."""
-        shard_id = bisect.bisect_right(self._starts, index) - 1
-        position = index - self._starts[shard_id]
+        shard_id, position = super()._find(index)
         if self._present is not None:
             position = int(self._present[shard_id][position])
         return shard_id, position
 
     def _file(self, shard_id: int) -> StoredFile:
-        """Where a shard lies, or will lie once it has been downloaded, and what it is a copy of."""
+        """Return the local path of a shard, and what it is a copy of."""
         shard, stream = self._shards[shard_id], self._streams[self._stream_of_shard[shard_id]]
         source = None
         if stream.remote not in (None, stream.local):
@@ -154,12 +137,12 @@ class MdsSamples:
 
     def _open_shard(self, shard_id: int) -> _ShardFile:
         file, shard = self._file(shard_id), self._shards[shard_id]
-        algorithm = choose_hash(shard.raw_data.hashes, wanted=self._validate_hash)
+        hashes = choose_hashes(shard.raw_data.hashes, wanted=self._validate_hash)
         if not file.path.is_file():
             self._fetch(shard_id)
         self._open[shard_id] = opened = read_whole(
             file,
-            lambda file: _ShardFile(file, shard, algorithm=algorithm, shapes=self._shapes),
+            lambda file: _ShardFile(file, shard, hashes=hashes, shapes=self._shapes),
             copy_again=lambda file: self._fetch(shard_id),
         )
         if len(self._open) > MAX_OPEN_SHARDS:
@@ -200,36 +183,14 @@ class _ShardFile:
         file: StoredFile,
         shard: MDSReader,
         *,
-        algorithm: str | None,
+        hashes: Mapping[str, str],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Open the file and check it against its index entry.
-
-        Args:
-            file: The file.
-            shard: Its index entry.
-            algorithm: Which hash to check, or None.
-            shapes: Of the arrays that columns hold.
-
-        Raises:
-            RunError: Its size, header or hash is not what index.json says.
-        """
+        """Open the file, check it against index.json, and parse the encodings of its columns."""
         self.file = file
         self._file = file.path.open("rb", buffering=0)
-        num_bytes = os.fstat(self._file.fileno()).st_size
-        if num_bytes != shard.raw_data.bytes:
-            raise RunError(
-                f"Shard {file} is damaged: it has {num_bytes} bytes, and "
-                f"{shard.raw_data.bytes} by index.json."
-            )
-        if algorithm:
-            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                digest = get_hash(algorithm, content)
-            if digest != shard.raw_data.hashes[algorithm]:
-                raise RunError(
-                    f"Shard {file} is damaged: its {algorithm} is not the one in index.json."
-                )
         try:
+            check_file(file.path, num_bytes=shard.raw_data.bytes, hashes=hashes)
             bounds = read_bounds(file.path, num_samples=len(shard), column_sizes=shard.column_sizes)
         except ValueError as error:
             raise RunError(f"Shard {file} is damaged: {error}.") from error
@@ -244,11 +205,7 @@ class _ShardFile:
         self._num_sized = sum(size is None for size in self._sizes)
 
     def read(self, index: int) -> np.ndarray:
-        """The bytes of one sample.
-
-        Raises:
-            RunError: The file has been cut since it was opened.
-        """
+        """Return the bytes of one sample."""
         begin, end = self._bounds[index : index + 2]
         data = np.empty(end - begin, np.uint8)
         if os.preadv(self._file.fileno(), [data], begin) != end - begin:
@@ -256,9 +213,9 @@ class _ShardFile:
         return data
 
     def value(self, data: np.ndarray, column: str) -> Any:
-        """The value of one column of a sample; an array of fixed shape is a view of the bytes."""
+        """Return one column of a sample; an array of fixed shape is a view of the bytes."""
         position, decode = self._columns[column]
-        # A sample begins with the sizes, as uint32, of those columns that have no fixed one.
+        # A sample begins with the sizes, as uint32, of the columns without a fixed one.
         sizes = iter(struct.unpack_from(f"<{self._num_sized}I", data))
         begin = 4 * self._num_sized
         for size in self._sizes[:position]:
@@ -274,13 +231,10 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "RGB", "RGBA")
 
 
 def _make_png(data: np.ndarray) -> bytes:
-    """A PNG file of a picture in Streaming's encoding ``pil``.
+    """Make a PNG file of a picture in Streaming's encoding ``pil``.
 
     That has width, height and the length of the mode's name as uint32, the name, and the pixels. A
     palette is not stored with them.
-
-    Raises:
-        ValueError: The pixels are incomplete, or say nothing without their palette.
     """
     width, height, num_letters = struct.unpack_from("<3I", data)
     pixels = data[12 + num_letters :].tobytes()
@@ -298,12 +252,12 @@ def _make_png(data: np.ndarray) -> bytes:
 
 
 def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> Decoder:
-    """The function that makes a value of the bytes of a column.
+    """Return the function that makes a value of the bytes of a column.
 
     Args:
         encoding: Of MDS, e.g. ``str`` or ``ndarray:float16:4,64,64``.
-        shape: Of the array that the column holds, or None. An array stored as ``bytes`` is of
-            float16 numbers, as MosaicML diffusion stores them; without bytes the value is None.
+        shape: Of the array in the column, or None. An array stored as ``bytes`` holds float16, as
+            MosaicML diffusion stores it; without bytes the value is None.
     """
     if encoding == BYTES and shape is not None:
         return lambda data: data.view(np.float16).reshape(shape) if len(data) else None
@@ -320,11 +274,7 @@ def parse_encoding(encoding: str, *, shape: tuple[int, ...] | None = None) -> De
 
 
 def open_samples(config: SourceConfig) -> MdsSamples:
-    """Open the data sets that `config` names, without Streaming's order and downloads ahead.
-
-    Raises:
-        ConfigError: As `mds_index.check`.
-    """
+    """Open the data sets that `config` names, without Streaming's order and downloads ahead."""
     streams = make_streams(config)
     shards, stream_of_shard = [], []
     for number, stream in enumerate(streams):
@@ -342,11 +292,7 @@ def open_samples(config: SourceConfig) -> MdsSamples:
 
 
 def make_streams(config: SourceConfig) -> list[Stream]:
-    """Streaming's description of each data set, with its index in the local folder.
-
-    Raises:
-        ConfigError: As `mds_index.locate_mds`.
-    """
+    """Return Streaming's description of each data set, with its index in the local folder."""
     streams = []
     for place in locate_mds(config):
         keep_index(place)
@@ -358,7 +304,7 @@ def make_streams(config: SourceConfig) -> list[Stream]:
                 wanted_hash=config.validate_hash,
                 remote=place.remote,
                 local=place.local,
-                # What is read in place cannot be downloaded again: trying would delay the error.
+                # A shard that is read in place cannot be downloaded again: trying delays the error.
                 download_retry=1 if place.remote is None else NUM_DOWNLOAD_RETRIES,
                 download_timeout=DOWNLOAD_TIMEOUT_S,
                 # The copy of a compressed shard goes; files in the user's folder stay in any case.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.formats.mds_entries import read_bounds
 from sdbench.data.latent_columns import find_image_columns, find_latent_columns
 from sdbench.data.samples import SampleType
 from sdbench.data.source import SourceConfig
@@ -28,15 +29,11 @@ BYTES = "bytes"
 
 
 def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
-    """Count the samples of an epoch; where a folder of latents is read in place, by their sizes.
-
-    Args:
-        place: The data set.
-        config: Image size, width of the text encoder, and what missing latents do.
+    """Count the samples of an epoch; of a local folder of latents, those with a latent.
 
     Raises:
-        ConfigError: Latents are missing and may not be left out, all are, it cannot be told
-            beforehand, or they are another model's.
+        ConfigError: Latents are missing and may not be left out, all are, their number is unknown
+            before the run, or they are another model's.
         RunError: A shard is damaged.
     """
     num_samples = place.num_samples
@@ -72,17 +69,9 @@ def count_samples(place: MdsPlace, *, config: SourceConfig) -> int:
 
 @functools.lru_cache(maxsize=16)
 def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
-    """Find the samples that have a value in a column.
+    """Return for each shard the positions, ascending, of the samples with a value in a column.
 
-    Args:
-        place: The data set, whose shards lie in its local folder, not compressed.
-        column: Name of the column.
-
-    Returns:
-        For each shard the positions of those samples, ascending.
-
-    Raises:
-        RunError: A shard is damaged.
+    The shards lie in the local folder of `place`, not compressed.
     """
     return tuple(
         np.flatnonzero(_read_sizes(Path(place.local), shard, column)).astype(np.uint32)
@@ -93,14 +82,7 @@ def find_present(place: MdsPlace, column: str) -> tuple[np.ndarray, ...]:
 
 
 def describe_missing(place: MdsPlace) -> Iterator[str]:
-    """A sentence for each column of latents that is empty in some samples.
-
-    Args:
-        place: The data set, whose shards lie in its local folder.
-
-    Raises:
-        RunError: A shard is damaged.
-    """
+    """Yield a sentence for each column of latents that is empty in some samples."""
     for column in sorted(find_image_columns(place.columns)):
         num_missing = place.num_samples - sum(map(len, find_present(place, column)))
         if num_missing:
@@ -111,7 +93,7 @@ def describe_missing(place: MdsPlace) -> Iterator[str]:
 
 
 def image_column(columns: Mapping[str, str]) -> str:
-    """The column of the encoded image among those that `find_latent_columns` found."""
+    """Return the column of the encoded image from the result of `find_latent_columns`."""
     return columns[SampleType(tuple(columns)).value[0]]
 
 
@@ -120,11 +102,7 @@ def _encoding(shard: dict, column: str) -> str:
 
 
 def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceConfig) -> None:
-    """Check that the first shard has an array of the number of bytes that the model wants.
-
-    Raises:
-        ConfigError: All have other numbers.
-    """
+    """Check that some sample of the first shard has arrays of as many bytes as the model wants."""
     shard = place.shards[0]
     for part, shape in SampleType(tuple(columns)).array_shapes(config).items():
         if _encoding(shard, columns[part]) != BYTES:
@@ -141,15 +119,16 @@ def _check_sizes(place: MdsPlace, columns: Mapping[str, str], *, config: SourceC
 
 
 def _read_sizes(folder: Path, shard: dict, column: str) -> np.ndarray:
-    """The number of bytes that each sample of a shard has in a column without a fixed size."""
+    """Return the bytes of each sample of a shard in a column without a fixed size."""
     position = shard["column_names"].index(column)
-    # MDS: the number of samples, then where each one begins, as uint32; a sample begins with the
-    # sizes, as uint32, of those columns that have no fixed one.
+    # A sample begins with the sizes, as uint32, of the columns without a fixed one.
     offset = 4 * sum(size is None for size in shard["column_sizes"][:position])
     path = folder / shard["raw_data"]["basename"]
     try:
+        begins = read_bounds(
+            path, num_samples=shard["samples"], column_sizes=shard["column_sizes"]
+        )[:-1]
         data = np.memmap(path, np.uint8, mode="r")
-        begins = data[4 : 4 + 4 * shard["samples"]].view("<u4").astype(np.int64)
         return data[begins[:, None] + np.arange(offset, offset + 4)].view("<u4")[:, 0]
     except (OSError, ValueError, IndexError) as error:
         raise RunError(f"Shard {path} is damaged or missing ({error}).") from error

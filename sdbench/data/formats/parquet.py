@@ -5,8 +5,6 @@ A row group is read as a whole, and its values stay in Arrow's memory until they
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from sdbench.data.formats.checks import (
     wrong_type,
 )
 from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.files import fetch_files, find_files, find_streamed
+from sdbench.data.formats.files import fetch_files, find_streamed
 from sdbench.data.latent_columns import check_array, find_latent_columns
 from sdbench.data.remote import RemoteObject, find_object, in_parallel, is_url
 from sdbench.data.remote_files import RemoteFile
@@ -31,13 +29,13 @@ from sdbench.data.samples import (
     BadSampleError,
     ImageSample,
     LatentSample,
+    Samples,
     SampleType,
     clean_caption,
     max_kept,
 )
 from sdbench.data.source import SourceConfig
 
-SUFFIX = ".parquet"
 # Rows at each end that may be bad before a data set is taken for another model's.
 NUM_ROWS_CHECKED = 8
 
@@ -46,26 +44,15 @@ ParquetFile = StoredFile | RemoteObject
 Content = TypeVar("Content")
 
 
-class ParquetSamples:
+class ParquetSamples(Samples):
     """The rows of one or several parquet files, by number over all of them."""
 
-    num_dropped = 0
-    num_lanes = 1
-
     def __init__(self, files: Sequence[ParquetFile], *, config: SourceConfig) -> None:
-        """Read the files' footers.
-
-        Args:
-            files: In order.
-            config: Image size, whether latents are wanted, and width of the text encoder.
-
-        Raises:
-            ConfigError: A file is damaged, or lacks a column.
-        """
+        """Read the files' footers; a `ConfigError` if one is damaged or lacks a column."""
         self._files = files
         self._footers = _read_footers(files, ConfigError)
         self._groups: list[tuple[int, int]] = []
-        self.blocks: list[int] = []
+        sizes: list[int] = []
         for number, (path, footer) in enumerate(zip(files, self._footers, strict=True)):
             schema = footer.schema.to_arrow_schema()
             if number == 0:
@@ -75,33 +62,25 @@ class ParquetSamples:
             _check_columns(schema, self.columns, shapes=self._shapes, path=path)
             for group in range(footer.num_row_groups):
                 self._groups.append((number, group))
-                self.blocks.append(footer.row_group(group).num_rows)
+                sizes.append(footer.row_group(group).num_rows)
+        super().__init__(sizes)
         # A row group is one request wherever it lies: a file of its own to the order.
         self.num_blocks_of_files = [1] * len(self.blocks) if config.is_streamed else None
-        self._starts = list(itertools.accumulate(self.blocks, initial=0))
         # Blocks to their columns and to how many rows have not been asked for, as samples are read
         # a block at a time; the one used last comes last.
         self._read_groups: dict[int, tuple[dict[str, Any], int]] = {}
-
-    def __len__(self) -> int:
-        return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_groups": {}}
 
     def name(self, index: int) -> str:
-        """File, row group and row of a sample."""
+        """Return file, row group and row of a sample."""
         block, row = self._find(index)
         file, group = self._groups[block]
         return f"{self._files[file]}, row {row} of row group {group}"
 
     def read(self, index: int) -> ImageSample | LatentSample:
-        """Read one row; arrays are views of its row group.
-
-        Raises:
-            BadSampleError: A value is missing, or of the wrong length.
-            RunError: The file is damaged.
-        """
+        """Read one row; arrays are views of its row group."""
         block, row = self._find(index)
         columns, num_left = self._read_groups.pop(block, (None, self.blocks[block]))
         while len(self._read_groups) >= max_kept(self.num_lanes):
@@ -129,13 +108,8 @@ class ParquetSamples:
             arrays[part] = _to_array(values[part], place, shape=shape, beside=beside)
         return LatentSample(name, arrays)
 
-    def _find(self, index: int) -> tuple[int, int]:
-        """The block of a sample, and its row there."""
-        block = bisect.bisect_right(self._starts, index) - 1
-        return block, index - self._starts[block]
-
     def _read_group(self, block: int) -> dict[str, Any]:
-        """Part of a sample to its column of a row group, as an Arrow array."""
+        """Map each part of a sample to its column of a row group, an Arrow array."""
         import pyarrow.parquet
 
         number, group = self._groups[block]
@@ -161,19 +135,16 @@ class ParquetSamples:
 def _to_array(
     value: Any, place: str, *, shape: tuple[int, ...], beside: np.dtype | None
 ) -> np.ndarray:
-    """The array of a value: bytes of float16 or float32, or lists of numbers, nested or flat.
+    """Return the array of a value: bytes of float16 or float32, or (nested) lists of numbers.
 
     77 x 512 numbers of 4 bytes are as long as 77 x 1024 of 2. So bytes of a text embedding are
-    taken for float16 only where the latents beside it have 2 bytes a number, too.
+    taken for float16 only if the latents beside it have 2 bytes a number, too.
 
     Args:
         value: An Arrow scalar.
         place: The sample and the column, for messages.
         shape: The shape that the array must have.
-        beside: Type of the sample's latents; None for these themselves.
-
-    Raises:
-        BadSampleError: There is no value, or it has another length or shape.
+        beside: Type of the sample's latents; None for the latents themselves.
     """
     import pyarrow.compute
     from pyarrow import types
@@ -203,12 +174,12 @@ def _to_array(
 
 
 def _long_sides(shape: Sequence[int]) -> list[int]:
-    """A shape without its sides of 1: a batch of one picture is a picture."""
+    """Return a shape without its sides of 1: a batch of one picture is a picture."""
     return [side for side in shape if side != 1]
 
 
 def _unwrap(column: Any) -> Any:
-    """The stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors.
+    """Return the stored values: the bytes of Hugging Face's struct, the lists of Ray's tensors.
 
     What pandas stores as a category comes as a dictionary with numbers of its values.
     """
@@ -254,11 +225,7 @@ def _check_columns(
     shapes: Mapping[str, tuple[int, ...]],
     path: ParquetFile,
 ) -> None:
-    """Check that a file has the columns, of types that samples can be read from.
-
-    Raises:
-        ConfigError: One is missing, there twice, of another type, or of tensors of another shape.
-    """
+    """Check that a file has each column once, of a type that samples can be read from."""
     import pyarrow
     from pyarrow import types
 
@@ -303,9 +270,9 @@ def _check_columns(
 
 
 def _declared_shape(field: Any) -> tuple[int, ...] | None:
-    """The shape that a column of Ray's or of Arrow's own tensors declares; None if none does."""
+    """Return the shape that a column of Ray's or of Arrow's tensors declares, or None."""
     shape = getattr(field.type, "shape", None)
-    if shape is None and field.metadata:  # of a type that nobody has registered here
+    if shape is None and field.metadata:  # of a type that is not registered here
         try:
             shape = json.loads(field.metadata.get(b"ARROW:extension:metadata", b"null"))
         except ValueError:
@@ -318,7 +285,7 @@ def _declared_shape(field: Any) -> tuple[int, ...] | None:
 
 
 def _open(file: ParquetFile) -> Any:
-    """What pyarrow reads a file from; one behind a URL in parts."""
+    """Return what pyarrow reads a file from; a URL is read in parts."""
     return file.path if isinstance(file, StoredFile) else RemoteFile(file)
 
 
@@ -327,12 +294,7 @@ def _read(file: ParquetFile, read: Callable[[ParquetFile], Content]) -> Content:
 
 
 def _read_footers(files: Sequence[ParquetFile], kind: type) -> list[Any]:
-    """The footers of files, several at a time.
-
-    Args:
-        files: On this machine or behind URLs.
-        kind: The error if one is damaged.
-    """
+    """Read the footers of files, several at a time; damage raises an error of this kind."""
     import pyarrow.parquet
 
     def read_footer(file: ParquetFile) -> Any:
@@ -345,7 +307,7 @@ def _read_footers(files: Sequence[ParquetFile], kind: type) -> list[Any]:
 
 @contextmanager
 def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
-    """Turn pyarrow's errors, and those of a file that is gone, into ours, naming the file."""
+    """Turn pyarrow's errors, and that of a missing file, into ours, naming the file."""
     import pyarrow
 
     try:
@@ -363,13 +325,9 @@ def _damage_named(path: ParquetFile, kind: type) -> Iterator[None]:
 
 
 def check(config: SourceConfig) -> int | None:
-    """Check parquet files by their footers, and of latents the first and the last rows.
-
-    Returns:
-        The number of samples, or None for a URL.
-    """
+    """Check footers, and of latents the first and last rows; return the samples, None for a URL."""
     if config.is_streamed:
-        find_streamed(config, suffix=SUFFIX)  # refuses what cannot be
+        find_streamed(config)  # refuses what cannot be
     if is_url(config.remote or config.local):
         return None
     samples = open_samples(config)
@@ -381,11 +339,7 @@ def check(config: SourceConfig) -> int | None:
 
 
 def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig) -> None:
-    """Check that one of the rows has arrays of the type and shapes that are wanted.
-
-    Raises:
-        ConfigError: None has.
-    """
+    """Check that one of the rows has arrays of the right type and shapes."""
     for index in indices:
         try:
             sample = samples.read(index)
@@ -402,38 +356,18 @@ def _check_some(samples: ParquetSamples, indices: range, *, config: SourceConfig
     )
 
 
-def list_files(config: SourceConfig) -> list[str]:
-    """Names and URLs of the files that `config` names.
-
-    Raises:
-        ConfigError: As `find_files`.
-        RunError: As `find_files`.
-    """
-    return find_files(config.remote or config.local, suffix=SUFFIX)
-
-
 def open_samples(config: SourceConfig) -> ParquetSamples:
-    """Open the files that `config` names.
-
-    Raises:
-        ConfigError: As `fetch_files`, `find_streamed` and `ParquetSamples`.
-        RunError: A file cannot be copied, or read where it is.
-    """
+    """Open the files that `config` names."""
     return ParquetSamples(_find(config), config=config)
 
 
 def _find(config: SourceConfig) -> Sequence[ParquetFile]:
     if not config.is_streamed:
-        return fetch_files(config, suffix=SUFFIX)
-    return in_parallel(find_object, find_streamed(config, suffix=SUFFIX))
+        return fetch_files(config)
+    return in_parallel(find_object, find_streamed(config))
 
 
 def read_columns(config: SourceConfig) -> set[str]:
-    """Names of the columns that all files have.
-
-    Raises:
-        ConfigError: There is no data set.
-        RunError: A file is damaged, or cannot be copied.
-    """
+    """Return the names of the columns that all files have."""
     footers = _read_footers(_find(config), RunError)
     return set.intersection(*(set(footer.schema.to_arrow_schema().names) for footer in footers))

@@ -93,8 +93,7 @@ def draw_images(
 ) -> dict[str, np.ndarray]:
     """Draw `NUM_DISTINCT` images, uniform over all pixel values, with their token ids.
 
-    Returns:
-        ``{image: (64, 3, S, S) uint8 or float32, input_ids: (64, 77) int64}``.
+    Returns ``{image: (64, 3, S, S) uint8 or float32, input_ids: (64, 77) int64}``.
     """
     shape = (NUM_DISTINCT, 3, image_size, image_size)
     image = generator.integers(0, 256, size=shape, dtype=np.uint8)
@@ -110,11 +109,9 @@ def draw_images(
 def draw_latents(
     generator: np.random.Generator, *, latent_size: int, text_embedding_dim: int
 ) -> dict[str, np.ndarray]:
-    """Draw `NUM_DISTINCT` pairs of VAE moments and text embeddings.
+    """Draw `NUM_DISTINCT` pairs of VAE moments and text embeddings, all float16.
 
-    Returns:
-        ``{latent_mean, latent_logvar: (64, 4, S / 8, S / 8), text_embedding: (64, 77, dim)}``,
-        all float16.
+    Returns ``{latent_mean, latent_logvar: (64, 4, S / 8, S / 8), text_embedding: (64, 77, dim)}``.
     """
     shape = (NUM_DISTINCT, NUM_LATENT_CHANNELS, latent_size, latent_size)
     embedding_shape = (NUM_DISTINCT, NUM_TOKENS, text_embedding_dim)
@@ -129,11 +126,7 @@ class SyntheticBatchReader(BatchReader):
     """Gathers batches of a synthetic data set in one copy."""
 
     def __init__(self, *, config: SourceConfig) -> None:
-        """Draw this rank's samples.
-
-        Args:
-            config: Sizes, seed, rank and the like.
-        """
+        """Draw this rank's samples."""
         dataset = SyntheticImageCaptionDataset(
             image_size=config.image_size,
             seed=config.seed,
@@ -148,11 +141,11 @@ class SyntheticBatchReader(BatchReader):
         self._samples = dataset.samples
 
     def name(self, index: int) -> str:
-        """Its number among those that this rank draws."""
+        """Return its number among the samples that this rank draws."""
         return f"synthetic, sample {index % NUM_DISTINCT} of rank {self.config.rank}"
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
-        """Gather the samples; none is ever bad."""
+        """Gather the samples, which are never bad."""
         report = BatchReport(num_images=len(keys))
         with report.phase("collate"):
             tensors, report.slot = self._slots.take(

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.base.outside import refuse_repeated_keys
+from sdbench.base.outside import read_json, refuse_repeated_keys
 from sdbench.data.formats.listing import is_visible
-from sdbench.data.samples import BadSampleError, clean_caption
+from sdbench.data.image_files import image_extensions
+from sdbench.data.samples import BadSampleError, ImageSample, clean_caption
+from sdbench.data.source import SourceConfig
 
 # Members that a caption may come from, the first one that is there.
 CAPTION_EXTENSIONS = ("txt", "json", "cls")
@@ -47,18 +49,18 @@ def list_samples(
     take: Callable[[str, Span], Value],
     is_stream: bool,
 ) -> Iterator[tuple[str, dict[str, Value]]]:
-    """Samples as WebDataset makes them: the key, and the members that follow with it by extension.
+    """Yield samples as WebDataset groups them: the key, and consecutive members by extension.
 
     A hard or symbolic link, which WebDataset leaves out, stands for the member that it leads to.
+    (WebDataset's own iterators do not notice a cut tar, skip links in silence, and tell no places.)
 
     Args:
-        file: The tar, opened.
+        file: The open tar.
         tar: What messages call it.
-        kinds: A sample has a member of one of these extensions; what has none is no sample. Other
-            links are left out.
-        take: Makes of a member's extension and place what is given for it; called when the file
-            stands there, unless the member is a link.
-        is_stream: Members are passed from the first to the last, and none is gone back to.
+        kinds: Extensions; members without one of them are no sample.
+        take: Maps extension and place of a member to what is yielded for it; called while the file
+            is at that place, unless the member is a link.
+        is_stream: The file cannot seek back, so links are refused.
 
     Raises:
         RunError: The tar is damaged, compressed, or none, or has two members of one name in a
@@ -72,7 +74,7 @@ def list_samples(
             if extension in values:
                 raise RunError(f"{tar} is damaged: it holds {key}.{extension} twice.")
             values[extension] = value
-        # To WebDataset "a.b.jpg" is no image, but the user meant one: a bad sample, not none.
+        # To WebDataset "a.b.jpg" is no image, but the user meant one: it is a bad sample.
         if not {extension.rpartition(".")[2] for extension in values}.isdisjoint(kinds):
             yield key, values
 
@@ -80,40 +82,29 @@ def list_samples(
 def _list_members(
     file: BinaryIO, tar: object, *, kinds: Sequence[str], is_stream: bool
 ) -> Iterator[tuple[str, str, Span]]:
-    """Key, extension and place of each file in a tar that WebDataset reads, and of each link.
-
-    Raises:
-        RunError: The tar ends too early, is compressed other than by gzip, or is no tar; or as
-            `_follow`.
-    """
+    """Yield key, extension and place of each file that WebDataset reads, and of each link."""
     end = 0
     places: dict[str, Span | str] = {}
     try:
-        # Not compressed: what is compressed cannot be read by number.
-        with tarfile.open(fileobj=file, mode="r:") as members:
-            for member in members:
-                members.members.clear()  # else it keeps all of them
-                # Of a sparse member fewer bytes are stored than `size` says.
-                if members.offset <= end:
-                    raise tarfile.ReadError("a member has a negative size")
-                end = members.offset
-                parts = _MEMBER.fullmatch(member.name)
-                is_left = _META.match(member.name) or not _is_visible(member.name)
-                if member.isfile() and parts and not is_left:
-                    pieces = _check_pieces(member, end=end) if member.issparse() else None
-                    yield parts[1], parts[2].lower(), (member.offset_data, member.size, pieces)
-                elif (member.islnk() or member.issym()) and parts and not is_left:
-                    extension = parts[2].lower()
-                    if extension.rpartition(".")[2] not in kinds:
-                        continue
-                    if is_stream:
-                        raise RunError(
-                            f"{tar} holds {member.name}, a link to {member.linkname}, and cannot "
-                            "be streamed: --remote_files copy reads it, or store files instead "
-                            "of links (tar --dereference --hard-dereference)."
-                        )
-                    places = places or _find_places(file)
-                    yield parts[1], extension, _follow(member.name, places, tar)
+        for member, span, member_end in _walk(file):
+            end = member_end
+            parts = _MEMBER.fullmatch(member.name)
+            if not parts or _META.match(member.name) or not _is_visible(member.name):
+                continue
+            key, extension = parts[1], parts[2].lower()
+            if span is not None:
+                yield key, extension, span
+            elif member.islnk() or member.issym():
+                if extension.rpartition(".")[2] not in kinds:
+                    continue
+                if is_stream:
+                    raise RunError(
+                        f"{tar} holds {member.name}, a link to {member.linkname}, and cannot be "
+                        "streamed: --remote_files copy reads it, or store files instead of links "
+                        "(tar --dereference --hard-dereference)."
+                    )
+                places = places or _find_places(file)
+                yield key, extension, _follow(member.name, places, tar)
         file.seek(end)
         rest = file.read(MAX_END_BYTES + 1)
     except (FileNotFoundError, RunError):
@@ -121,37 +112,48 @@ def _list_members(
     except Exception as error:
         # Of a broken header tarfile raises errors of any type.
         raise RunError(f"{tar} is damaged, compressed, or no tar: {error}.") from error
-    # Python takes a tar that is cut, or has a broken header, for one that ends there: behind the
-    # last member come zeros, and nothing else.
+    # Python takes a tar that is cut, or has a broken header, for one that ends there: zeros follow
+    # the last member, and nothing else.
     if not rest or len(rest) > MAX_END_BYTES or rest.strip(b"\0"):
         raise RunError(f"{tar} is damaged: it is cut or broken at byte {end}.")
 
 
-def _find_places(file: BinaryIO) -> dict[str, Span | str]:
-    """The place of each file in a tar by its name, and the name that each link leads to."""
-    places: dict[str, Span | str] = {}
-    file.seek(0)
+def _walk(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Span | None, int]]:
+    """Yield each member, its place if it is a file, and the first byte after it."""
+    end = 0
+    # Without decompression: compressed members have no place that can be read by number.
     with tarfile.open(fileobj=file, mode="r:") as members:
         for member in members:
-            members.members.clear()
-            name = posixpath.normpath(member.name)
+            members.members.clear()  # else it keeps all of them
+            # A sparse member takes fewer bytes in the tar than its `size`.
+            if members.offset <= end:
+                raise tarfile.ReadError("a member has a negative size")
+            end = members.offset
+            span = None
             if member.isfile():
-                pieces = _check_pieces(member, end=members.offset) if member.issparse() else None
-                places[name] = (member.offset_data, member.size, pieces)
-            elif member.islnk():
-                places[name] = posixpath.normpath(member.linkname)
-            elif member.issym():
-                folder = posixpath.dirname(member.name)
-                places[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
+                pieces = _check_pieces(member, end=end) if member.issparse() else None
+                span = (member.offset_data, member.size, pieces)
+            yield member, span, end
+
+
+def _find_places(file: BinaryIO) -> dict[str, Span | str]:
+    """Return the place of each file in a tar by its name, and the name that each link leads to."""
+    places: dict[str, Span | str] = {}
+    file.seek(0)
+    for member, span, _ in _walk(file):
+        name = posixpath.normpath(member.name)
+        if span is not None:
+            places[name] = span
+        elif member.islnk():
+            places[name] = posixpath.normpath(member.linkname)
+        elif member.issym():
+            folder = posixpath.dirname(member.name)
+            places[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
     return places
 
 
 def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
-    """The place of the file that a link leads to, by way of other links or none.
-
-    Raises:
-        RunError: It leads to no file in the tar.
-    """
+    """Return the place of the file that a link leads to, directly or through other links."""
     place: Span | str | None = posixpath.normpath(name)
     for _ in range(MAX_LINKS):
         if not isinstance(place, str):
@@ -166,16 +168,12 @@ def _follow(name: str, places: Mapping[str, Span | str], tar: object) -> Span:
 
 
 def _is_visible(path: str) -> bool:
-    """Whether the user put a member there, not a program; ``.`` and ``..`` hide nothing."""
+    """Return False for members that a program left behind; ``.`` and ``..`` hide nothing."""
     return all(is_visible(part) for part in path.split("/") if part.strip("."))
 
 
 def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]:
-    """The pieces of a sparse member, in the order in which they are stored.
-
-    Raises:
-        tarfile.ReadError: They do not lie in it.
-    """
+    """Return the pieces of a sparse member in stored order, if they lie in it and apart."""
     pieces = [(first, size) for first, size in member.sparse if size]
     stored, position = 0, 0
     for first, size in pieces:
@@ -187,13 +185,8 @@ def _check_pieces(member: tarfile.TarInfo, *, end: int) -> list[tuple[int, int]]
     return pieces
 
 
-def find_member(members: Mapping[str, object], kinds: Sequence[str]) -> str | None:
-    """The first of some extensions that a sample has a member of, if it has one."""
-    return next((kind for kind in kinds if kind in members), None)
-
-
 def read_span(file: BinaryIO, span: Span | None) -> bytes | None:
-    """The content of a member; None where there is none."""
+    """Return the content of a member, or None without a place."""
     if span is None:
         return None
     begin, num_bytes, pieces = span
@@ -206,72 +199,86 @@ def read_span(file: BinaryIO, span: Span | None) -> bytes | None:
     return bytes(content)
 
 
-class Captions:
-    """Finds the captions of samples.
+class SampleReader:
+    """Makes samples of the members of a tar.
 
     Attributes:
-        extensions: Of the members that a caption may come from, the first one that is there.
+        images: Extensions of images, in the order of preference.
+        captions: Extensions of members with captions, in the order of preference.
     """
 
-    def __init__(self, class_prompts: str | None) -> None:
-        """Read the captions of classes, if there are any.
-
-        Args:
-            class_prompts: Value of ``--class_prompts``.
+    def __init__(self, config: SourceConfig) -> None:
+        """Read the class prompts, if there are any.
 
         Raises:
-            ConfigError: That file cannot be understood.
+            ConfigError: Their file cannot be read.
         """
-        self._class_prompts = _read_class_prompts(class_prompts)
-        self.extensions = (
-            CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
-        )
+        self._class_prompts = _read_class_prompts(config.class_prompts)
+        self.images = image_extensions(read_avif=config.read_avif)
+        self.captions = CAPTION_EXTENSIONS_OF_CLASSES if self._class_prompts else CAPTION_EXTENSIONS
 
-    def read(self, extension: str, data: bytes, *, name: str) -> str | None:
-        """The caption that a member holds.
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Extensions of all members that are read."""
+        return (*self.images, *self.captions)
+
+    def choose(self, members: Mapping[str, object]) -> tuple[str | None, str | None]:
+        """Choose the extensions of the image and of the caption; None where a sample lacks one."""
+        image, caption = (
+            next((kind for kind in kinds if kind in members), None)
+            for kinds in (self.images, self.captions)
+        )
+        return image, caption
+
+    def make(
+        self, name: str, *, image: bytes | None, caption_kind: str | None, caption: bytes | None
+    ) -> ImageSample:
+        """Make a sample of the content of its members.
 
         Args:
-            extension: Of the member.
-            data: Its content.
             name: Of the sample, for messages.
+            image: The image file, or None.
+            caption_kind: Extension of the member with the caption, or None.
+            caption: Content of that member, or None.
 
         Raises:
             BadSampleError: The class has no prompt, or the json or text cannot be read.
         """
+        if caption is None:
+            return ImageSample(name, image, None)
         try:
-            text = data.decode("utf-8-sig")
-            if extension == "cls":
+            text = caption.decode("utf-8-sig")
+            if caption_kind == "cls":
                 text = self._class_prompts[int(text)]
-            if extension == "json":
+            if caption_kind == "json":
                 fields = json.loads(text, object_pairs_hook=refuse_repeated_keys)
                 if not isinstance(fields, dict):
                     raise ValueError("it is no object")
                 text = fields.get("caption")
             if not isinstance(text, str | None):
                 raise ValueError("its caption is no text")
-            return clean_caption(text)
         except KeyError as error:
             raise BadSampleError(
                 f"{name}: class {error} has no caption (--class_prompts)."
             ) from error
         except (ValueError, RecursionError) as error:
-            raise BadSampleError(f"{name}: {extension} cannot be read ({error}).") from error
+            raise BadSampleError(f"{name}: {caption_kind} cannot be read ({error}).") from error
+        return ImageSample(name, image, clean_caption(text))
 
 
 def _read_class_prompts(path: str | None) -> dict[int, str]:
-    """Class number to caption, from a JSON list, or object with numbers for keys."""
+    """Read the captions by class number, from a JSON list or an object with numbers for keys."""
     if path is None:
         return {}
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
+        content = read_json(Path(path))
         if not isinstance(content, list | dict):
             raise ValueError("neither list nor object")
         pairs = content.items() if isinstance(content, dict) else enumerate(content)
         prompts = {int(number): prompt for number, prompt in pairs}
         if not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise ValueError("a caption is no text")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"The file of class prompts cannot be read ({error})",
             value=path,

@@ -7,10 +7,8 @@ any sample.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,97 +22,63 @@ from sdbench.base.files import new_file
 from sdbench.base.progress import show_progress
 from sdbench.data.formats.checks import PLACE_FLAGS
 from sdbench.data.formats.copies import StoredFile, read_whole, state_of
-from sdbench.data.formats.files import fetch_files, find_files, find_streamed
+from sdbench.data.formats.files import fetch_files, find_streamed, list_files
 from sdbench.data.formats.filters import Term, accepts, parse_filters
 from sdbench.data.formats.tar_members import (
     CAPTION_EXTENSIONS,
-    Captions,
+    SampleReader,
     Span,
-    find_member,
     list_samples,
     read_span,
 )
 from sdbench.data.formats.webdataset_stream import StreamedTarSamples
-from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import must_be_copied
-from sdbench.data.samples import ImageSample, SampleType
+from sdbench.data.samples import ImageSample, Samples
 from sdbench.data.source import SourceConfig
 
-SUFFIX = ".tar"
 # Changes whenever the content of an index does.
 INDEX_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where the members of one sample are.
-
-    Attributes:
-        key: The members' path up to the first dot of the file name.
-        image: The image, or None.
-        caption: Extension of the member with the caption, or None.
-        caption_at: Where that is, or None.
-    """
+    """Places of the members of one sample; `key` is their path up to the first dot of the name."""
 
     key: str
     image: Span | None
-    caption: str | None
-    caption_at: Span | None
+    caption_kind: str | None
+    caption: Span | None
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """What a tar holds.
-
-    Attributes:
-        state: Of the tar, as `state_of` gives it.
-        entries: The samples that meet the conditions.
-        num_dropped: The number of those that do not.
-    """
+    """Content of a tar: its `state_of`, the samples that meet the filters, and how many do not."""
 
     state: tuple[int, ...]
     entries: Sequence[Entry]
     num_dropped: int
 
 
-class WebDatasetSamples:
+class WebDatasetSamples(Samples):
     """The samples of one or several tars, by number over all of them."""
 
-    sample_type = SampleType.IMAGES
-    columns: Mapping[str, str] = {}
-    num_blocks_of_files = None
-
     def __init__(self, tars: list[StoredFile], *, config: SourceConfig) -> None:
-        """Index the tars, or read the indexes that were made before.
-
-        Args:
-            tars: In order.
-            config: Filters, class prompts, and which kinds of images are read.
-
-        Raises:
-            ConfigError: A filter or the file of class prompts cannot be understood, or no sample
-                is left.
-            RunError: A tar is damaged.
-        """
+        """Index the tars, or read the indexes that were made before."""
         self._tars = tars
-        self._captions = Captions(config.class_prompts)
-        terms = parse_filters(config.filters)
-        self._images = image_extensions(read_avif=config.read_avif)
+        self._reader = SampleReader(config)
         load = functools.partial(
-            load_index,
+            _load_index,
             folder=private_folder("tar-indexes"),
-            terms=terms,
-            images=self._images,
-            captions=self._captions.extensions,
+            terms=parse_filters(config.filters),
+            reader=self._reader,
         )
         indexes = (read_whole(tar, load) for tar in tars)
         self._indexes = list(show_progress(indexes, total=len(tars), unit="tar"))
         self.num_dropped = sum(index.num_dropped for index in self._indexes)
         sizes = [len(index.entries) for index in self._indexes]
-        self._starts = list(itertools.accumulate(sizes, initial=0))
-        # Any order is as cheap as any other.
-        self.blocks = [sum(sizes)]
-        if not self.blocks[0]:
+        # Any order is equally cheap.
+        super().__init__(sizes, blocks=[sum(sizes)])
+        if not len(self):
             self._raise_empty(config)
 
     def _raise_empty(self, config: SourceConfig) -> NoReturn:
@@ -128,40 +92,27 @@ class WebDatasetSamples:
         for tar in self._tars:
             if tar.source is not None:  # the output of a command has no version that would change
                 tar.path.unlink(missing_ok=True)
+        images = ", ".join(self._reader.images)
         raise ConfigError(
             "The tars hold no sample",
             value=config.remote or config.local,
-            allowed=f"tars with {', '.join(self._images)} and {', '.join(CAPTION_EXTENSIONS)}",
+            allowed=f"tars with {images} and {', '.join(CAPTION_EXTENSIONS)}",
             flag=PLACE_FLAGS,
         )
 
-    def __len__(self) -> int:
-        return self.blocks[0]
-
     def name(self, index: int) -> str:
-        """Tar and key of a sample."""
-        number, entry = self._find(index)
-        return f"{self._tars[number]}: {entry.key}"
+        """Return tar and key of a sample."""
+        number, position = self._find(index)
+        return f"{self._tars[number]}: {self._indexes[number].entries[position].key}"
 
     def read(self, index: int) -> ImageSample:
-        """Read one sample.
-
-        Raises:
-            BadSampleError: Its class has no prompt, or its json or text cannot be read.
-            RunError: The tar has been changed or removed since it was indexed.
-        """
-        number, entry = self._find(index)
-        image, text = self._read_spans(number, entry.image, entry.caption_at)
-        name = self.name(index)
-        caption = None
-        if text is not None:
-            caption = self._captions.read(entry.caption, text, name=name)
-        return ImageSample(name, image, caption)
-
-    def _find(self, index: int) -> tuple[int, Entry]:
-        """The number of a sample's tar, and the sample's place there."""
-        number = bisect.bisect_right(self._starts, index) - 1
-        return number, self._indexes[number].entries[index - self._starts[number]]
+        """Read one sample; a `RunError` if the tar has changed since it was indexed."""
+        number, position = self._find(index)
+        entry = self._indexes[number].entries[position]
+        image, caption = self._read_spans(number, entry.image, entry.caption)
+        return self._reader.make(
+            self.name(index), image=image, caption_kind=entry.caption_kind, caption=caption
+        )
 
     def _read_spans(self, number: int, *spans: Span | None) -> list[bytes | None]:
         tar = self._tars[number]
@@ -177,39 +128,25 @@ class WebDatasetSamples:
         return contents
 
 
-def load_index(
-    tar: StoredFile,
-    *,
-    folder: Path,
-    terms: list[Term],
-    images: Sequence[str],
-    captions: Sequence[str],
+def _load_index(
+    tar: StoredFile, *, folder: Path, terms: list[Term], reader: SampleReader
 ) -> TarIndex:
     """Make the index of a tar, or read the one that was made before.
 
     The name of an index is a digest of the tar's path and state and of the conditions, so that it
     is never used for another tar.
-
-    Args:
-        tar: The tar.
-        folder: For indexes.
-        terms: Conditions on the samples.
-        images: Extensions that an image may have.
-        captions: Extensions that a caption may come from, the first one that is there.
-
-    Raises:
-        RunError: The tar is damaged.
     """
     from filelock import FileLock
 
     state = state_of(os.stat(tar))
-    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}\n{images}\n{captions}"
+    identity = f"{INDEX_VERSION}\n{tar.path.absolute()}\n{state}\n{terms}"
+    identity += f"\n{reader.images}\n{reader.captions}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = folder / f"{digest}.json"
     with FileLock(path.with_suffix(".lock"), mode=0o600):
         stored = _read_index(path)
         if stored is None:
-            stored = _make_index(tar, terms=terms, images=images, captions=captions)
+            stored = _make_index(tar, terms=terms, reader=reader)
             if state_of(os.stat(tar)) != state:
                 raise RunError(f"{tar} has been changed while it was indexed.")
             with new_file(path) as new:
@@ -218,32 +155,30 @@ def load_index(
 
 
 def _read_index(path: Path) -> dict[str, Any] | None:
-    """An index that was made before; None where there is none, or a cut one."""
+    """Return an index that was made before, or None if it is missing or cut."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
 
 
-def _make_index(
-    tar: StoredFile, *, terms: list[Term], images: Sequence[str], captions: Sequence[str]
-) -> dict[str, Any]:
+def _make_index(tar: StoredFile, *, terms: list[Term], reader: SampleReader) -> dict[str, Any]:
     entries, num_dropped = [], 0
-    kinds = (*images, *captions)
     with open(tar, "rb") as file:
-        samples = list_samples(file, tar, kinds=kinds, take=lambda _, span: span, is_stream=False)
+        samples = list_samples(
+            file, tar, kinds=reader.kinds, take=lambda _, span: span, is_stream=False
+        )
         for key, spans in samples:
             if terms and not accepts(terms, _read_metadata(file, spans.get("json"))):
                 num_dropped += 1
                 continue
-            image = spans.get(find_member(spans, images))
-            caption = find_member(spans, captions)
-            entries.append((key, image, caption, spans.get(caption)))
+            image, caption = reader.choose(spans)
+            entries.append((key, spans.get(image), caption, spans.get(caption)))
     return {"entries": entries, "num_dropped": num_dropped}
 
 
 def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
-    """The fields of a sample's json; none where there is no json, or a broken one."""
+    """Return the fields of a sample's json; empty if it is missing or broken."""
     try:
         metadata = json.loads(read_span(file, span) or "{}")
     except (ValueError, RecursionError):
@@ -252,16 +187,9 @@ def _read_metadata(file: BinaryIO, span: Span | None) -> Mapping[str, Any]:
 
 
 def check(config: SourceConfig) -> int | None:
-    """Check tars by their headers.
-
-    Returns:
-        The number of samples, or None where the tars have to be copied first.
-
-    Raises:
-        ConfigError: As `open_samples`, or what streamed tars cannot do is asked of them.
-    """
+    """Check tars by their headers; return the samples, or None if tars are to be copied first."""
     parse_filters(config.filters)
-    Captions(config.class_prompts)
+    SampleReader(config)  # refuses class prompts that cannot be read
     if config.is_streamed:
         if config.filters:
             raise ConfigError(
@@ -276,23 +204,8 @@ def check(config: SourceConfig) -> int | None:
     return len(open_samples(config))
 
 
-def list_files(config: SourceConfig) -> list[str]:
-    """Names and URLs of the files that `config` names.
-
-    Raises:
-        ConfigError: As `find_files`.
-        RunError: As `find_files`.
-    """
-    return find_files(config.remote or config.local, suffix=SUFFIX)
-
-
 def open_samples(config: SourceConfig) -> WebDatasetSamples | StreamedTarSamples:
-    """Open the tars that `config` names; what is elsewhere or packed is copied here, or streamed.
-
-    Raises:
-        ConfigError: As `find_files`, `find_streamed`, `WebDatasetSamples` and `StreamedTarSamples`.
-        RunError: A tar cannot be copied, or is damaged.
-    """
+    """Open the tars that `config` names; remote and packed ones are copied here, or streamed."""
     if config.is_streamed:
-        return StreamedTarSamples(find_streamed(config, suffix=SUFFIX), config=config)
-    return WebDatasetSamples(fetch_files(config, suffix=SUFFIX), config=config)
+        return StreamedTarSamples(find_streamed(config), config=config)
+    return WebDatasetSamples(fetch_files(config), config=config)

@@ -6,11 +6,10 @@ a tar holds is compared with it.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,16 +17,14 @@ from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
 from sdbench.data.formats.tar_members import (
-    Captions,
+    SampleReader,
     Span,
-    find_member,
     list_samples,
     read_span,
 )
-from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import S3, path_of, shown
 from sdbench.data.remote_files import open_stream
-from sdbench.data.samples import ImageSample, SampleType, max_kept
+from sdbench.data.samples import ImageSample, Samples, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
 
@@ -39,70 +36,46 @@ MAX_SIZES_BYTES = 64 * 2**20
 SAMPLES_PER_BLOCK = 512
 
 
-class StreamedTarSamples:
+class StreamedTarSamples(Samples):
     """The samples of tars by number over all of them; cheap to read in rising order only."""
 
-    sample_type = SampleType.IMAGES
-    columns: Mapping[str, str] = {}
-    num_dropped = 0
-    num_lanes = 1
-
     def __init__(self, tars: Sequence[str], *, config: SourceConfig) -> None:
-        """Read how many samples the tars hold; no tar is opened.
-
-        Args:
-            tars: URLs and commands, in order.
-            config: Class prompts, sizes, and which kinds of images are read.
-
-        Raises:
-            ConfigError: The number of samples of a tar is not declared.
-            RunError: The file that declares them cannot be read.
-        """
+        """Read how many samples the tars hold, by the file that declares it; no tar is opened."""
         self._tars = tars
         self._sizes = read_sizes(tars, place=config.tar_sizes)
-        self._captions = Captions(config.class_prompts)
-        self._images = image_extensions(read_avif=config.read_avif)
-        self._starts = list(itertools.accumulate(self._sizes, initial=0))
+        self._reader = SampleReader(config)
         whole = [divmod(size, SAMPLES_PER_BLOCK) for size in self._sizes]
         blocks_of_tars = [
             [SAMPLES_PER_BLOCK] * num_whole + [rest] * bool(rest) for num_whole, rest in whole
         ]
-        self.blocks = list(itertools.chain.from_iterable(blocks_of_tars))
+        blocks = list(itertools.chain.from_iterable(blocks_of_tars))
+        super().__init__(self._sizes, blocks=blocks)
         self.num_blocks_of_files = list(map(len, blocks_of_tars))
         # The one used last comes last.
         self._readers: list[_TarReader] = []
-
-    def __len__(self) -> int:
-        return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": []}
 
     def name(self, index: int) -> str:
-        """Tar and position of a sample; its key is known only when it is read."""
+        """Return tar and position of a sample; its key is known only when it is read."""
         number, position = self._find(index)
         return f"{shown(self._tars[number])}, sample {position}"
 
     def read(self, index: int) -> ImageSample:
-        """Read one sample; those before it in the tar are read too, if they have not been.
-
-        Raises:
-            BadSampleError: Its class has no prompt, or its json or text cannot be read.
-            RunError: The tar cannot be read, is damaged, or holds another number of samples than
-                is declared.
-        """
+        """Read one sample, after the unread ones before it in the tar."""
         number, position = self._find(index)
         members = self._take(number, position)
-        name = self.name(index)
-        image = members.get(find_member(members, self._images))
-        extension = find_member(members, self._captions.extensions)
-        caption = None
-        if extension is not None:
-            caption = self._captions.read(extension, members[extension], name=name)
-        return ImageSample(name, image, caption)
+        image, caption = self._reader.choose(members)
+        return self._reader.make(
+            self.name(index),
+            image=members.get(image),
+            caption_kind=caption,
+            caption=members.get(caption),
+        )
 
     def _take(self, number: int, position: int) -> dict[str, bytes | None]:
-        """The members of a sample, from a reader of each lane."""
+        """Return the members of a sample, from a reader of each lane."""
         tar = self._tars[number]
         able = [one for one in self._readers if one.tar == tar and one.can_take(position)]
         # Lanes may share a tar: of theirs the one that has come farthest, as the others' go on.
@@ -112,8 +85,7 @@ class StreamedTarSamples:
         while len(self._readers) >= max_kept(self.num_lanes):
             self._readers.pop(0).close()
         if reader is None:
-            kinds = (*self._images, *self._captions.extensions)
-            reader = _TarReader(tar, num_samples=self._sizes[number], kinds=kinds)
+            reader = _TarReader(tar, num_samples=self._sizes[number], kinds=self._reader.kinds)
         try:
             members = reader.take(position)
         except BaseException:
@@ -125,19 +97,9 @@ class StreamedTarSamples:
             self._readers.append(reader)
         return members
 
-    def _find(self, index: int) -> tuple[int, int]:
-        """The number of a sample's tar, and the sample's position there."""
-        number = bisect.bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
-
 
 class _TarReader:
-    """Reads a tar from its first byte on; samples of one block may be taken in any order.
-
-    Attributes:
-        tar: URL or command.
-        num_read: Samples that have been read.
-    """
+    """Reads a tar from its first byte on; samples of one block may be taken in any order."""
 
     def __init__(self, tar: str, *, num_samples: int, kinds: Sequence[str]) -> None:
         self.tar = tar
@@ -157,15 +119,11 @@ class _TarReader:
         return self.num_read == self._num_samples and not self._kept
 
     def can_take(self, position: int) -> bool:
-        """Whether that sample has not been passed."""
+        """Return True unless that sample has been passed."""
         return position in self._kept or position >= self.num_read
 
     def take(self, position: int) -> dict[str, bytes | None]:
-        """The members of a sample.
-
-        Raises:
-            RunError: The tar cannot be read, is damaged, or holds another number of samples.
-        """
+        """Return the members of a sample."""
         block = position // SAMPLES_PER_BLOCK * SAMPLES_PER_BLOCK
         self._kept = {number: kept for number, kept in self._kept.items() if number >= block}
         while self.num_read <= position:
@@ -183,7 +141,7 @@ class _TarReader:
         raise self._differs(self.num_read)
 
     def _check_end(self) -> None:
-        """Read what is behind the last sample, which tells whether the tar is whole."""
+        """Read what follows the last sample, which shows whether the tar is whole."""
         num_more = sum(1 for _ in self._samples)
         if num_more:
             raise self._differs(self._num_samples + num_more)
@@ -201,16 +159,10 @@ class _TarReader:
 
 
 def read_sizes(tars: Sequence[str], *, place: str | None) -> list[int]:
-    """The declared numbers of samples of tars.
+    """Return the declared numbers of samples of tars.
 
-    Args:
-        tars: URLs and commands.
-        place: Path or URL of the JSON file that declares them; None for ``sizes.json`` in the
-            folder of each tar.
-
-    Raises:
-        ConfigError: A number is not declared, or a file that declares them cannot be understood.
-        RunError: Such a file cannot be read.
+    `place` is the path or URL of the JSON file that declares them; None for ``sizes.json`` in the
+    folder of each tar.
     """
     known: dict[str, dict[str, int]] = {}
     sizes, tars_of_names = [], {}
@@ -246,7 +198,7 @@ def _file_beside(tar: str) -> str:
 
 
 def _names(tar: str) -> Iterator[str]:
-    """What a tar may be called in a list of sizes: its place, or any end of its path."""
+    """Yield the names of a tar in a list of sizes: its place, or any end of its path."""
     if tar.startswith(PIPE):
         places = re.findall(r"[^\s'\"|;&<>()]+", tar.removeprefix(PIPE))
     else:

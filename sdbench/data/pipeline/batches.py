@@ -31,7 +31,7 @@ from sdbench.data.samples import (
 )
 from sdbench.data.source import SourceConfig
 
-# What reading a batch consists of, in order.
+# The phases of reading a batch, in order.
 PHASES = ("read", "decode", "transform", "tokenize", "collate")
 
 
@@ -85,14 +85,9 @@ class GoodBatch(NamedTuple):
 
 
 def fill_up(good: GoodBatch, *, num_samples: int) -> Batch:
-    """A whole batch, in which good samples stand in for the bad ones.
+    """Return a whole batch of `num_samples`, with good samples in place of the bad ones.
 
-    Args:
-        good: What can be used of the batch.
-        num_samples: Of the whole batch.
-
-    Raises:
-        RunError: No sample can be used.
+    It is a `RunError` if all are bad.
     """
     num_good = len(good.keys)
     if num_good == num_samples:
@@ -125,15 +120,7 @@ class BatchReader:
         num_dropped: int = 0,
         config: SourceConfig,
     ) -> None:
-        """Set up; nothing is read yet.
-
-        Args:
-            sample_type: Type of the samples.
-            blocks: As `Samples` has them.
-            num_blocks_of_files: As `Samples` has it.
-            num_dropped: As `Samples` has it.
-            config: Batch size, image size and the like.
-        """
+        """Set up; nothing is read yet. The numbers are those of `Samples`."""
         self.sample_type = sample_type
         self.blocks = blocks
         # Once: there may be millions of blocks.
@@ -145,15 +132,14 @@ class BatchReader:
         self._slots = SharedBatches(prefetch_factor=config.prefetch_factor)
 
     def name(self, index: int) -> str:
-        """What a person finds a sample by."""
+        """Return where a sample is stored, for messages."""
         raise NotImplementedError
 
     def __call__(self, keys: Sequence[Key]) -> Batch | RunError:
         """Make a batch of the samples that `keys` name.
 
-        Returns:
-            The batch; or the error, as torch hides what a worker raises in a traceback: a sample is
-            bad and may not be skipped, or all are, or a file is damaged.
+        An error is returned, not raised, as torch hides what a worker raises in a traceback: a
+        sample is bad and may not be skipped, or all are, or a file is damaged.
         """
         try:
             return self._make(keys)
@@ -166,8 +152,7 @@ class BatchReader:
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
         """Make a batch of those samples that can be used.
 
-        Raises:
-            RunError: A sample is bad and may not be skipped, or a file is damaged.
+        It is a `RunError` if a sample is bad and may not be skipped, or a file is damaged.
         """
         raise NotImplementedError
 
@@ -176,12 +161,7 @@ class SampleBatchReader(BatchReader):
     """Reads a batch of stored samples one after the other into one place."""
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet.
-
-        Args:
-            samples: The stored samples.
-            config: Image size, augmentation and the like.
-        """
+        """Set up; nothing is read yet."""
         super().__init__(
             samples.sample_type,
             blocks=samples.blocks,
@@ -192,7 +172,7 @@ class SampleBatchReader(BatchReader):
         self.samples = samples
 
     def name(self, index: int) -> str:
-        """Where the sample is stored."""
+        """Return where the sample is stored."""
         return self.samples.name(index)
 
     def read_good(self, keys: Sequence[Key]) -> GoodBatch:
@@ -217,11 +197,11 @@ class SampleBatchReader(BatchReader):
         return GoodBatch(self._finish(tensors, good, report), good, report)
 
     def _layout(self, num_samples: int) -> Layout:
-        """Name, shape and type of the tensors that samples are read into."""
+        """Return name, shape and type of the tensors that samples are read into."""
         raise NotImplementedError
 
     def _begin(self, target: dict[str, torch.Tensor]) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         # Indexing arrays takes a fraction of the time that indexing tensors takes.
         self._arrays = {name: tensor.numpy() for name, tensor in target.items()}
 
@@ -309,13 +289,7 @@ class ImageBatchReader(SampleBatchReader):
 
 
 class Augmentation(NamedTuple):
-    """The random changes of one sample.
-
-    Attributes:
-        crop: Where the square lies along each side, 0 to 1; None for the centre.
-        flip: Whether the image is mirrored.
-        drop_caption: Whether the caption becomes the empty text.
-    """
+    """The random changes of one sample; `crop` as `decode_image` takes it."""
 
     crop: tuple[float, float] | None
     flip: bool

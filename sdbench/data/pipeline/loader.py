@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -28,53 +28,24 @@ from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.source import SourceConfig
 from sdbench.record.store import INVALID
 
+if TYPE_CHECKING:
+    from sdbench.data.formats.mds import KeyStream
+
 # Bad samples that are named as they are met; the others are only counted.
 NUM_BAD_NAMED = 5
 
 
-class Order(Protocol):
-    """The order of the samples of an epoch, and how far it has come."""
-
-    def epoch_ended(self) -> None:
-        """All batches of the epoch have been delivered."""
-        ...
-
-    def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs.
-
-        Args:
-            num_images: Images of the epoch that have been delivered on all ranks.
-            is_next_epoch: Whether that is the epoch behind the one under way.
-        """
-        ...
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken."""
-        ...
-
-    def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of one of this rank's batches, computed again.
-
-        Args:
-            state: What `state` gave, at any time.
-            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
-            number: Of the batch in its epoch, from 0.
-        """
-        ...
-
-
 @dataclass
 class LoaderStats:
-    """What a loader has delivered since it was built, or since `reset`.
+    """Counts of a loader since it was built, or since `reset`.
 
     Attributes:
         num_images_delivered: Images handed out.
-        num_bad_samples: Samples among them that could not be used and had a stand-in.
-        num_dropped_samples: Samples left out of the data set because a flag says so; not
-            reset.
+        num_bad_samples: Bad samples among them, each replaced by a good one.
+        num_dropped_samples: Samples that a flag leaves out of the data set; not reset.
         num_failed_blocks: Batches that could not be prepared, each replaced by the one before.
         bytes_read: Bytes of the stored samples.
-        seconds: Phase, one of `batches.PHASES`, to the time that it took, summed over workers.
+        seconds: Phase, one of `batches.PHASES`, to its time, summed over workers.
     """
 
     num_images_delivered: int = 0
@@ -111,9 +82,6 @@ def _check_folder_of_sockets() -> None:
 
     Workers hand tensors over through a socket in a folder that multiprocessing makes there. Its
     path has at most 108 bytes, of which the last is a zero (unix(7)).
-
-    Raises:
-        ConfigError: The folder's path is too long.
     """
     longest = 107 - len("/pymp-12345678/listener-12345678")
     folder = tempfile.gettempdir()
@@ -134,8 +102,8 @@ class _Workers(_MultiProcessingDataLoaderIter):
     """torch's worker processes, which a stop signal may end while they are being started."""
 
     def __del__(self) -> None:
-        # The last attribute that torch's needs, set when all workers have been started; those that
-        # run end with this process.
+        # The last attribute that torch's method needs, set when all workers have been started;
+        # running workers end with this process.
         if hasattr(self, "_workers_status"):
             super().__del__()
 
@@ -153,7 +121,7 @@ class CheckedLoader(DataLoader):
         dataset: Dataset,
         *,
         batches: BatchReader,
-        order: Order,
+        order: EpochOrder | KeyStream,
         config: SourceConfig,
     ) -> None:
         """Set the loader up as `config` says.
@@ -173,7 +141,7 @@ class CheckedLoader(DataLoader):
             collate_fn=batches,
             timeout=config.data_timeout_s if config.num_workers else 0,
             worker_init_fn=_start_worker,
-            # Of its own: an epoch that begins would take a number from those of the noise.
+            # A generator of its own: the start of an epoch would advance that of the noise.
             generator=torch.Generator().manual_seed(config.seed),
             **config.loader_options(),
         )
@@ -192,7 +160,7 @@ class CheckedLoader(DataLoader):
         return self.stats.num_images_delivered
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the batch that was handed out last, the same on every rank."""
+        """Return the position after the last batch handed out, the same on every rank."""
         num_images = self._num_in_epoch or self._num_resumed  # the latter before the first batch
         is_next_epoch = num_images == len(self) * self.batch_size
         num_global_images = 0 if is_next_epoch else num_images * self._config.world_size
@@ -256,7 +224,7 @@ class CheckedLoader(DataLoader):
         return _Workers(self) if self.num_workers else super()._get_iterator()
 
     def _begin(self) -> Iterator[Batch | RunError]:
-        """The batches of an epoch, from the one behind `_num_in_epoch` images on."""
+        """Return the batches of an epoch, from the one after `_num_in_epoch` images on."""
         return super().__iter__()
 
     def _deliver(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -283,7 +251,7 @@ class CheckedLoader(DataLoader):
             )
 
     def describe_stream(self) -> str | None:
-        """What the processes that load tell of their work; None where nobody asks them."""
+        """Return a report of the loading processes, or None if they give none."""
         return None
 
     def close(self) -> None:
@@ -293,14 +261,14 @@ class CheckedLoader(DataLoader):
             self._iterator = None
 
     def _own(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's tensors, copied where their worker will overwrite the memory they lie in."""
+        """Return the tensors of a batch, copied if their worker will overwrite their memory."""
         # Page-locked tensors are copies already.
         if batch.report.slot is None or self.pin_memory:
             return batch.tensors
         return self._received.copy(batch.tensors, slot=batch.report.slot)
 
     def _limit(self):
-        """A time limit for a process that loads by itself; torch's timeout watches workers."""
+        """Return a time limit for loading in this process; torch's timeout watches workers."""
         # Starting workers and their first batch count as one wait, hence twice the time.
         factor = 2 if self.num_workers else 1
         return time_limit(factor * self._config.data_timeout_s, message=self._describe_silence())
@@ -313,7 +281,7 @@ class CheckedLoader(DataLoader):
         )
 
     def _next(self, batches: Iterator) -> Batch | None:
-        """The next batch, or None at the end; torch's loader errors come out as RunError."""
+        """Return the next batch, or None at the end; errors of torch become a `RunError`."""
         started_s = time.monotonic()
         try:
             batch = next(batches, None)
@@ -351,7 +319,7 @@ def build_from_samples(batches: BatchReader, *, config: SourceConfig) -> Checked
     Raises:
         ConfigError: They are fewer than one global batch.
     """
-    # Of what is behind a URL, how many they are is not always known before.
+    # The number of samples at a URL is not always known before.
     check_enough_samples(config, num_samples=batches.num_samples)
     if batches.num_blocks_of_files is None or not config.shuffle:
         order = EpochOrder(batches.blocks, config=config)

@@ -56,12 +56,7 @@ class EpochOrder(DistributedSampler):
     _is_streamed = False
 
     def __init__(self, blocks: Sequence[int], *, config: SourceConfig) -> None:
-        """Set the order up.
-
-        Args:
-            blocks: Sizes of the runs of neighbours that are read together.
-            config: Batch size, ranks, seed and whether to shuffle.
-        """
+        """Set the order up for blocks of these sizes, whose samples are read together."""
         self._blocks = np.asarray(blocks, dtype=np.int64)
         self._config = config
         self._num_resumed = 0
@@ -85,11 +80,11 @@ class EpochOrder(DistributedSampler):
                 yield Key(self.epoch, index)
 
     def _batches_from(self, epoch: int, first: int) -> Iterator[np.ndarray]:
-        """The samples of this rank's batches of an epoch, from a batch on."""
+        """Yield the samples of this rank's batches of an epoch, from a batch on."""
         yield from self.batches(epoch)[first:]
 
     def batches(self, epoch: int) -> np.ndarray:
-        """The samples of this rank's batches of an epoch: (batches, batch size), int64."""
+        """Return the samples of this rank's batches of an epoch: (batches, batch size), int64."""
         batches = self._order(epoch)[: self.num_samples * self._config.world_size].reshape(
             -1, self._config.world_size, self._config.device_batch_size
         )
@@ -111,15 +106,26 @@ class EpochOrder(DistributedSampler):
         """Do nothing: Composer calls it with a count that begins at 0 after a resume."""
 
     def epoch_ended(self) -> None:
-        """Go on with the next epoch."""
+        """Go on with the next epoch: all batches of this one have been delivered."""
         self.epoch += 1
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs.
+
+        Args:
+            num_images: Images of the epoch that have been delivered on all ranks.
+            is_next_epoch: Whether that is the epoch after the one under way.
+        """
         return {"epoch": self.epoch + is_next_epoch, "num_images": num_images}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of one of this rank's batches again.
+
+        Args:
+            state: What `state` returned, at any time.
+            num_epochs: From the epoch of `state` to that of the batch; 0 or less.
+            number: Of the batch in its epoch, from 0.
+        """
         return self.batches(state["epoch"] + num_epochs)[number].tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -144,12 +150,7 @@ class EpochOrder(DistributedSampler):
 
 
 class Lanes(NamedTuple):
-    """Who shares an epoch of streamed files.
-
-    Attributes:
-        num_ranks: Ranks.
-        num_workers: Processes that load, of each rank.
-    """
+    """The processes that share an epoch of streamed files: ranks, and workers of each rank."""
 
     num_ranks: int
     num_workers: int
@@ -181,13 +182,7 @@ class StreamedOrder(EpochOrder):
     def __init__(
         self, blocks: Sequence[int], *, num_blocks_of_files: Sequence[int], config: SourceConfig
     ) -> None:
-        """Set the order up.
-
-        Args:
-            blocks: Sizes of the runs of neighbours that are shuffled among themselves.
-            num_blocks_of_files: How many of them each file has.
-            config: Batch size, ranks, workers and seed.
-        """
+        """Set the order up; see `Samples` for the blocks and their numbers."""
         super().__init__(blocks, config=config)
         self._num_blocks = np.asarray(num_blocks_of_files, dtype=np.int64)
         self._starts = np.cumsum(self._blocks) - self._blocks
@@ -204,21 +199,17 @@ class StreamedOrder(EpochOrder):
             yield self._batch(epoch, number)
 
     def state(self, *, num_images: int, is_next_epoch: bool) -> dict[str, Any]:
-        """What `resume` needs, as `loader.Order.state` says."""
+        """Return what `resume` needs."""
         state = super().state(num_images=num_images, is_next_epoch=is_next_epoch)
         lanes = list(self._lanes(state["epoch"]))
         return {**state, LANES: lanes, SIZES_DIGEST: self._sizes_digest}
 
     def batch(self, state: dict[str, Any], *, num_epochs: int, number: int) -> list[int]:
-        """The samples of a batch, as `loader.Order.batch` says."""
+        """Compute the samples of a batch again."""
         return self._batch(state["epoch"] + num_epochs, number).tolist()
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch where `state` was taken.
-
-        Raises:
-            ConfigError: As for `EpochOrder`, or files have other sizes, and so other orders.
-        """
+        """Begin the next epoch where `state` was taken."""
         super().resume(state)
         if state.get(SIZES_DIGEST) != self._sizes_digest:
             raise ConfigError(
@@ -238,7 +229,7 @@ class StreamedOrder(EpochOrder):
             self.num_lanes = {self.epoch: len(self._ranks_of_batch(lanes)) * num_workers}
 
     def _keep_permutations(self, lanes: Lanes) -> None:
-        """Keep those of the blocks that this rank's lanes are in: they may have a million rows."""
+        """Cache the permutations of the blocks in the lanes of this rank: a block may be large."""
         # Behind a resumed epoch this run's own lanes have theirs there.
         both = (lanes, self._own_lanes)
         num_lanes = max(len(self._ranks_of_batch(one)) * one.num_workers for one in both)
@@ -249,7 +240,7 @@ class StreamedOrder(EpochOrder):
         return generator.permutation(self._blocks[block])
 
     def _ranks_of_batch(self, lanes: Lanes) -> range:
-        """The lanes' ranks whose samples this rank's part of a global batch has."""
+        """Return the lanes' ranks whose samples this rank's part of a global batch has."""
         size = self._config.global_batch_size // lanes.num_ranks
         first = self._config.rank * self._config.device_batch_size
         return range(first // size, -(-(first + self._config.device_batch_size) // size))
@@ -260,7 +251,7 @@ class StreamedOrder(EpochOrder):
         return self._own_lanes
 
     def _batch(self, epoch: int, number: int) -> np.ndarray:
-        """The samples of one of this rank's batches."""
+        """Return the samples of one of this rank's batches."""
         config = self._config
         lanes = self._lanes(epoch)
         num_batches = self.num_samples // config.device_batch_size
@@ -279,7 +270,7 @@ class StreamedOrder(EpochOrder):
         return np.concatenate(parts)
 
     def _samples(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """The samples at some places of an epoch's line."""
+        """Return the samples at some places of an epoch's line."""
         blocks, ends = self._make_line(epoch)
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         parts = []
@@ -292,7 +283,7 @@ class StreamedOrder(EpochOrder):
         return np.concatenate(parts)
 
     def _make_line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of an epoch's line, and for each the place behind its last sample."""
+        """Return the blocks of an epoch's line, and for each the place after its last sample."""
         if self._line is None or self._line[0] != epoch:
             generator = np.random.default_rng([self._config.seed, epoch])
             files = generator.permutation(len(self._num_blocks))

@@ -26,12 +26,7 @@ class PairOrder(EpochOrder):
     """
 
     def __init__(self, num_pictures: NumPictures, *, config: SourceConfig) -> None:
-        """Set the order up.
-
-        Args:
-            num_pictures: Of both kinds.
-            config: Batch size, ranks, seed and whether to shuffle.
-        """
+        """Set the order up."""
         super().__init__([sum(num_pictures)], config=config)
         self._num_pictures = num_pictures
         self._num_batches = num_pictures.num_batches(config.global_batch_size)
@@ -49,7 +44,7 @@ class PairOrder(EpochOrder):
         return np.stack(kinds, axis=1).ravel()
 
     def _repeat(self, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
-        """Shuffles of the numbers below `count`, one after the other, up to a length."""
+        """Return shuffles of the numbers below `count`, one after the other, up to a length."""
         num_rounds = -(-length // count)
         if not self._config.shuffle:
             return np.tile(np.arange(count), num_rounds)[:length]
@@ -67,14 +62,7 @@ class PairReader(BatchReader):
         prior_loss_weight: float,
         config: SourceConfig,
     ) -> None:
-        """Set up.
-
-        Args:
-            readers: Of the pictures of the subject, and of those of its class if there are any.
-            num_pictures: Of both kinds.
-            prior_loss_weight: As `subject.build` takes it.
-            config: Of the loader.
-        """
+        """Set up with the readers of the pictures of the subject, and of its class if any."""
         super().__init__(readers[0].sample_type, blocks=[sum(num_pictures)], config=config)
         self._readers = readers
         self._num_instances = num_pictures.instances
@@ -83,7 +71,7 @@ class PairReader(BatchReader):
         self._weights = (2.0, 2.0 * prior_loss_weight) if num_pictures.of_class else (1.0, 0.0)
 
     def name(self, index: int) -> str:
-        """Where the picture is stored."""
+        """Return where the picture is stored."""
         is_class = index >= self._num_instances
         return self._readers[is_class].name(index - is_class * self._num_instances)
 

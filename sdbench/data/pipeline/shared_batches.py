@@ -26,25 +26,16 @@ class SharedBatches:
     """
 
     def __init__(self, *, prefetch_factor: int) -> None:
-        """Set up; nothing is allocated yet.
-
-        Args:
-            prefetch_factor: Batches that a worker prepares in advance.
-        """
+        """Set up; nothing is allocated yet."""
         self._num_slots = prefetch_factor + 1
         self._layout: Layout = {}
         self._slots: list[dict[str, torch.Tensor]] = []
         self._turn = 0
 
     def take(self, layout: Layout) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Uninitialised tensors to make a batch in.
+        """Return uninitialised tensors to make a batch in, and the number of their slot.
 
-        Args:
-            layout: Name to shape and type.
-
-        Returns:
-            The tensors, and a number for the slot, different in each worker; None in the training
-            process.
+        The number differs in each worker; it is None in the training process.
         """
         worker = get_worker_info()
         if worker is None:
@@ -76,6 +67,6 @@ class SharedBatch:
         self._held: dict[int, dict[str, torch.Tensor]] = {}
 
     def copy(self, tensors: dict[str, torch.Tensor], *, slot: int) -> dict[str, torch.Tensor]:
-        """A copy of the tensors in memory of this process's own."""
+        """Return a copy of the tensors in memory of this process."""
         self._held[slot] = tensors
         return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -50,15 +50,15 @@ class CaptionTokenizer:
             self._tokenizer.add_tokens([new_token])
 
     def read_word(self, word: str) -> list[int]:
-        """The tokens of a word."""
+        """Return the tokens of a word."""
         return self._tokenizer(word, add_special_tokens=False)["input_ids"]
 
     def __contains__(self, token: str) -> bool:
-        """Whether a word is one of the tokens as they are."""
+        """Return True if a word is a token by itself."""
         return token in self._tokenizer.get_vocab()
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return len(self._tokenizer)
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
@@ -109,13 +109,13 @@ def load_carried_tokenizer() -> CLIPTokenizerFast:
 
 
 def read_merges() -> list[str]:
-    """The 48,894 merges of CLIP, each "left right", most frequent first."""
+    """Return the 48,894 merges of CLIP, each "left right", most frequent first."""
     packed = resources.files("sdbench.data.pipeline").joinpath("clip_vocabulary", "merges.txt.gz")
     return gzip.decompress(packed.read_bytes()).decode("utf-8").splitlines()
 
 
 def list_symbols(merges: list[str]) -> list[str]:
-    """All symbols in the order of their ids, which CLIP's reference code defines.
+    """Return all symbols in the order of their ids, which CLIP's reference code defines.
 
     256 bytes, 256 bytes that end a word, 48,894 merged pairs, 2 special tokens: 49,408.
     """
@@ -130,7 +130,7 @@ def list_symbols(merges: list[str]) -> list[str]:
 
 
 def byte_symbols() -> list[str]:
-    """The characters that stand for the 256 bytes, in the order of their ids.
+    """Return the characters that stand for the 256 bytes, in the order of their ids.
 
     GPT-2's byte-level BPE lets each printable byte stand for itself (188 of them: "!" to "~" and
     two ranges of Latin-1) and numbers the 68 others from U+0100 on, after the printable ones.

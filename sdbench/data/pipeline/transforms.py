@@ -129,28 +129,16 @@ def decode_image(
 
 
 def measure_image(data: bytes, *, read_avif: bool = False) -> tuple[int, int]:
-    """Decode an image wholly, which finds truncated ones, and return its upright (width, height).
-
-    Args:
-        data: The file's bytes.
-        read_avif: Value of ``--read_avif``.
-
-    Raises:
-        OSError: As `decode_image`.
-        ValueError: As `decode_image`.
-    """
+    """Decode an image wholly, which finds truncated ones; return its upright width and height."""
     with open_image(data, read_avif=read_avif) as image:
         _load(image)
         return ImageOps.exif_transpose(image).size
 
 
 def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
-    """Whether torchvision decodes this file as PIL would, and PIL could not do with a part of it.
+    """Return True if torchvision decodes a file as PIL would, and all of it is needed.
 
-    Args:
-        image: Opened, not loaded.
-        data: The file's bytes.
-        image_size: Side of the square that is wanted.
+    `image` is open, but not loaded.
     """
     if image.format == "JPEG" and min(image.size) >= 2 * REDUCING_GAP * image_size:
         return False
@@ -167,7 +155,7 @@ def is_fast(image: Image.Image, data: bytes, *, image_size: int) -> bool:
 
 
 def is_upright(image: Image.Image, data: bytes) -> bool:
-    """Whether nothing in the file can ask for a turn, as far as can be told without loading it."""
+    """Return True if the file cannot ask for a rotation, as far as its header tells."""
     if "xmp" in image.info or "XML:com.adobe.xmp" in image.info:
         return False
     if image.format == "PNG":
@@ -177,7 +165,7 @@ def is_upright(image: Image.Image, data: bytes) -> bool:
 
 
 def find_square(width: int, height: int, *, crop: tuple[float, float] | None) -> Square:
-    """The largest square of a picture: in the centre, or where `crop` says."""
+    """Return the largest square of a picture: in the centre, or where `crop` says."""
     side = min(width, height)
     if crop is None:
         return Square((width - side) // 2, (height - side) // 2, side)
@@ -205,8 +193,8 @@ def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, P
     if reduced is None:
         return picture, Place(*rgb.size)
     _, (_, _, box_width, box_height) = reduced
-    # Of the eight orientations the last four have width and height exchanged, and those named here
-    # have the right and the bottom end of the file's rows and columns at the left and at the top.
+    # The last four of the eight orientations exchange width and height. Those named here have the
+    # right and the bottom end of the rows and columns of the file at the left and at the top.
     if orientation in (5, 6, 7, 8):
         width, height, box_width, box_height = height, width, box_height, box_width
     left = rgb.width - box_width if orientation in (2, 3, 6, 7) else 0.0
@@ -217,9 +205,9 @@ def _decode_any(image: Image.Image, *, image_size: int) -> tuple[torch.Tensor, P
 def _resize_between_pixels(
     picture: torch.Tensor, left: float, top: float, side: float, *, image_size: int
 ) -> np.ndarray:
-    """(3, image_size, image_size) of a square whose edges are not those of pixels.
+    """Resize a square whose edges lie between pixels to (3, image_size, image_size).
 
-    PIL resizes so. torch, which is three times as fast, does not.
+    PIL does that. torch, which is three times as fast, does not.
     """
     # Rounding of a division may lead out of the picture by 1e-13 of a pixel.
     right, bottom = min(left + side, picture.shape[2]), min(top + side, picture.shape[1])

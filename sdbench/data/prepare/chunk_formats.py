@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,9 +91,14 @@ def _finish_mds(folder: Path, shards: list[dict]) -> None:
 
     from sdbench.data.compat import open_shards
 
-    write_exact_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
+    _write_json(folder / INDEX_NAME, {"version": 2, "shards": shards})
     opened = open_shards(Stream(local=str(folder)))
     assert list(map(len, opened)) == [shard["samples"] for shard in shards]
+
+
+def _write_json(path: Path, content: object) -> None:
+    """Write every value as it is; `Output.finish` synchronizes the file to disk."""
+    path.write_text(json.dumps(content, sort_keys=True), encoding="utf-8")
 
 
 def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
@@ -117,7 +121,7 @@ def _write_parquet(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]
 
 
 def _parquet_field(name: str, encoding: str) -> Any:
-    """A parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
+    """Return the parquet column for an MDS encoding; arrays are bytes, their shape is metadata."""
     import numpy as np
     import pyarrow
 
@@ -150,8 +154,8 @@ def _write_tar(path: Path, rows: Rows, columns: Columns) -> tuple[int, dict]:
 
 
 def _finish_tars(folder: Path, sizes: list[dict]) -> None:
-    """Write how many samples each tar holds, which who streams them has to know."""
-    write_exact_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
+    """Write how many samples each tar holds, for those who stream them."""
+    _write_json(folder / SIZES_NAME, {name: size for of in sizes for name, size in of.items()})
 
 
 def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
@@ -167,12 +171,12 @@ def _write_folder(path: Path, rows: Rows, columns: Columns) -> tuple[int, None]:
 
 
 def _row_name(chunk: str, row: int) -> str:
-    """Name of a sample's files: the number of its chunk and its own in there."""
+    """Return the name of a sample's files: the number of its chunk and its own in the chunk."""
     return f"{chunk}{row:0{NUM_ROW_DIGITS}d}"
 
 
 def _image_files(row: Row) -> dict[str, bytes]:
-    """The files of an image with its caption, by extension."""
+    """Return the files of an image with its caption, by extension."""
     size = {"width": row["width"], "height": row["height"]}
     return {
         image_extension(row["jpg"]): row["jpg"],
@@ -190,19 +194,8 @@ FORMATS = {
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def write_exact_json(path: Path, content: object) -> None:
-    """Write a JSON file with every value as it is, and synchronize it to disk.
-
-    (`base.files.write_json` removes what may be a secret.)
-    """
-    with path.open("w") as file:
-        json.dump(content, file, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())

@@ -53,24 +53,14 @@ FILE_FORMATS = ("webdataset", "folder")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Shards):
-    """A conversion; is pickled for each worker. A shard is a chunk of the output.
-
-    Attributes:
-        rows: The samples of the source.
-        output: The data set that is written.
-        skip_bad: Whether bad ones are left out, not an error.
-    """
+    """A conversion, pickled for each worker; a shard is a chunk of the output."""
 
     rows: RowReader
     output: Output
     skip_bad: bool
 
     def write_chunk(self, number: int) -> WorkReport:
-        """Convert one chunk.
-
-        Raises:
-            RunError: A sample is bad and may not be left out, or a file is damaged.
-        """
+        """Convert one chunk."""
         bad: list[str] = []
         self.output.write_chunk(number, self._read_good(number, bad), bad=bad)
         return WorkReport(len(self.indices(number)), bad)
@@ -89,13 +79,7 @@ class Conversion(Shards):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert as the command line says; return the exit code.
-
-    Raises:
-        ConfigError: The source or the target cannot be used.
-        RunError: A sample is bad and may not be left out, a file is damaged, or the folder
-            cannot be written.
-    """
+    """Convert as the command line says; return the exit code."""
     flags = parse(
         ConvertFlags,
         argv,
@@ -137,11 +121,7 @@ def _run(flags: ConvertFlags) -> None:
 
 
 def plan(flags: ConvertFlags) -> Conversion:
-    """Open source and target.
-
-    Raises:
-        ConfigError: The source has no samples of the kind asked for, or the target is taken.
-    """
+    """Open source and target."""
     with blamed_on_place("SOURCE", ConvertFlags):
         source = describe_source(
             flags.source,
@@ -193,21 +173,18 @@ def plan(flags: ConvertFlags) -> Conversion:
 
 
 def choose_samples_per_shard(num_samples: int) -> int:
-    """Samples of a shard where the user gives no number."""
+    """Return the samples of a shard if the user gives no number."""
     wanted = -(-num_samples // NUM_SHARDS_WANTED)
     return min(max(wanted, MIN_SAMPLES_PER_SHARD), MAX_SAMPLES_PER_SHARD)
 
 
 def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction: float) -> int:
-    """Write the chunks that are missing.
+    """Write the chunks that are missing; return the number of samples that were read now.
 
     Args:
         conversion: The source and the target.
         num_workers: As `pool.run_work` takes it.
         max_bad_fraction: Share of bad samples above which the conversion gives up.
-
-    Returns:
-        The number of samples that were read now.
 
     Raises:
         RunError: A sample is bad and may not be left out, or too many are.
@@ -235,11 +212,7 @@ def convert(conversion: Conversion, *, num_workers: int | None, max_bad_fraction
 
 
 def check_bad_fraction(bad: list[str], *, num_samples: int, allowed: float) -> None:
-    """Check that no larger share of samples is bad than allowed.
-
-    Raises:
-        RunError: More are; the first of them are named.
-    """
+    """Raise a `RunError` with the first bad samples if their share is larger than allowed."""
     if len(bad) > allowed * num_samples:
         raise RunError(
             f"{len(bad)} of {num_samples} samples are bad, more than the {allowed:.2%} of "

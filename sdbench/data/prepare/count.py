@@ -13,9 +13,8 @@ from sdbench.base.errors import ConfigError, RunError, blamed_on
 from sdbench.base.files import replace_file
 from sdbench.base.secrets import redact
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.files import find_files
+from sdbench.data.formats.files import SUFFIXES, find_files
 from sdbench.data.formats.tar_members import CAPTION_EXTENSIONS, list_samples
-from sdbench.data.formats.webdataset import SUFFIX
 from sdbench.data.image_files import image_extensions
 from sdbench.data.remote import in_parallel, path_of
 from sdbench.data.remote_files import open_stream
@@ -51,13 +50,7 @@ class CountFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Count as the command line says; return the exit code.
-
-    Raises:
-        ConfigError: There is no tar at that place, or two have the same path, or there is no folder
-            for the file.
-        RunError: Tars cannot be read, or are damaged; the others have been counted.
-    """
+    """Count as the command line says; return the exit code."""
     flags = parse(
         CountFlags,
         argv,
@@ -67,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).config
     _check_folder(flags.out)
     with blamed_on("PLACE"):
-        tars = find_files(flags.place, suffix=SUFFIX, is_told=True)
+        tars = find_files(flags.place, suffix=SUFFIXES["webdataset"], is_told=True)
         names = _name(tars)
     kinds = (*image_extensions(read_avif=flags.read_avif), *CAPTION_EXTENSIONS)
     counted = in_parallel(functools.partial(_try_to_count, kinds=kinds), tars)
@@ -77,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_file(flags.out, json.dumps(sizes, sort_keys=True).encode())
     if len(sizes) < len(tars):
         raise RunError(
-            f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted, as is said above; "
+            f"{len(tars) - len(sizes)} of {len(tars)} tars cannot be counted (see above); "
             f"{flags.out} has the {len(sizes)} others. The next call counts all of its tars."
         )
     print(f"{sum(sizes.values())} samples in {len(tars)} tar{'s' * (len(tars) > 1)}: {flags.out}")
@@ -85,11 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_folder(out: Path) -> None:
-    """Check that a file can be written there, before hours of reading.
-
-    Raises:
-        ConfigError: Its folder is missing, or it is a folder itself.
-    """
+    """Check that the file can be written, before hours of reading."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(
             "The numbers cannot be written there",
@@ -100,7 +89,7 @@ def _check_folder(out: Path) -> None:
 
 
 def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
-    """How many samples a tar holds; None, and a line, where it cannot be read."""
+    """Count the samples of a tar; print a line and return None if it cannot be read."""
     try:
         return count_samples(tar, kinds=kinds)
     except (OSError, RunError) as error:
@@ -109,22 +98,14 @@ def _try_to_count(tar: str, *, kinds: Sequence[str]) -> int | None:
 
 
 def count_samples(tar: str, *, kinds: Sequence[str]) -> int:
-    """How many samples a tar holds.
-
-    Args:
-        tar: Path or URL.
-        kinds: As `list_samples` takes them.
-
-    Raises:
-        RunError: It cannot be read, or is damaged.
-    """
+    """Count the samples of a tar, given by path or URL."""
     with open_stream(tar) as file:
         samples = list_samples(file, tar, kinds=kinds, take=lambda *_: None, is_stream=True)
         return sum(1 for _ in samples)
 
 
 def _name(tars: Sequence[str]) -> list[str]:
-    """The end of each tar's path, as long as it takes to tell them apart."""
+    """Return the end of each tar's path, as long as it takes to tell them apart."""
     commands = [tar for tar in tars if tar.startswith(PIPE)]
     if commands:
         raise ConfigError(

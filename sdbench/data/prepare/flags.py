@@ -27,7 +27,7 @@ STORED_FORMAT = one_of("auto", *(name for name, source in SOURCES.items() if sou
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredDataFlags:
-    """What every command that reads a stored data set piece by piece takes."""
+    """Flags of every command that reads a stored data set piece by piece."""
 
     num_workers: int | None = setting(
         NOT_NEGATIVE,
@@ -105,10 +105,8 @@ class ConvertFlags(StoredDataFlags):
 
 
 def blamed_on_place(word: str, flags: type) -> contextlib.AbstractContextManager[None]:
-    """Let errors of a place name the word that it was given as, where they name flags of training.
+    """Let errors of a place name the word it was given as, not the flags of training.
 
-    Args:
-        word: The positional word, e.g. ``SOURCE``.
-        flags: Class of the command's flags; errors of these keep their names.
+    `flags` is the class of the command; errors of its own flags keep their names.
     """
     return blamed_on(word, own={declared.flag for declared in declarations(flags).values()})

@@ -43,18 +43,13 @@ class Shards:
         return -(-self.num_samples // self.samples_per_shard)
 
     def indices(self, number: int) -> range:
-        """Indices in the source of the samples of a shard."""
+        """Return the indices in the source of the samples of a shard."""
         first = number * self.samples_per_shard
         return range(first, min(first + self.samples_per_shard, self.num_samples))
 
 
 class WorkReport(NamedTuple):
-    """The outcome of a piece of work.
-
-    Attributes:
-        num_read: Samples that were read.
-        bad: A sentence for each that cannot be used, or for the file that holds them.
-    """
+    """The samples that a piece of work has read, and a sentence for each that cannot be used."""
 
     num_read: int
     bad: list[str]
@@ -122,7 +117,7 @@ def run_work(
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C and SIGHUP, which their parent handles for all."""
+    """Start processes that ignore Ctrl-C and SIGHUP, which their parent handles for all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,7 +140,7 @@ def _start_worker(work: Work) -> None:
 
 
 def _die_with_parent() -> None:
-    """End this worker when its parent ends, also when that is killed."""
+    """End this worker when its parent ends, even by a kill."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -158,13 +153,7 @@ def _work_in_worker(number: int) -> WorkReport:
 def show_progress(
     reports: Iterable[WorkReport], *, num_samples: int, num_done: int = 0
 ) -> Iterator[WorkReport]:
-    """Pass reports on, showing progress in samples.
-
-    Args:
-        reports: Of `run_work`.
-        num_samples: Samples in all.
-        num_done: Samples that an earlier run has done.
-    """
+    """Pass reports on, showing progress in samples; `num_done` were done by an earlier run."""
     return progress.show_progress(
         reports,
         total=num_samples,

@@ -34,12 +34,7 @@ class ImageRowReader:
     columns: Mapping[str, str] = {"jpg": "bytes", "caption": "str", "width": "int", "height": "int"}
 
     def __init__(self, samples: Samples, *, config: SourceConfig) -> None:
-        """Set up; nothing is read yet.
-
-        Args:
-            samples: Stored images.
-            config: Which images and captions are good.
-        """
+        """Set up; nothing is read yet."""
         self.num_dropped = samples.num_dropped
         self.taken = set(samples.columns.values())
         self._samples = samples
@@ -49,12 +44,7 @@ class ImageRowReader:
         return len(self._samples)
 
     def read(self, index: int) -> Row:
-        """Read a sample and decode its image wholly, which finds truncated ones.
-
-        Raises:
-            BadSampleError: Image or caption are missing, or the image cannot be decoded.
-            RunError: The file that holds it is missing or damaged.
-        """
+        """Read a sample and decode its image wholly, which finds truncated ones."""
         # It imports torch, which --help does without.
         from sdbench.data.pipeline.transforms import measure_image
 
@@ -74,11 +64,7 @@ class LatentRowReader:
     num_dropped = 0
 
     def __init__(self, resolutions: list[tuple[SourceConfig, Samples]]) -> None:
-        """Set up; nothing is read yet.
-
-        Args:
-            resolutions: The same data set, described and opened for each of its image sizes.
-        """
+        """Set up with the same data set, described and opened for each of its image sizes."""
         self._resolutions = resolutions
         self.columns: Columns = {}
         self.taken: set[str] = set()
@@ -92,11 +78,7 @@ class LatentRowReader:
     def read(self, index: int) -> Row:
         """Read a sample.
 
-        Raises:
-            BadSampleError: An array has a wrong shape, no floating type, or a value that is not
-                finite in float16. `MissingLatentError` if nothing else is wrong than that a
-                resolution is missing.
-            RunError: The file that holds it is missing or damaged.
+        A `MissingLatentError` is raised if nothing else is wrong than a missing resolution.
         """
         row = {}
         missing = None
@@ -126,13 +108,7 @@ RowReader = ImageRowReader | LatentRowReader
 
 
 def describe_source(place: str, *, data_format: str, **options: Any) -> SourceConfig:
-    """Describe a data set that is read sample by sample, without batches or resizing.
-
-    Args:
-        place: Folder, file or URL.
-        data_format: A name of `data.SOURCES`, or ``auto``.
-        options: More of `SourceConfig`.
-    """
+    """Describe a data set that is read sample by sample, without batches or resizing."""
     return SourceConfig(
         data_format=detect_format(place) if data_format == "auto" else data_format,
         remote=place,
@@ -146,15 +122,7 @@ def describe_source(place: str, *, data_format: str, **options: Any) -> SourceCo
 
 
 def open_rows(config: SourceConfig) -> RowReader:
-    """Open a data set, latents in all their resolutions.
-
-    Args:
-        config: The data set; its image size is not used.
-
-    Raises:
-        ConfigError: There is none, or it holds no samples of the kind asked for.
-        RunError: A file is damaged, or cannot be copied.
-    """
+    """Open a data set, latents in all their resolutions."""
     if not config.wants_latents:
         return ImageRowReader(open_samples(config), config=config)
     # Without any size the check of one says what is there and what is needed.

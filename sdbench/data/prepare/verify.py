@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import functools
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.data import read_columns
 from sdbench.data.formats.copies import StoredFile, read_whole
-from sdbench.data.formats.mds_entries import INDEX_NAME, read_bounds
+from sdbench.data.formats.mds_entries import INDEX_NAME, check_shard, files_of
 from sdbench.data.formats.mds_index import MdsPlace, copied_file, locate_mds
 from sdbench.data.formats.missing_latents import describe_missing
+from sdbench.data.identity import PROVENANCE_NAME
 from sdbench.data.latent_columns import find_image_sizes
-from sdbench.data.made_by import MADE_BY_NAME
 from sdbench.data.prepare.flags import VerifyFlags, blamed_on_place
 from sdbench.data.prepare.pool import Work, WorkReport, run_work, show_progress
 from sdbench.data.prepare.rows import RowReader, describe_source, open_rows
@@ -41,11 +40,7 @@ SAMPLES_PER_PIECE = 256
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Verify as the command line says; return the exit code.
-
-    Raises:
-        ConfigError: There is no data set at that place.
-    """
+    """Verify as the command line says; return the exit code."""
     flags = parse(
         VerifyFlags,
         argv,
@@ -70,18 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
-    """Compare the shards of an MDS data set with its index.json, and say what is broken.
+    """Compare the shards of an MDS data set with its index.json, and print what is broken.
 
-    Args:
-        config: The data set.
-        deep: Whether every sample is opened, if all shards are sound.
-        num_workers: As `pool.run_work` takes it.
-
-    Returns:
-        How many things are broken.
-
-    Raises:
-        ConfigError: There is no index.json.
+    With `deep` every sample is opened, if all shards are sound. Returns the number of faults.
     """
     (place,) = locate_mds(config)
     try:
@@ -96,7 +82,7 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
 
     # A compressed copy is gone once it is unpacked.
     (stream,) = make_streams(dataclasses.replace(config, validate_hash="auto"))
-    work = ShardWork(place=place, stream=stream)
+    work = functools.partial(_verify_shard, place, stream)
     num_broken = _work_through(
         work, len(shards), num_samples=place.num_samples, num_workers=num_workers
     )
@@ -109,18 +95,9 @@ def verify_mds(config: SourceConfig, *, deep: bool, num_workers: int | None) -> 
 
 
 def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None) -> int:
-    """Open a data set as training does, and its samples, and say what is broken.
+    """Open a data set as training does, and with `deep` its samples, and print what is broken.
 
-    Args:
-        config: The data set.
-        deep: Whether every sample is opened, or only the lists of them.
-        num_workers: As `pool.run_work` takes it.
-
-    Returns:
-        How many things are broken.
-
-    Raises:
-        ConfigError: There is no data set.
+    Returns the number of faults.
     """
     try:
         rows = open_rows(tell_kind(config))
@@ -129,140 +106,97 @@ def verify_samples(config: SourceConfig, *, deep: bool, num_workers: int | None)
         return _conclude(1)
     if not deep:
         return _conclude(0, checked=f"{len(rows)} samples are listed (--deep opens them)")
-    work = SampleWork(rows)
+    work = functools.partial(_verify_samples, rows)
     num_pieces = -(-len(rows) // SAMPLES_PER_PIECE)
     num_broken = _work_through(work, num_pieces, num_samples=len(rows), num_workers=num_workers)
     return _conclude(num_broken, checked=f"each of the {len(rows)} samples can be used")
 
 
 def tell_kind(config: SourceConfig) -> SourceConfig:
-    """The same data set, with `latents` as its columns tell it."""
+    """Return the same data set, with `latents` as its columns show it."""
     holds_latents = find_image_sizes(read_columns(config))
     return dataclasses.replace(config, latents=PRECOMPUTED if holds_latents else ONLINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardWork:
-    """Verifies one shard of MDS; goes to each process.
-
-    Attributes:
-        place: The data set.
-        stream: Streaming's description of it.
-    """
-
-    place: MdsPlace
-    stream: Any
-
-    def __call__(self, number: int) -> WorkReport:
-        """Verify a shard by its number."""
-        return WorkReport(self.place.shards[number]["samples"], list(self._check_files(number)))
-
-    def _check_files(self, number: int) -> Iterator[str]:
-        place, shard = self.place, self.place.shards[number]
-        files = [file for file in (shard["raw_data"], shard["zip_data"]) if file]
-        sound = True
-        if not is_url(place.source):
-            faults = list(_check_present(Path(place.source), shard))
-            yield from faults
-            sound = not faults
-        if place.remote is None:
-            if not any(Path(place.local, file["basename"]).is_file() for file in files):
-                yield f"{Path(place.local, files[-1]['basename'])}: missing."
-        elif sound:
-            yield from self._check_copy(number)
-
-    def _check_copy(self, number: int) -> Iterator[str]:
-        """A sentence if a shard cannot be copied soundly; a damaged copy is made again once."""
-        from sdbench.data.compat import open_shards
-
-        place, shard = self.place, self.place.shards[number]
-        path = Path(place.local, shard["raw_data"]["basename"])
-        source = os.path.join(place.remote, copied_file(shard)["basename"])
-
-        def copy(file: StoredFile) -> None:
-            self.stream.prepare_shard(open_shards(self.stream)[number])
-
-        def check(file: StoredFile) -> None:
-            if faults := list(_find_faults(file.path, shard["raw_data"], shard=shard)):
-                raise RunError(f"{file}: {', and '.join(faults)}.")
-
-        try:
-            copy(file := StoredFile(path, source=source))
-            read_whole(file, check, copy_again=copy)
-        except RunError as error:
-            yield str(error)
-        except Exception as error:
-            # Each object store raises its own types; all mean that the shard cannot be had.
-            yield f"{source}: cannot be had ({explain(error)})."
+def _verify_shard(place: MdsPlace, stream: Any, number: int) -> WorkReport:
+    """Verify a shard of MDS by its number; `stream` is Streaming's description of the data set."""
+    shard = place.shards[number]
+    return WorkReport(shard["samples"], list(_find_faults(place, stream, number)))
 
 
-def _check_present(folder: Path, shard: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each fault of those files of a shard that are in a folder."""
-    for file in (shard["raw_data"], shard["zip_data"]):
-        if file and (path := folder / file["basename"]).is_file():
-            for fault in _find_faults(path, file, shard=shard):
-                yield f"{path}: {fault}."
-
-
-def _find_faults(path: Path, file: Mapping[str, Any], *, shard: Mapping[str, Any]) -> Iterator[str]:
-    """How a file of a shard differs from its entry in the index."""
-    from streaming.base.hashing import get_hash, is_hash
-
-    num_bytes = path.stat().st_size
-    if num_bytes != file["bytes"]:
-        yield f"{num_bytes} bytes, {file['bytes']} by {INDEX_NAME}"
-        return
-    with (
-        path.open("rb") as opened,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        for algorithm, digest in file["hashes"].items():
-            if not is_hash(algorithm):
-                yield f"its hash in {INDEX_NAME}, {algorithm}, is an unknown one"
-            elif get_hash(algorithm, content) != digest:
-                yield f"its {algorithm} is not the one in {INDEX_NAME}"
-    if file is shard["raw_data"]:
-        try:
-            read_bounds(path, num_samples=shard["samples"], column_sizes=shard["column_sizes"])
-        except ValueError as error:
-            yield str(error)
-
-
-@dataclass(frozen=True)
-class SampleWork:
-    """Opens a run of samples; goes to each process."""
-
-    rows: RowReader
-
-    def __call__(self, number: int) -> WorkReport:
-        """Open the samples of a piece by its number."""
-        first = number * SAMPLES_PER_PIECE
-        indices = range(first, min(first + SAMPLES_PER_PIECE, len(self.rows)))
-        bad = []
-        for index in indices:
+def _find_faults(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
+    shard = place.shards[number]
+    sound = True
+    paths = []
+    if not is_url(place.source):
+        for file in files_of(shard):
+            path = Path(place.source, file["basename"])
+            paths.append(path)
             try:
-                self.rows.read(index)
-            except MissingLatentError:
-                # Not broken, and counted by `describe_missing`.
-                continue
-            except (BadSampleError, RunError) as error:
-                bad.append(str(error))
-        return WorkReport(len(indices), bad)
+                if path.is_file():
+                    check_shard(path, file, shard, hashes=file["hashes"])
+            except ValueError as error:
+                sound = False
+                yield f"{path}: {error}."
+    if place.remote is None:
+        if not any(path.is_file() for path in paths):
+            yield f"{paths[-1]}: missing."
+    elif sound:
+        yield from _find_fault_of_copy(place, stream, number)
+
+
+def _find_fault_of_copy(place: MdsPlace, stream: Any, number: int) -> Iterator[str]:
+    """Yield a sentence if a shard cannot be copied; a damaged copy is made again once."""
+    from sdbench.data.compat import open_shards
+
+    shard = place.shards[number]
+    path = Path(place.local, shard["raw_data"]["basename"])
+    source = os.path.join(place.remote, copied_file(shard)["basename"])
+
+    def copy(file: StoredFile) -> None:
+        stream.prepare_shard(open_shards(stream)[number])
+
+    def check(file: StoredFile) -> None:
+        raw = shard["raw_data"]
+        try:
+            check_shard(file.path, raw, shard, hashes=raw["hashes"])
+        except ValueError as error:
+            raise RunError(f"{file}: {error}.") from error
+
+    try:
+        copy(file := StoredFile(path, source=source))
+        read_whole(file, check, copy_again=copy)
+    except RunError as error:
+        yield str(error)
+    except Exception as error:
+        # Each object store raises its own types; all mean that the shard cannot be copied.
+        yield f"{source}: cannot be had ({explain(error)})."
+
+
+def _verify_samples(rows: RowReader, number: int) -> WorkReport:
+    """Open the samples of a piece by its number."""
+    first = number * SAMPLES_PER_PIECE
+    indices = range(first, min(first + SAMPLES_PER_PIECE, len(rows)))
+    bad = []
+    for index in indices:
+        try:
+            rows.read(index)
+        except MissingLatentError:
+            # Not broken, and counted by `describe_missing`.
+            continue
+        except (BadSampleError, RunError) as error:
+            bad.append(str(error))
+    return WorkReport(len(indices), bad)
 
 
 def _find_orphans(place: MdsPlace) -> list[str]:
-    """Files in the user's folder that the index does not name."""
+    """Return the files in the user's folder that the index does not name."""
     if is_url(place.source):
         return []
     folder = Path(place.source)
-    known = {INDEX_NAME} | {
-        file["basename"]
-        for shard in place.shards
-        for file in (shard["raw_data"], shard["zip_data"])
-        if file
-    }
+    known = {file["basename"] for shard in place.shards for file in files_of(shard)}
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(found - known - {MADE_BY_NAME})
+    return sorted(found - known - {INDEX_NAME, PROVENANCE_NAME})
 
 
 def _work_through(work: Work, num_pieces: int, *, num_samples: int, num_workers: int | None) -> int:

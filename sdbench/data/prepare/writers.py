@@ -26,31 +26,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
-from sdbench.data.identity import describe_change
-from sdbench.data.made_by import note_how_made
+from sdbench.base.files import replace_file
+from sdbench.data.identity import describe_change, write_provenance
 from sdbench.data.prepare.chunk_formats import (
     FORMATS,
     ChunkFormat,
     Columns,
     Rows,
     remove,
-    write_exact_json,
 )
 
 FOLDER_FLAG = "--folder"
-# What is in OUT.partial.
+# Names in OUT.partial.
 JOB_NAME = "job.json"
 PARTIAL_FOLDERS = ("chunks", "tmp", "data")
 
 
 class Totals(NamedTuple):
-    """What has been written.
-
-    Attributes:
-        num_written: Samples in finished chunks.
-        num_bad: Samples that were left out of them.
-        bad: One sentence for each of those, with its name.
-    """
+    """Counts of what has been written; `bad` has a sentence for each sample left out."""
 
     num_written: int
     num_bad: int
@@ -79,7 +72,7 @@ class Output:
         return self.out.with_name(self.out.name + ".partial")
 
     def missing_chunks(self) -> list[int]:
-        """Numbers of the chunks that are not yet whole on disk."""
+        """Return the numbers of the chunks that are not yet whole on disk."""
         return [number for number in range(self.num_chunks) if not self._is_whole(number)]
 
     def write_chunk(self, number: int, rows: Rows, *, bad: Sequence[str] = ()) -> None:
@@ -97,7 +90,6 @@ class Output:
                 is beyond the 4 GiB that MDS can address.
         """
         target, temporary = self._data(number), self.partial / "tmp" / self._data(number).name
-        note = self.partial / "tmp" / f"{number}.json"
         with self._errors_named():
             remove(temporary)
             try:
@@ -114,8 +106,7 @@ class Output:
                 temporary.rename(target)
             remove(temporary)
             facts = _ChunkNote(rows=num_rows, bytes=num_bytes, bad=list(bad), details=details)
-            write_exact_json(note, facts._asdict())
-            note.rename(self._note(number))
+            replace_file(self._note(number), _to_json(facts._asdict()))
 
     def totals(self) -> Totals:
         """Count what the finished chunks hold."""
@@ -126,7 +117,7 @@ class Output:
     def finish(self) -> Totals:
         """Check the size of every chunk's file, and make OUT of them all.
 
-        Only one process may call this, when none writes any more.
+        Only one process may call this, when no other writes any more.
 
         Raises:
             RunError: A chunk is missing or of another size, or there is not a single sample.
@@ -148,7 +139,7 @@ class Output:
             details = [note.details for note in self._notes() if note.rows]
             self._format.finish(self.partial / "data", details)
             job = json.loads((self.partial / JOB_NAME).read_bytes())["job"]
-            note_how_made(self.partial / "data", job)
+            write_provenance(self.partial / "data", job)
             _synchronize(self.partial / "data")
             (self.partial / "data").rename(self.out)
             shutil.rmtree(self.partial)
@@ -187,7 +178,7 @@ class Output:
         return self.partial / "chunks" / f"{self._number(number)}.json"
 
     def _notes(self) -> list[_ChunkNote]:
-        """Those of the finished chunks, in order."""
+        """Return the notes of the finished chunks, in order."""
         notes = (self._read_note(number) for number in range(self.num_chunks))
         return [note for note in notes if note is not None]
 
@@ -263,9 +254,7 @@ def open_output(
             (output.partial / name).mkdir(exist_ok=True)
         path = output.partial / JOB_NAME
         if not path.is_file():
-            note = output.partial / "tmp" / f"job.{os.getpid()}.json"
-            write_exact_json(note, facts)
-            note.rename(path)
+            replace_file(path, _to_json(facts))
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
     _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
@@ -290,7 +279,7 @@ def _check_absent(output: Output) -> None:
 
 
 def _check_ours(partial: Path) -> None:
-    """Refuse a folder that somebody else made, as it is deleted in the end."""
+    """Refuse a folder of another owner, as it is deleted in the end."""
     is_own = partial.lstat().st_uid == os.geteuid()
     if partial.is_symlink() or (partial.parent.stat().st_mode & stat.S_IWOTH and not is_own):
         raise ConfigError(
@@ -299,7 +288,7 @@ def _check_ours(partial: Path) -> None:
             allowed="another folder, or one in a folder that others cannot write to",
             flag=FOLDER_FLAG,
         )
-    names = {path.name for path in partial.iterdir()}
+    names = {path.name for path in partial.iterdir() if not path.name.startswith(f".{JOB_NAME}.")}
     if JOB_NAME not in names and names - {*PARTIAL_FOLDERS}:
         raise ConfigError(
             "The folder that it is to be prepared in holds other files",
@@ -345,12 +334,17 @@ def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) 
 
 
 class _ChunkNote(NamedTuple):
-    """What a finished chunk holds; `details` are what `ChunkFormat.write` returned."""
+    """The content of a finished chunk; `details` are what `ChunkFormat.write` returned."""
 
     rows: int
     bytes: int
     bad: list[str]
     details: Any
+
+
+def _to_json(content: object) -> bytes:
+    """Return JSON with every value as it is; `base.files.write_json` removes likely secrets."""
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _name_source_errors(rows: Rows) -> Rows:

@@ -1,1 +1,1 @@
-"""Procedural pictures of coloured shapes with captions: to draw them, and to judge drawn ones."""
+"""Procedural pictures of coloured shapes with captions: generation and judgement."""

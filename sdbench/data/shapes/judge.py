@@ -1,4 +1,4 @@
-"""`python -m sdbench judge`: how many drawn pictures have the colour and the shape asked for."""
+"""`python -m sdbench judge`: the share of pictures with the colour and the shape asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.drawn import list_pictures, open_picture
+from sdbench.data.pictures import list_pictures, open_picture
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -24,7 +24,7 @@ from sdbench.settings.request import parse
 from sdbench.settings.setting import REQUIRED, setting
 
 VERDICT_NAME = "judge.json"
-# Distance in RGB, of at most 442, from which a pixel is none of the background.
+# Distance in RGB, of at most 442, from which a pixel is not background.
 MIN_DISTANCE = 60.0
 # Share of the picture below which there is no shape in it.
 MIN_AREA = 0.01
@@ -46,24 +46,14 @@ class JudgeFlags:
 
 
 class Seen(NamedTuple):
-    """What a picture shows; None where there is no shape in it."""
+    """The content of a picture; None without a shape."""
 
     colour: str | None
     shape: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge the pictures of a folder.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: There are no pictures, or their captions name no colour and shape.
-    """
+    """Judge the pictures of a folder; return the exit code."""
     flags = parse(
         JudgeFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench judge"
     ).config
@@ -91,13 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def look_at(picture: np.ndarray) -> Seen:
-    """Say what a picture on a white background shows.
+    """Return what a picture, RGB uint8 (H, W, 3) on a white background, shows.
 
-    The colour is the nearest to the median of the shape's pixels. The shape is the one that covers
-    most nearly the same pixels of the box around them (intersection over union).
-
-    Args:
-        picture: RGB, uint8 (H, W, 3).
+    The colour is the nearest to the median of the pixels of the shape. The shape is the one that
+    covers most nearly the same pixels of the box around them (intersection over union).
     """
     from scipy import ndimage
 
@@ -119,7 +106,7 @@ def look_at(picture: np.ndarray) -> Seen:
 
 
 def _find_shape(mask: np.ndarray) -> str:
-    """The shape of a mask that it fills from edge to edge."""
+    """Return the shape of a mask that it fills from edge to edge."""
     y, x = (2 * (np.arange(side) + 0.5) / side - 1 for side in mask.shape)
     overlaps = {}
     for shape in SHAPES:

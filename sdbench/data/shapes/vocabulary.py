@@ -1,4 +1,4 @@
-"""What a picture shows and how that is said: colours, shapes, sizes, places, captions."""
+"""The vocabulary of the pictures: colours, shapes, sizes, places, captions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPTION = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 
 
 class Scene(NamedTuple):
-    """What a picture shows; each field is a key of the table of its name."""
+    """The content of a picture; each field is a key of the table of its name."""
 
     colour: str
     shape: str
@@ -54,21 +54,16 @@ def list_scenes() -> list[Scene]:
 
 
 def find_colour_and_shape(caption: str) -> tuple[str, str] | None:
-    """The colour and the shape that a caption asks for; None if it asks for none."""
+    """Return the colour and the shape that a caption asks for, or None."""
     found = CAPTION.search(caption)
     return None if found is None else (found[1], found[2])
 
 
 def cover(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points a shape covers, in coordinates of the square around it.
+    """Return which points a shape covers, as booleans of the joint shape.
 
-    Args:
-        shape: One of `SHAPES`.
-        x: From -1 on the left to 1 on the right.
-        y: From -1 at the top to 1 at the bottom; of a shape that goes with `x`.
-
-    Returns:
-        Booleans of the joint shape.
+    `x` goes from -1 on the left to 1 on the right, `y` from -1 at the top to 1 at the bottom of the
+    square around the shape.
     """
     if shape == "circle":
         return x**2 + y**2 <= 1

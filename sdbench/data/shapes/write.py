@@ -1,4 +1,4 @@
-"""`python -m sdbench shapes`: a data set of coloured shapes, to see a model learn to draw."""
+"""`python -m sdbench shapes`: a data set of coloured shapes, for training on a small scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.made_by import note_how_made
+from sdbench.data.identity import write_provenance
 from sdbench.data.shapes.vocabulary import (
     BACKGROUND,
     COLOURS,
@@ -57,17 +57,7 @@ class ShapesFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The folder holds something.
-    """
+    """Write the data set; return the exit code."""
     flags = parse(
         ShapesFlags, argv, description=__doc__, epilog=EPILOG, prog="python -m sdbench shapes"
     ).config
@@ -90,25 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         facts = {"command": "shapes", **dataclasses.asdict(flags)}
         del facts["folder"]  # the same pictures have the same note, wherever they are
-        note_how_made(folder / name, facts)
+        write_provenance(folder / name, facts)
     prompts = "".join(f"{scene.caption}\n" for scene in held_out)
     (folder / PROMPTS_NAME).write_text(prompts, encoding="utf-8")
     print(
         f"{flags.num_train_images} pictures of {len(known)} scenes in {folder / TRAIN_NAME}, "
         f"{flags.num_validation_images} of {len(held_out)} others in {folder / VALIDATION_NAME}; "
-        f"the captions of those: {folder / PROMPTS_NAME}"
+        f"captions of the held-out scenes: {folder / PROMPTS_NAME}"
     )
     return 0
 
 
 def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]:
-    """Divide the scenes: the same number is held out of each pair of colour and shape.
+    """Return the scenes to train with, and the held-out ones.
 
-    Args:
-        random: Chooses.
-
-    Returns:
-        Those to train with, and the held-out ones.
+    The same number is held out of each pair of colour and shape.
     """
     num_each = len(SIZES) * len(PLACES)
     held_out = {
@@ -123,16 +109,7 @@ def split_scenes(random: np.random.Generator) -> tuple[list[Scene], list[Scene]]
 
 
 def draw_scene(scene: Scene, *, image_size: int, random: np.random.Generator) -> np.ndarray:
-    """Draw a scene.
-
-    Args:
-        scene: What to draw.
-        image_size: Side of the picture in pixels.
-        random: Varies size and place a little.
-
-    Returns:
-        RGB, uint8 (H, W, 3).
-    """
+    """Draw a scene, varying its size and place a little: RGB, uint8 (H, W, 3)."""
     half = SIZES[scene.size] / 2 * (1 + random.uniform(-SIZE_JITTER, SIZE_JITTER))
     centre = np.add(PLACES[scene.place], random.uniform(-PLACE_JITTER, PLACE_JITTER, 2))
     num_points = image_size * POINTS_PER_PIXEL

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import write_json
-from sdbench.data.drawn import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, reader_of
+from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, reader_of
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse

@@ -81,7 +81,7 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
     import torch
 
     from sdbench import data
-    from sdbench.data.drawn import list_pictures, open_picture, reader_of
+    from sdbench.data.pictures import list_pictures, open_picture, reader_of
     from sdbench.data.prepare.rows import describe_source
     from sdbench.ranks.distributed import Ranks
     from sdbench.tasks.score.networks import open_networks, try_out

@@ -16,7 +16,7 @@ from PIL import Image
 from sdbench import data
 from sdbench.base.errors import ConfigError, blamed_on
 from sdbench.base.files import replace_file
-from sdbench.data.overlap import find_overlap
+from sdbench.data.identity import find_overlap
 from sdbench.data.pipeline.batches import BatchReader
 from sdbench.data.remote import identify
 from sdbench.data.samples import Samples

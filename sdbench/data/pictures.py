@@ -24,14 +24,10 @@ BEFORE, AFTER, SHEET_NAME = "before", "after", "before_after.png"
 
 
 def list_pictures(folder: Path) -> list[tuple[Path, str]]:
-    """The pictures that generate.py has drawn, or those of a data set, in the table's order.
-
-    Returns:
-        Pairs of file and caption; at least one.
+    """Return pictures with captions, of generate.py or of a data set, in the order of the table.
 
     Raises:
-        ConfigError: There is no table of captions, no picture in it, a row of it
-            cannot be read, or a picture or a caption is missing.
+        ConfigError: The table is missing, empty or damaged, or a picture or caption is missing.
     """
     table = next((name for name in TABLES if (folder / name).is_file()), None)
     if table is None:
@@ -49,7 +45,7 @@ def list_pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def reader_of(rows: Sequence[tuple[Path, str]]) -> Callable[[int], ImageSample]:
-    """Reads the pictures of `list_pictures` by number."""
+    """Return a function that reads the pictures of `list_pictures` by number."""
 
     def read(number: int) -> ImageSample:
         path, caption = rows[number]
