@@ -121,9 +121,9 @@ page-picture: ## Make the picture of results/index.html that README.md shows; CH
 	$(CHROMIUM) --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
 	  --window-size=1280,900 --screenshot=results/plots/page.png results/index.html
 
-settings: $(STAMP) ## Make SETTINGS.md again from the declarations of the settings
-	$(VENV)/bin/python -m sdbench.settings.page > SETTINGS.md.new
-	mv SETTINGS.md.new SETTINGS.md
+settings: $(STAMP) ## Make docs/settings.md again from the declarations of the settings
+	$(VENV)/bin/python -m sdbench.settings.page > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
 
 clean: ## Remove the virtual environment and caches; runs/ and results/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

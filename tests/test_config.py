@@ -165,7 +165,7 @@ def test_every_setting_has_help_and_a_kind(name):
 
 def test_the_page_of_settings_is_made_from_their_declarations(repository):
     # Otherwise: make settings
-    assert (repository / "SETTINGS.md").read_text() == make_page()
+    assert (repository / "docs/settings.md").read_text() == make_page()
 
 
 def test_config_is_frozen():

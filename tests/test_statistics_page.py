@@ -1,4 +1,4 @@
-"""STATISTICS.md has what the code gives: some of its cells simulated again, all of them if slow."""
+"""docs/statistics.md has what the code gives: some cells are simulated again, all if slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools import simulate_steps
 
 @pytest.fixture(scope="module")
 def page(repository) -> str:
-    return (repository / "STATISTICS.md").read_text()
+    return (repository / "docs/statistics.md").read_text()
 
 
 def cell(page: str, heading: str, row: str, column: str) -> str:

@@ -1,6 +1,6 @@
-"""`make_page`: STATISTICS.md, what intervals, precision targets and drift alarms are worth.
+"""`make_page`: docs/statistics.md, what intervals, precision targets and drift alarms are worth.
 
-    .venv/bin/python -m tools.simulate_steps > STATISTICS.md
+    .venv/bin/python -m tools.simulate_steps > docs/statistics.md
 
 Windows of simulated steps of about 1 s go through the code that judges measured ones. Each cell of
 a table has its own seed, so that a test can repeat a single one.
@@ -248,7 +248,7 @@ steps varies by 2.2 % itself, and that of 10 by 3.0 %, so few of these windows c
 
 
 def make_page() -> str:
-    """The text of STATISTICS.md."""
+    """The text of docs/statistics.md."""
     lengths = (10, 20, 50, 100, 200)
     coverage = {(case, n): find_coverage(case, n) for case in CASES for n in lengths}
     parts = [HEAD, COVERAGE]

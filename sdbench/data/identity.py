@@ -70,8 +70,9 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     keep them.
 
     Returns:
-        ``names_and_sizes`` and ``times``, hashes; ``num_files``, ``num_bytes`` (None where a size
-        is not known). None where nothing is stored.
+        ``names``, ``names_and_sizes`` and ``times``, hashes; ``num_files``, ``num_bytes`` (None
+        where a size is not known). None where nothing is stored. Of MDS ``names`` has the whole
+        index.
 
     Raises:
         ConfigError: There is no such data set.
@@ -80,7 +81,12 @@ def identify_data(sources: Sequence[SourceConfig]) -> dict[str, Any] | None:
     if all(source.data_format == "synthetic" for source in sources):
         return None
     facts, times_ns = _describe_files(sources)
-    return {"names_and_sizes": _hash(facts), "times": _hash(times_ns), **_count(facts)}
+    return {
+        "names": _hash([fact.get("name", fact.get("index")) for fact in facts]),
+        "names_and_sizes": _hash(facts),
+        "times": _hash(times_ns),
+        **_count(facts),
+    }
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""`make_page`: SETTINGS.md, the tables of all settings of benchmark.py."""
+"""`make_page`: docs/settings.md, the tables of all settings of benchmark.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ This page is made from the declarations in `sdbench/settings/` by `make settings
 
 
 def make_page() -> str:
-    """The text of SETTINGS.md."""
+    """The text of docs/settings.md."""
     lines, group = [HEAD.rstrip("\n")], None
     for declared in SETTINGS.values():
         if declared.group != group:

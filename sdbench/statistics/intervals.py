@@ -25,7 +25,7 @@ MAX_JUMP = 0.02
 TREND_LEVEL = 0.90
 JUMP_LEVEL = 0.997
 # A drift of 3 % in 50 independent steps that vary by 3 % is found in about half of the windows by
-# 50 blocks and in 38 % by 25. STATISTICS.md has what is found with the constants of this file.
+# 50 blocks and in 38 % by 25. docs/statistics.md has what is found with the constants of this file.
 MAX_DRIFT_BLOCKS = 50
 # Added to the correlation of n blocks before their drift is judged: 8 / n. Correlation and drift of
 # a few steps look alike: without it a third of the windows of 10 and 20 steps with a correlation

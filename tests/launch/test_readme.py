@@ -1,4 +1,4 @@
-"""Every command of the README that needs no GPU: what is quick is run, the rest is planned.
+"""Every command of the guides that needs no GPU: what is quick is run, the rest is planned.
 
 A command on the full model is planned here (`--print_config` goes through every check that comes
 before the weights are built) and run to its end by the tests marked slow.
@@ -27,13 +27,22 @@ from sdbench.record.store import load_record
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (
+# In the order in which one reads them.
+GUIDES = (
     "README.md",
+    "docs/measure.md",
+    "docs/data.md",
+    "docs/train.md",
+    "docs/subject.md",
+    "docs/results.md",
+    "multi-node/ray.md",
+)
+DOCUMENTS = (
+    *GUIDES,
     "single-node/README.md",
     "multi-node/README.md",
-    "multi-node/ray.md",
     "CONTRIBUTING.md",
-    "FAULTS.md",
+    "docs/faults.md",
     "results/README.md",
 )
 BIN = Path(sys.executable).parent
@@ -42,10 +51,16 @@ LAUNCHERS = ("composer", "torchrun", "python")
 DATA_TOOLS = ("convert", "verify-data", "precompute")
 
 
+def blocks(language: str) -> list[str]:
+    """The code blocks of the guides in a language."""
+    text = "".join((ROOT / guide).read_text() for guide in GUIDES)
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
 def commands() -> list[str]:
-    """Lines of the README's bash blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    """Lines of the guides' bash blocks, each once."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
 
 
 def launched() -> list[str]:
@@ -105,8 +120,8 @@ def is_of_subject(command: str) -> bool:
 
 def is_of_training(command: str) -> bool:
     """Whether it is a step from pictures to a picture drawn; each needs the one before."""
-    names = ("train.py", "generate.py", "-m sdbench export")
-    return any(name in command for name in names) and not is_of_subject(command)
+    starts = ("python train.py", "python generate.py", "python -m sdbench export")
+    return command.startswith(starts) and not is_of_subject(command)
 
 
 def is_quick(command: str) -> bool:
@@ -114,7 +129,7 @@ def is_quick(command: str) -> bool:
 
 
 def make_data(folder: Path) -> None:
-    """Do what the README's tools do, in its order, with the small model."""
+    """Do what the tools of the guide to data do, in its order, with the small model."""
     from sdbench.cli import main
 
     tools = [shlex.split(command) for command in launched() if is_tool(command)]
@@ -126,7 +141,7 @@ def make_data(folder: Path) -> None:
         assert main(argv) == 0
 
 
-def test_the_readme_has_its_commands():
+def test_the_guides_have_their_commands():
     assert "composer benchmark.py --use_synth_data --device_train_microbatch_size 8" in commands()
     assert (
         "composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4"
@@ -164,11 +179,12 @@ def test_a_quick_command_runs_as_it_stands(command, workplace, capsys, monkeypat
 def test_from_pictures_to_a_picture_drawn(workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
     training = [command for command in launched() if is_of_training(command)]
-    assert len(training) == 3
+    assert len(training) == 6
     for command in training:
         assert run_here(shlex.split(command)[1:], monkeypatch) == 0, capsys.readouterr()
-    drawn = list((workplace / "circle" / "pictures").iterdir())
-    assert [path.name for path in drawn] == ["00000.png"]
+    for folder in ("circle", "square"):
+        drawn = list((workplace / folder / "pictures").iterdir())
+        assert [path.name for path in drawn] == ["00000.png"]
 
 
 @pytest.fixture
@@ -275,8 +291,7 @@ def ray_head(tmp_path, ray_environment) -> Iterator[tuple[int, int]]:
 @pytest.mark.timeout(600)
 def test_a_cluster_is_joined_and_given_a_job(ray_head, ray_environment, workplace):
     port, dashboard_port = ray_head
-    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    (block,) = (block for block in blocks if "ray job submit" in block)
+    (block,) = (block for block in blocks("text") if block.startswith("export RAY_AUTH_MODE"))
     export, token, start, joining, job, stop = block.splitlines()
     assert (export, token) == ("export RAY_AUTH_MODE=token", "ray get-auth-token --generate")
     assert (start, stop) == ("ray start --head", "ray stop")
@@ -305,9 +320,13 @@ def wait_for(port: int) -> None:
 
 
 def test_commands_in_order_do_not_draw_into_one_folder():
-    text = (ROOT / "README.md").read_text()
+    text = "".join((ROOT / guide).read_text() for guide in GUIDES)
     folders = re.findall(r"^python generate\.py .*--folder (\S+)", text, flags=re.MULTILINE)
-    assert len(folders) == len(set(folders)) == 4
+    assert len(folders) == len(set(folders)) == 5
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.slow
@@ -354,7 +373,7 @@ def test_every_file_that_a_document_names_is_there(document):
 
 
 def test_every_test_that_the_table_of_faults_names_is_there():
-    rows = [line for line in (ROOT / "FAULTS.md").read_text().splitlines() if line[:2] == "| "]
+    rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line[:2] == "| "]
     faults = [row for row in rows if row != "| fault | what happens | test |"]
     assert len(faults) > 100
     for row in faults:

@@ -50,7 +50,8 @@ def test_a_failure_and_the_rest_give_the_same_files(tmp_path, picture_folder, ra
     assert run(picture_folder, out, *RAY, *argv) == 1
     assert not out.exists()
     broken.write_bytes(whole)
-    assert run(picture_folder, out, *RAY, *argv) == 0
+    assert run(picture_folder, out, *RAY, *argv) == 2
+    assert run(picture_folder, out, *RAY, *argv, "--changed_inputs", "accept") == 0
     assert files(out) == files(tmp_path / "here")
     failed, record = records(out)
     assert "9.png: the image cannot be decoded" in failed["reason"]

@@ -173,7 +173,6 @@ def plan(flags: ConvertFlags) -> Conversion:
         "empty_captions": source.empty_captions,
         "num_samples": num_samples,
         "samples_per_shard": samples_per_shard,
-        "data": identify_data([source]),
     }
     output = open_output(
         Path(flags.folder),
@@ -181,6 +180,8 @@ def plan(flags: ConvertFlags) -> Conversion:
         columns=rows.columns,
         num_chunks=-(-num_samples // samples_per_shard),
         job=job,
+        data=identify_data([source]),
+        accepts_changes=flags.changed_inputs == "accept",
     )
     return Conversion(
         rows=rows,

@@ -82,6 +82,13 @@ class ConvertFlags(StoredDataFlags):
         "on_bad_sample",
         help="stop at a sample that cannot be used, or leave it out and report it",
     )
+    changed_inputs: str = setting(
+        one_of("refuse", "accept"),
+        "refuse",
+        "files of the source that were written again, under their names, since an unfinished data "
+        "set was begun (a repaired picture): it does not go on, or goes on and its finished shards "
+        "stay",
+    )
     max_bad_fraction: float = shared(
         DataSettings, "max_bad_fraction", help="share of bad samples above which skipping gives up"
     )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.base.errors import ConfigError, RunError
+from sdbench.data.identity import describe_change
 from sdbench.data.made_by import note_how_made
 from sdbench.data.prepare.chunk_formats import (
     FORMATS,
@@ -225,6 +226,8 @@ def open_output(
     columns: Columns,
     num_chunks: int,
     job: Mapping[str, object],
+    data: Mapping[str, Any] | None = None,
+    accepts_changes: bool = False,
 ) -> Output:
     """Begin a data set, or go on with one that was not finished.
 
@@ -235,6 +238,9 @@ def open_output(
         num_chunks: Chunks of the whole data set.
         job: What decides the content of the chunks, as values of JSON; not how the work is done
             (workers, what happens on bad samples).
+        data: The source as `identify_data` describes it.
+        accepts_changes: Go on where files of the source have been written again under their names,
+            e.g. a picture that was repaired. Finished chunks keep what they hold.
 
     Raises:
         ConfigError: `out` exists, or holds the beginnings of another job.
@@ -247,6 +253,7 @@ def open_output(
         "data_format": data_format,
         "columns": output.columns,
         "num_chunks": num_chunks,
+        "data": data,
     }
     with output._errors_named():
         _check_absent(output)
@@ -261,6 +268,7 @@ def open_output(
             note.rename(path)
         found = json.loads(path.read_bytes())
     _check_same_job(output, found=found, wanted=json.loads(json.dumps(facts)))
+    _check_same_data(output, found=found.get("data"), wanted=data, accepts=accepts_changes)
     return output
 
 
@@ -302,14 +310,14 @@ def _check_ours(partial: Path) -> None:
 
 
 def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
-    if found == wanted:
-        return
     flat = [{**facts, **facts["job"]} for facts in (found, wanted)]
     differing = sorted(
         key
         for key in flat[0].keys() | flat[1].keys()
-        if key != "job" and flat[0].get(key) != flat[1].get(key)
+        if key not in ("job", "data") and flat[0].get(key) != flat[1].get(key)
     )
+    if not differing:
+        return
     key = differing[0]
     raise ConfigError(
         f"{output.partial} holds the beginnings of another job, with another "
@@ -318,6 +326,22 @@ def _check_same_job(output: Output, *, found: dict, wanted: dict) -> None:
         allowed=f"{flat[0].get(key)!r} as before, another folder, or delete that folder",
         flag=FOLDER_FLAG,
     )
+
+
+def _check_same_data(output: Output, *, found: Any, wanted: Any, accepts: bool) -> None:
+    if found in (None, wanted):  # None: synthetic, or begun by a version that did not note it
+        return
+    change = describe_change(found, wanted)
+    same_names = found["names"] == wanted["names"]
+    if not (same_names and accepts):
+        raise ConfigError(
+            f"{output.partial} was begun with other data: {change}",
+            value="refuse" if same_names else "files of other names, so that shards have others",
+            allowed="the data it was begun with, another --folder, or "
+            + ("accept" if same_names else "delete that folder"),
+            flag="--changed_inputs" if same_names else FOLDER_FLAG,
+        )
+    print(f"{change} (--changed_inputs accept): finished shards keep what they hold")
 
 
 class _ChunkNote(NamedTuple):

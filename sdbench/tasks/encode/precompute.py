@@ -133,6 +133,7 @@ class PrecomputeSettings:
         DataSettings, "use_synth_data", help="encode synthetic images, to measure speed"
     )
     on_bad_sample: str = shared(ConvertFlags, "on_bad_sample")
+    changed_inputs: str = shared(ConvertFlags, "changed_inputs")
     random_weights: bool = shared(ModelSettings, "random_weights")
     model_name: str = shared(ModelSettings, "model_name")
     model_revision: str | None = shared(ModelSettings, "model_revision")
@@ -373,7 +374,6 @@ def _job_facts(plan: Plan) -> dict[str, Any]:
         "model_name": str(architecture.weights_folder or architecture.name),
         "model_revision": architecture.revision,
         "num_samples": plan.job.num_samples,
-        "data": identify_data(plan.job.configs[:1]),
         "weights": architecture.identify_weights(("vae", "text_encoder")),
         **{name: config[name] for name in names},
     }
@@ -410,6 +410,8 @@ class Precompute(Task):
             columns=plan.job.columns(),
             num_chunks=plan.job.num_shards,
             job=_job_facts(plan),
+            data=identify_data(plan.job.configs[:1]),
+            accepts_changes=plan.config["changed_inputs"] == "accept",
         )
         self.resources.enter_context(output.lock())
         self._output = output, output.missing_chunks()
