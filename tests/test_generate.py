@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
-import os
 import re
-import socket
 import subprocess
 import sys
 import tarfile
@@ -24,6 +21,7 @@ from sdbench.models.architecture import resolve_architecture
 from sdbench.models.drawing import DrawingSettings, draw
 from sdbench.models.stable_diffusion import build_stable_diffusion
 from sdbench.tasks.generate import GenerateFlags, read_prompts
+from tests.forked import exit_codes, forked_ranks
 from tests.refusals import refused
 
 OPTIONS = ("--model_name", "tiny", "--num_steps", "2", "--device_batch_size", "2", "--seed", "40")
@@ -131,30 +129,11 @@ def test_a_tar_holds_pictures_and_prompts(tmp_path):
     assert not Path("packed/pictures").exists()
 
 
-def be_rank(argv: list[str], rank: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    os._exit(generate.main(argv))
-
-
 def test_two_ranks_draw_what_one_draws(tmp_path):
     run("--prompts", PROMPTS, "--folder", "alone", "--num_images_per_prompt", 3)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     argv = [*OPTIONS, "--prompts", PROMPTS, "--folder", "both", "--num_images_per_prompt", "3"]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=be_rank, args=(argv, rank, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    with forked_ranks(lambda: generate.main(argv), tmp_path) as ranks:
+        assert exit_codes(ranks) == [0, 0]
     assert contents(Path("both")) == contents(Path("alone"))
     record = json.loads(Path("both/generate.json").read_text())
     assert record["summary"]["num_drawn"] == 9

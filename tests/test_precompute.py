@@ -144,18 +144,23 @@ def test_a_short_run_has_no_rate():
 # --- Kills and ranks -----------------------------------------------------------------------------
 
 
-def run_ranks(argv: list[str], folder: Path) -> list[int | None]:
-    """Exit codes of two ranks."""
-    with forked_ranks(lambda: precompute.main(argv), folder) as ranks:
-        return exit_codes(ranks)
+@pytest.fixture
+def run_two(tmp_path, picture_folder):
+    """A function that precomputes in two ranks: to their exit codes."""
+
+    def run_once(out: str, *argv: str) -> list[int | None]:
+        places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
+        arguments = [*TINY, *argv, *places, "--folder", str(tmp_path / out)]
+        with forked_ranks(lambda: precompute.main(arguments), tmp_path) as ranks:
+            return exit_codes(ranks)
+
+    return run_once
 
 
-def test_two_ranks_write_what_one_writes(run, tmp_path, picture_folder):
+def test_two_ranks_write_what_one_writes(run, run_two, tmp_path):
     options = ["--image_size", "64,128", "--samples_per_shard", "3", "--stored_latents", "sampled"]
     run("alone", *options)
-    places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
-    argv = [*TINY, *options, *places, "--folder", str(tmp_path / "together")]
-    assert run_ranks(argv, tmp_path) == [0, 0]
+    assert run_two("together", *options) == [0, 0]
     assert shards(tmp_path / "together") == shards(tmp_path / "alone")
     (path,) = (tmp_path / "runs-of-two").glob("*/record.json")
     record = load_record(path)
@@ -164,13 +169,9 @@ def test_two_ranks_write_what_one_writes(run, tmp_path, picture_folder):
     assert record["summary"]["num_images"] == NUM_PICTURES
 
 
-def test_a_killed_run_goes_on_with_another_number_of_ranks(
-    run, tmp_path, picture_folder, monkeypatch
-):
+def test_a_killed_run_goes_on_with_another_number_of_ranks(run, run_two, tmp_path, monkeypatch):
     options = ["--samples_per_shard", "1"]
     run("whole", *options)
-    places = ["--remote", str(picture_folder), "--results_dir", str(tmp_path / "runs-of-two")]
-    argv = [*TINY, *options, *places, "--folder", str(tmp_path / "latents")]
     write_chunk = Output.write_chunk
 
     def write_and_die(output, number, rows, *, bad):
@@ -184,7 +185,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(
 
     with monkeypatch.context() as patch:
         patch.setattr(Output, "write_chunk", write_and_die)
-        codes = run_ranks(argv, tmp_path)
+        codes = run_two("latents", *options)
     assert codes == [1, -signal.SIGKILL]
     assert not (tmp_path / "latents").exists()
     num_kept = len(list((tmp_path / "latents.partial" / "chunks").iterdir()))

@@ -32,7 +32,7 @@ from sdbench.record.history import read_history
 from sdbench.record.store import load_record
 from sdbench.tasks.score.command import main as score_main
 from sdbench.tasks.score.held_out import score_model
-from sdbench.tasks.score.networks import ClipNetwork, FidNetwork, Networks
+from sdbench.tasks.score.networks import ClipNetwork, FidNetwork
 from sdbench.tasks.score.scores import frechet_distance
 from tests.forked import run_in_group
 from tests.refusals import printed_refusal, refusal_of
@@ -211,7 +211,7 @@ def test_two_ranks_score_what_one_scores(tmp_path, fid, clip) -> None:
     )
     folder = write_pictures(tmp_path / "held-out", make_pictures(8), captions_of(9))
     (folder / "03.png").write_bytes(b"no picture")
-    networks = Networks(FidNetwork(fid, device="cpu"), ClipNetwork(clip, device="cpu"))
+    networks = {"fid": FidNetwork(fid, device="cpu"), "clip": ClipNetwork(clip, device="cpu")}
     tokenize = CaptionTokenizer(pad_token_id=0)
 
     place = dict(data_format="folder", remote=str(folder), device_batch_size=1, seed=0)

@@ -1,4 +1,4 @@
-"""The task of generate.py: draw pictures from prompts, on all ranks, and go on where it stopped."""
+"""The task of generate.py: draw pictures from prompts, on all ranks, and resume after a stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import shutil
-import tarfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,7 @@ from sdbench.tasks.prompts import make_tokenizer, number_prompts, read_prompt_fi
 
 TAR_NAME, TABLE_NAME, GRID_NAME = "pictures.tar", "prompts.csv", "grid.png"
 PROMPT_FLAG = "--prompts or --prompt_file"
-# A rank that has drawn its share waits for the others.
+# A rank that has finished its share waits for the others.
 RANK_TIMEOUT_S = 24 * 3600.0
 
 
@@ -110,16 +109,10 @@ class Picture(NamedTuple):
 
 
 def read_prompts(flags: GenerateFlags) -> list[tuple[str, str]]:
-    """The prompts, each with a name that no other has.
-
-    Args:
-        flags: With prompts, or a file of them.
-
-    Returns:
-        Pairs of uid and prompt. Prompts of a text have their numbers for names.
+    """Pairs of unique name and prompt, from the flags or the file that they name.
 
     Raises:
-        ConfigError: There are none, or the file cannot be used.
+        ConfigError: There is no prompt, or the file cannot be used.
     """
     if (flags.prompts is None) == (flags.prompt_file is None):
         raise ConfigError(
@@ -153,7 +146,7 @@ def list_pictures(
 
 
 class Generate(Task):
-    """Draws pictures; its request are the `GenerateFlags`."""
+    """Draws pictures; its request is one of `GenerateFlags`."""
 
     kind = "generate"
     program = "generate.py"
@@ -199,7 +192,7 @@ class Generate(Task):
         )
 
     def make_folder(self) -> Path:
-        """That of --folder, new or with pictures of the same job."""
+        """The one of --folder, new or with pictures of the same job."""
         folder = Path(self._flags.folder)
         self._check_earlier_job(folder)
         try:
@@ -229,7 +222,7 @@ class Generate(Task):
             earlier = json.loads(record.read_text(encoding="utf-8"))["job"]
         except (OSError, ValueError, KeyError, TypeError):
             earlier = {}
-        # Compared as JSON has it.
+        # As JSON stores it.
         job = json.loads(json.dumps(self._job()))
         earlier = {"lora": [], **earlier}  # a folder may be older than the flag
         unlike = sorted(name for name, value in job.items() if earlier.get(name) != value)
@@ -243,7 +236,7 @@ class Generate(Task):
 
     @functools.cached_property
     def _weights(self) -> dict[str, str]:
-        # All of it is read, and the first rank alone compares it.
+        # The files are read as a whole, and only the first rank compares them.
         parts = ("unet", "vae", "text_encoder") if self._ranks.rank == 0 else ()
         return self._architecture.identify_weights(parts)
 
@@ -309,9 +302,9 @@ class Generate(Task):
         }
 
     def _missing_batches(self, folder: Path) -> list[list[Picture]]:
-        """The batches of which a picture is missing.
+        """The batches with a missing picture.
 
-        They are the same whoever draws them and in however many runs, and so are the pictures.
+        Batches, and so pictures, do not depend on the number of ranks and of runs.
         """
         if (folder / TAR_NAME).is_file():
             return []
@@ -352,7 +345,7 @@ class Generate(Task):
                 for picture, image in zip(batch, pictures, strict=True):
                     with _in_one_piece(folder / PICTURES_NAME / picture.file) as path:
                         image.save(path, format="png")
-                # The other ranks advance alike.
+                # The other ranks advance at the same pace.
                 count = min(len(batch) * self._ranks.world_size, total - num_done)
                 num_done += count
                 progress.advance(count)
@@ -382,7 +375,18 @@ class Generate(Task):
         with _in_one_piece(folder / GRID_NAME) as path:
             grid.save(path, format="png")
         if self._flags.tar:
-            _pack(self._pictures, place=place, tar=folder / TAR_NAME)
+            import webdataset
+
+            # A constant time, so that the same pictures make the same file.
+            with (
+                _in_one_piece(folder / TAR_NAME) as path,
+                webdataset.TarWriter(str(path), encoder=False, mtime=0) as tar,
+            ):
+                for picture in self._pictures:
+                    content = (place / picture.file).read_bytes()
+                    caption = picture.caption.encode()
+                    key = Path(picture.file).stem
+                    tar.write({"__key__": key, "png": content, "txt": caption})
             shutil.rmtree(place)
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
@@ -437,22 +441,7 @@ def _write_table(folder: Path, pictures: Sequence[Picture]) -> None:
 
 @contextlib.contextmanager
 def _in_one_piece(path: Path) -> Iterator[Path]:
-    """Where to write a file that becomes `path` when it is whole."""
+    """Yield a path to write to, which is renamed to `path` at the end."""
     partial = path.with_name(f".{path.name}")
     yield partial
     partial.replace(path)
-
-
-def _pack(pictures: Sequence[Picture], *, place: Path, tar: Path) -> None:
-    """Put pictures and prompts into a tar, in one piece and always the same."""
-    with _in_one_piece(tar) as path, tarfile.open(path, "w") as archive:
-        for picture in pictures:
-            content = (place / picture.file).read_bytes()
-            name = Path(picture.file).stem
-            for member, data in (
-                (f"{name}.png", content),
-                (f"{name}.txt", picture.caption.encode()),
-            ):
-                info = tarfile.TarInfo(member)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))

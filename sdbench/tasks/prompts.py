@@ -1,4 +1,4 @@
-"""Prompts from a text file or a CSV, and the tokenizer that a model reads them by."""
+"""Prompts from a text file or a CSV, and the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UID = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
-    """The prompts of a file, each with a name that no other has.
+    """Read prompts from a text with one per line, or from a CSV with the columns uid and caption.
 
     Args:
-        path: Text with a prompt on each line, or a CSV with the columns uid and caption.
+        path: Of the file.
         flag: For errors.
 
     Returns:
-        Pairs of uid and prompt. Prompts of a text have their numbers for names.
+        Pairs of unique uid and prompt. In a text, the uid is the number of the prompt.
 
     Raises:
-        ConfigError: There are none, or the file cannot be used.
+        ConfigError: There is no prompt, or the file cannot be used.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -43,7 +43,7 @@ def read_prompt_file(path: str, *, flag: str) -> list[tuple[str, str]]:
 
 
 def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple[str, str]]:
-    """Prompts with their numbers for names; empty lines are none.
+    """Pairs of number and prompt; empty lines do not count.
 
     Args:
         lines: The prompts.
@@ -51,7 +51,7 @@ def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple
         flag: For errors.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: There is no prompt.
     """
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
@@ -60,7 +60,7 @@ def number_prompts(lines: Sequence[str], *, value: str, flag: str) -> list[tuple
 
 
 def make_tokenizer(architecture: Architecture, *, new_token: str | None = None) -> CaptionTokenizer:
-    """The tokenizer of a model, with a word more where one is learned."""
+    """The tokenizer of a model, with the learned word if there is one."""
     from sdbench.data.pipeline.tokenizer import CaptionTokenizer
 
     return CaptionTokenizer(

@@ -1,7 +1,7 @@
-"""How fast Ray Data feeds emulated trainers: what data.py --engine ray does in each of its ranks.
+"""`data.py --engine ray` in each of its ranks: measure how fast Ray Data feeds emulated trainers.
 
-The ranks take the batches that --online_preprocessing would give them, all of a step together as
-the gradients' averaging would have it, and sleep in place of training.
+The ranks take the batches of --online_preprocessing, each step together as gradient averaging
+requires, and sleep instead of training.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ if TYPE_CHECKING:
     from sdbench.settings.feed import FeedSettings
     from sdbench.tasks.encode.online import OnlineLoader
 
-# Batches that wait at the end of a trainer: one in its hand, one behind that.
+# Batches that wait at a trainer: the one it takes, and the next one.
 NUM_AT_TRAINER = 2
-# Parts of the window that an interval is over.
+# Parts of the window for an interval.
 MAX_PARTS = 20
 
 
 def check(settings: FeedSettings, ranks: Ranks) -> None:
-    """Check what the measurement needs.
-
-    Raises:
-        ConfigError: The ranks do not suit the settings.
-    """
+    """Check that Ray Train started the ranks that the settings ask for."""
     if ray_cluster.RAY_RESTARTS not in os.environ:
         raise ConfigError(
             "The trainers of data.py --engine ray are started by Ray Train alone",
@@ -69,7 +65,7 @@ def check(settings: FeedSettings, ranks: Ranks) -> None:
 
 
 def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
-    """The type that encoders are fast in."""
+    """The fastest type for the encoders."""
     from sdbench.tasks.encode.ray_stream import encoder_resources
 
     ray_cluster.connect(settings.ray_address)
@@ -78,7 +74,7 @@ def choose_encoder_dtype(settings: FeedSettings, machine: Machine) -> str:
 
 
 def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
-    """Batches that may be ready, or under way, before they are asked for."""
+    """Batches that may be ready or in flight before they are requested."""
     from sdbench.tasks.encode.ray_stream import NUM_IN_FLIGHT
 
     num_actors = settings.num_decoders + settings.num_encoders
@@ -87,11 +83,7 @@ def count_stored_batches(settings: FeedSettings, *, num_trainers: int) -> int:
 
 
 def make_source(settings: FeedSettings, *, machine: Machine, ranks: Ranks) -> SourceConfig:
-    """The pictures, as this rank has them.
-
-    Raises:
-        ConfigError: There is no such model, or it has no images of this size.
-    """
+    """The pictures of this rank; a ConfigError refuses the model or the image size."""
     architecture = _architecture(settings)
     architecture.check_image_size(settings.image_size)
     return SourceConfig.from_settings(
@@ -122,16 +114,9 @@ def describe(settings: FeedSettings, source: SourceConfig) -> str:
 def measure(
     settings: FeedSettings, source: SourceConfig, *, ranks: Ranks, run: Run
 ) -> dict[str, Any]:
-    """Take batches as a trainer would.
+    """Take batches as a trainer would; return the summary of all ranks.
 
-    Args:
-        settings: With nothing left open.
-        source: The pictures, of this rank.
-        ranks: This rank.
-        run: Its folder gets what Ray Data tells of its stages.
-
-    Returns:
-        The summary of all ranks.
+    The folder of the run gets Ray Data's statistics of its stages.
     """
     from sdbench.tasks.encode import online
 
@@ -148,7 +133,7 @@ def measure(
         # The stages have work until the last measured batch.
         num_batches=num_warmup + num_batches + num_stored,
     )
-    in_step = _InStep(loader, ranks, looks_at=_spread(num_warmup, num_batches))
+    in_step = _InStep(loader, ranks, sampled=_spread(num_warmup, num_batches))
     num_images = (num_warmup + num_batches) * settings.batch_size
     run.heartbeat.loop_begins()
     with Progress(num_images, unit="image", enabled=ranks.rank == 0) as progress:
@@ -165,26 +150,25 @@ def measure(
             step_s=settings.emulate_step_seconds or 0.0,
             observe=observe,
         )
-    looks = in_step.looks()
+    samples = in_step.samples()
     if ranks.rank == 0:
         (run.folder / RAY_DATA_NAME).write_text(loader.describe_stream() or "", encoding="utf-8")
     loader.close()
-    return _summarize(settings, distributed.gather(feed, ranks), looks=looks)
+    return _summarize(settings, distributed.gather(feed, ranks), samples=samples)
 
 
 def _spread(num_warmup: int, num_batches: int) -> set[int]:
-    """Numbers of batches, from 1, behind which the stages are looked at: the window in parts."""
+    """Numbers of batches, from 1, after which the stages are sampled: the window in parts."""
     num_parts = min(MAX_PARTS, num_batches)
     return {num_warmup + num_batches * part // num_parts for part in range(num_parts + 1)}
 
 
 class StageTime(NamedTuple):
-    """What the actors of a stage have done since the stream began.
+    """Work of a stage since the stream began.
 
     Attributes:
-        num_rows: Batches of a trainer that they have made.
-        busy_s: Time of all actors that these have taken, with what it takes to receive a row and
-            to hand it on.
+        num_rows: Batches that its actors have made.
+        busy_s: Time of all actors for these, with receiving and returning a row.
     """
 
     num_rows: int
@@ -192,9 +176,9 @@ class StageTime(NamedTuple):
 
 
 def read_stages(text: str) -> dict[str, StageTime]:
-    """The stages, by the name of their class, in what Ray Data tells of a stream.
+    """The stages, by class name, in Ray Data's statistics of a stream.
 
-    It prints the rows that a stage has made, and how many a single actor makes in a second.
+    They have the rows that a stage has made, and how many a single actor makes in a second.
     """
     stages = {}
     for part in text.split("\nOperator ")[1:]:
@@ -207,18 +191,14 @@ def read_stages(text: str) -> dict[str, StageTime]:
 
 
 class _InStep:
-    """A loader whose batches arrive when those of all ranks have.
+    """A loader that yields a batch when all ranks have theirs; counts them in `num_batches`."""
 
-    Attributes:
-        num_batches: Batches that have arrived.
-    """
-
-    def __init__(self, loader: OnlineLoader, ranks: Ranks, *, looks_at: Collection[int]) -> None:
+    def __init__(self, loader: OnlineLoader, ranks: Ranks, *, sampled: Collection[int]) -> None:
         self._loader = loader
         self._ranks = ranks
-        self._looks_at = looks_at if ranks.rank == 0 else ()
+        self._sampled = sampled if ranks.rank == 0 else ()
         self.num_batches = 0
-        self._looks: list[dict[str, StageTime]] = []
+        self._samples: list[dict[str, StageTime]] = []
         self._threads: list[threading.Thread] = []
 
     @property
@@ -229,26 +209,26 @@ class _InStep:
         for batch in self._loader:
             distributed.maximum_on_hosts(0, self._ranks)  # waits for all
             self.num_batches += 1
-            if self.num_batches in self._looks_at:
-                # Beside the steps: the answer takes time, which nobody should wait for.
-                self._threads.append(threading.Thread(target=self._look, daemon=True))
+            if self.num_batches in self._sampled:
+                # In a thread: the answer takes time, for which no step should wait.
+                self._threads.append(threading.Thread(target=self._sample, daemon=True))
                 self._threads[-1].start()
             yield batch
 
-    def looks(self) -> list[dict[str, StageTime]]:
-        """The stages at some of the batches, in order; on the first rank."""
+    def samples(self) -> list[dict[str, StageTime]]:
+        """The stages at the sampled batches, in order; on the first rank."""
         for thread in self._threads:
             thread.join()
-        return sorted(self._looks, key=lambda stages: sum(one.num_rows for one in stages.values()))
+        return sorted(self._samples, key=lambda stages: sum(s.num_rows for s in stages.values()))
 
-    def _look(self) -> None:
-        self._looks.append(read_stages(self._loader.describe_stream() or ""))
+    def _sample(self) -> None:
+        self._samples.append(read_stages(self._loader.describe_stream() or ""))
 
 
 def _summarize(
-    settings: FeedSettings, feeds: Sequence[Feed], *, looks: Sequence[dict[str, StageTime]]
+    settings: FeedSettings, feeds: Sequence[Feed], *, samples: Sequence[dict[str, StageTime]]
 ) -> dict[str, Any]:
-    """The record's `summary` of what the ranks have measured."""
+    """The record's `summary` of all ranks."""
     stats = feeds[0].stats
     for other in feeds[1:]:
         stats.merge(other.stats)
@@ -267,7 +247,7 @@ def _summarize(
     stages: dict[str, Any] = {}
     for worker, stage in (("decoder", DecodeStage), ("encoder", EncodeStage)):
         rate, interval = _rate_of_one(
-            [look[stage.__name__] for look in looks if stage.__name__ in look],
+            [one[stage.__name__] for one in samples if stage.__name__ in one],
             images_per_row=settings.batch_size // len(feeds),
         )
         stages |= {
@@ -277,7 +257,7 @@ def _summarize(
             f"num_{worker}s_for_target": math.ceil(target / rate) if target and rate else None,
         }
     return summary | {
-        # Whose cores the decoders share is not known here.
+        # The cores of the decoders' nodes are not known here.
         "images_per_second_per_core": None,
         "ray": {
             "num_trainers": len(feeds),
@@ -291,15 +271,7 @@ def _summarize(
 def _rate_of_one(
     times: Sequence[StageTime], *, images_per_row: int
 ) -> tuple[float | None, Interval | None]:
-    """Images/s of one busy actor in the window, with an interval over its parts.
-
-    Args:
-        times: From the beginning of the window to its end.
-        images_per_row: Images of a row.
-
-    Returns:
-        None for what is not known: too little was made in the window.
-    """
+    """Images/s of one busy actor in the window, with an interval; None if too little was made."""
     if len(times) < 2 or times[-1].num_rows == times[0].num_rows:
         return None, None
     parts = [

@@ -1,7 +1,7 @@
 """The validation loss: held-out samples at fixed time steps and noise, the same at every call.
 
-Chance has no part in it, so it falls smoothly where a training loss scatters, and the losses of the
-time steps show where a model learns. It is the plain squared error also where training weights it.
+It is deterministic, so it falls smoothly where a training loss scatters, and the losses by time
+step show where a model learns. It is the plain squared error, even if training weights it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,12 @@ from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
 
 NUM_TIMESTEPS = 8
-# Held-out samples by number, None for one that only fills a batch, and the batch of them.
+# Numbers of held-out samples (None for one that only fills the batch), and their tensors.
 NumberedBatch = tuple[Sequence[int | None], Mapping[str, Tensor]]
 
 
 def open_held_out(source: SourceConfig) -> BatchReader:
-    """Open held-out samples, to be read without augmentation.
-
-    Args:
-        source: Where they are; of another split than the training data.
-
-    Raises:
-        ConfigError: As `data.check`.
-    """
+    """Open held-out samples, to be read without augmentation; errors as of `data.check`."""
     plain = dataclasses.replace(
         source,
         device_batch_size=1,
@@ -63,9 +56,9 @@ def held_out_batches(
 
     Args:
         reader: Of `open_held_out`.
-        num_samples: Take the first ones; None takes all.
+        num_samples: Samples to take, from the first on; None takes all.
         batch_size: Samples per batch.
-        ranks: The place of this process. All ranks get equally many batches.
+        ranks: The place of this process. All ranks get the same number of batches.
         check: Called before each batch; may raise.
 
     Yields:
@@ -84,7 +77,7 @@ def held_out_batches(
         if not good.keys:
             raise RunError(f"All {len(wanted)} held-out samples are bad: {good.report.bad[0]}")
         found = {key.index: position for position, key in enumerate(good.keys)}
-        # Another one stands in for a bad one, and for one that the other ranks have besides.
+        # Another sample fills the place of a bad one, and of one that this rank lacks at the end.
         numbers = [number if number in found else None for number in wanted]
         positions = [found.get(number % num_samples, 0) for number in wanted]
         yield numbers, {name: tensor[positions] for name, tensor in good.tensors.items()}
@@ -100,15 +93,15 @@ def validation_loss(
 ) -> dict[str, Any]:
     """Measure the error of a model's predictions.
 
-    The noise of a sample follows from its number. The latents of an image are the means that the
-    VAE gives. No global random number is drawn.
+    The noise of a sample is seeded by its number. The latents of an image are the means of the VAE.
+    The global random state is left alone.
 
     Args:
         model: In training or not.
         batches: This rank's share of the samples; each number once on all ranks.
         ranks: The place of this process; every rank has to call.
-        num_timesteps: Time steps at which each sample is predicted: the middles of as many equal
-            parts of the schedule.
+        num_timesteps: Time steps at which each sample is predicted: the middles of equal parts of
+            the schedule.
 
     Returns:
         On every rank ``loss``, the mean, ``by_timestep``, a mean for each, ``timesteps``, and
@@ -131,12 +124,9 @@ def validation_loss(
 def reconstruction_loss(
     model: Autoencoder, batches: Iterable[NumberedBatch], *, ranks: Ranks
 ) -> dict[str, Any]:
-    """Measure how well a VAE gives back images, by the means of their latents.
+    """Measure how well a VAE reconstructs images from the means of their latents.
 
-    Args:
-        model: In training or not.
-        batches: As `validation_loss` takes them.
-        ranks: The place of this process; every rank has to call.
+    The arguments are those of `validation_loss`.
 
     Returns:
         On every rank ``loss``, the mean squared error of pixels in [-1, 1], and ``num_samples``.
@@ -156,11 +146,7 @@ def _measure(
 ) -> Tensor:
     """The errors (N, T) of the samples of all ranks in order, in fp64 on the CPU.
 
-    Args:
-        model: To be put into evaluation mode meanwhile.
-        batches: This rank's share.
-        errors_of: Gives the errors (B, T) of a batch on the device of the model.
-        ranks: The place of this process.
+    `errors_of` returns the errors (B, T) of a batch on the device of the model.
     """
     device = next(model.parameters()).device
     errors: dict[int, list[float]] = {}
@@ -210,15 +196,15 @@ def _errors(
 def averaged_weights(
     job: TrainJob, averages: Mapping[str, Tensor], *, ranks: Ranks
 ) -> Iterator[None]:
-    """Let the model have the moving averages for its weights while the block runs.
+    """Put the moving averages in the place of the model's weights within the block.
 
-    Weights and averages of one type change places, a tensor at a time: that takes no memory. To
-    what is saved at this moment, neither may be touched.
+    Weights and averages of one type are swapped, a tensor at a time, which takes no memory. No save
+    may read them meanwhile.
 
     Args:
         job: Placed, or sharded; every rank has to call.
-        averages: Of the trained weights that this rank averages, by name and placed as they are,
-            as ``ForeachEma.state_dict()["averages"]``. The others come from the ranks that have
+        averages: Of the trained weights that this rank averages, by name and placed like them, as
+            in ``ForeachEma.state_dict()["averages"]``. The others come from the ranks that have
             them (ZeRO-1).
         ranks: The place of this process.
     """
@@ -226,14 +212,14 @@ def averaged_weights(
     weights = job.trained_weights()
     owners = _find_owners(weights, averages, ranks)
     kept: dict[str, Tensor] = {}
-    exchanged: list[str] = []
+    swapped: list[str] = []
     try:
         with torch.no_grad():
             for name, weight in weights.items():
                 average = averages.get(name)
                 if owners[name] is None and average.dtype == weight.dtype:
-                    exchanged.append(name)
-                    _exchange(weight, average)
+                    swapped.append(name)
+                    _swap(weight, average)
                     continue
                 kept[name] = weight.detach().clone()
                 if average is not None:
@@ -244,8 +230,8 @@ def averaged_weights(
         yield
     finally:
         with torch.no_grad():
-            for name in exchanged:
-                _exchange(weights[name], averages[name])
+            for name in swapped:
+                _swap(weights[name], averages[name])
             for name, value in kept.items():
                 weights[name].copy_(value)
         forget_gathered(job)
@@ -264,7 +250,7 @@ def _find_owners(
     }
 
 
-def _exchange(one: Tensor, other: Tensor) -> None:
+def _swap(one: Tensor, other: Tensor) -> None:
     value = one.detach().clone()
     one.copy_(other)
     other.copy_(value)

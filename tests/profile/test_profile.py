@@ -16,11 +16,11 @@ from sdbench.measure.phases import PHASES
 from sdbench.models.architecture import resolve_architecture
 from sdbench.models.flops import count_flops
 from sdbench.models.parameters import count_parameters
-from sdbench.tasks.profile.count import WorkCounter
 from sdbench.tasks.profile.events import StepEvents
-from sdbench.tasks.profile.result import Profile
-from sdbench.tasks.profile.roofline import Ceilings, Operator, Timing, Work, join
+from sdbench.tasks.profile.printout import add_figures
+from sdbench.tasks.profile.roofline import Ceilings, Operator, Profile, Timing, Work, join
 from sdbench.tasks.profile.steps import PhaseMarks
+from sdbench.tasks.profile.work import WorkCounter
 from tests.refusals import printed_refusal
 
 TINY = ("--model_name", "tiny", "--use_synth_data", "--engine", "torch")
@@ -219,30 +219,9 @@ def test_floors_and_shares_of_planted_work_are_exact():
         view: Timing(calls=6, time_s=0.25),
         strange: Timing(calls=1, time_s=0.5),
     }
-    rows = {row.name: row for row in join(counted, timed, ceilings=CEILINGS)}
-    assert list(rows) == ["aten::mm", "aten::add", "my::op", "aten::t"]  # longest first
-    mm, add, op, t = rows.values()
-    assert (mm.arithmetic_s, mm.memory_s, mm.floor_s, mm.bound) == (
-        2.5,
-        2.0,
-        2.0 + 1.5,
-        "arithmetic",
-    )
-    assert (mm.tflop_per_s, mm.gb_per_s) == (0.8, 4.0)
-    assert (mm.arithmetic_percent, mm.memory_percent) == (50.0, 40.0)
-    assert mm.dtypes == {"float32", "bfloat16"} and not mm.calls_differ
-    assert (add.floor_s, add.bound, add.memory_percent, add.arithmetic_percent) == (
-        2.0,
-        "memory",
-        50.0,
-        None,
-    )
-    assert add.calls_differ and not t.calls_differ  # a view is no work
-    assert (op.flop, op.floor_s, op.bound, op.tflop_per_s) == (None, None, None, None)
-    assert (t.floor_s, t.bound) == (0.0, None)
-
+    rows = join(counted, timed, ceilings=CEILINGS)
     profile = Profile(
-        rows=list(rows.values()),
+        rows=rows,
         kernels={},
         ceilings=CEILINGS,
         step_s=8.0,
@@ -251,15 +230,31 @@ def test_floors_and_shares_of_planted_work_are_exact():
         model_flop=2e12,
         num_trained=10**9,
     )
+    figures = add_figures(rows, profile).set_index("operator")
+    # Longest first.
+    assert list(figures.index) == ["aten::mm", "aten::add", "my::op", "aten::t"]
+    names = ["floor_ms", "bound", "tflop_per_s", "arithmetic_percent", "gb_per_s", "memory_percent"]
+    assert figures[names].values.tolist() == [
+        [2000.0 + 1500.0, "arithmetic", 0.8, 50.0, 4.0, 40.0],
+        [2000.0, "memory", 0.0, None, 5.0, 50.0],
+        [None] * 6,
+        [0.0, None, 0.0, None, 0.0, None],
+    ]
+    assert figures.types["aten::mm"] == "bfloat16 float32"
+    assert figures.shapes["aten::mm"] == "2x3 3x4"
+    assert list(rows.operator[rows.calls_differ]) == ["aten::add"]  # a view is no work
+
     assert profile.floor_s == 5.5 and profile.counted_flop == 4 * 10**12
     # 2 TFLOP at 4 TFLOP/s, and 28 GB at 10 GB/s.
     assert profile.needed_floor_s == pytest.approx(0.5 + 2.8)
     assert (profile.explained_percent, profile.outside_s) == (92.5, 0.25)
-    assert [row.name for row in profile.unmatched] == ["my::op"]
-    backward, optimizer, rest = profile.by_phase
-    assert (backward.phase, backward.time_s, backward.floor_s) == ("backward", 5.75, 3.5)
-    assert (optimizer.time_s, rest.time_s, rest.phase) == (4.0, 0.25, "no operator")
-    assert math.isclose(sum(profile.share(row.time_s) for row in profile.by_phase), 100)
+    assert list(profile.unmatched.operator) == ["my::op"]
+    phases = profile.by_phase.set_index("phase")
+    assert list(phases.index) == ["backward", "optimizer", "no operator"]
+    assert phases.time_s.tolist() == [5.75, 4.0, 0.25]
+    assert phases.floor_s["backward"] == 3.5
+    shares = add_figures(profile.by_phase, profile).step_percent
+    assert math.isclose(sum(shares), 100)
 
 
 def test_the_ideal_floor_is_that_of_the_type_that_does_most_of_the_arithmetic():

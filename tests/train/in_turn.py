@@ -23,7 +23,7 @@ def train_in_turn(engine: str, folder: Path, *runs: Callable[[], int], **ranks_a
     """
     # Here, and not once in each rank.
     load_engine(engine)
-    for name in ("sdbench.tasks.train.looks", "torch._dynamo"):
+    for name in ("sdbench.tasks.train.evaluations", "torch._dynamo"):
         importlib.import_module(name)
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in runs]
     ports = [server.getsockname()[1] for server in servers]

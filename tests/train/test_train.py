@@ -83,7 +83,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
 
 def test_a_full_disk_of_one_rank_stops_all_of_them_behind_one_step(tmp_path):
     load_engine("torch")  # here, and not once in each rank
-    importlib.import_module("sdbench.tasks.train.looks")
+    importlib.import_module("sdbench.tasks.train.evaluations")
 
     def program() -> int:
         if os.environ["RANK"] == "1":
@@ -199,7 +199,7 @@ def test_a_kill_in_the_middle_of_a_grid_leaves_no_part_of_it(many_prompts):
         os._exit(run(*MANY, "--num_sample_images", 2))
 
     load_engine("torch")
-    importlib.import_module("sdbench.tasks.train.looks")
+    importlib.import_module("sdbench.tasks.train.evaluations")
     process = multiprocessing.get_context("fork").Process(target=draw_and_die)
     process.start()
     process.join()

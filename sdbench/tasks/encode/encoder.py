@@ -1,8 +1,8 @@
-"""Encoding of batches of images and captions, at one resolution or several."""
+"""`Encoder` and `encode_batch`: encode images and captions, at one resolution or several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdbench.data.latent_columns import array_columns, name_column
+from sdbench.base.errors import RunError
+from sdbench.data.latent_columns import array_columns, check_finite, name_column
 from sdbench.data.pipeline.batches import PHASES, BatchReport
 from sdbench.data.prepare.pool import Shards
-from sdbench.data.samples import SampleType
+from sdbench.data.samples import BadSampleError, SampleType
 from sdbench.data.source import SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.models.stable_diffusion import (
@@ -26,10 +27,10 @@ from sdbench.models.stable_diffusion import (
 from sdbench.tasks.encode.images import EPOCH, LoadedBatch
 
 CAPTION_COLUMN = "caption"
-# What the preset `fast` trains with.
+# As in the preset `fast`.
 MEMORY_FORMAT, ATTENTION = "channels_last", "sdpa"
-# What the time of a batch consists of, in order: waiting until it is loaded, both encoders with the
-# way to the device and back, and writing.
+# The parts of a batch's time, in order: waiting for the images, both encoders with the copies to
+# the device and back, and writing.
 STEP_PHASES = ("data_wait", "vae", "text", "write")
 
 
@@ -39,7 +40,7 @@ class EncodeJob(Shards):
 
     Attributes:
         configs: The source, once for each resolution, smallest first.
-        architecture: Whose VAE and text encoder.
+        architecture: With the VAE and the text encoder.
         sample_type: What is stored: `MOMENTS`, or `LATENTS` drawn from them.
         encoder_dtype: Type of the encoders' weights and arithmetic.
         batch_size: Images that are encoded together.
@@ -52,7 +53,7 @@ class EncodeJob(Shards):
     batch_size: int
 
     def make_encoder(self, device: str) -> Encoder:
-        """The encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
+        """Build the encoders on a device, e.g. ``cuda:0`` or ``cpu``."""
         return Encoder(
             self.architecture,
             sample_type=self.sample_type,
@@ -78,11 +79,11 @@ class EncodeJob(Shards):
 
 
 class EncodedBatch(NamedTuple):
-    """A batch of which each sample that can be used is encoded.
+    """A batch whose good samples are encoded.
 
     Attributes:
-        batch: What was loaded; its images are no longer there.
-        columns: The columns of arrays, to the values of all its samples.
+        batch: As it was loaded, without its images.
+        columns: Column to the values of all samples.
         step: Times and sizes so far.
     """
 
@@ -90,19 +91,14 @@ class EncodedBatch(NamedTuple):
     columns: dict[str, np.ndarray]
     step: Step
 
-    @property
-    def num_read(self) -> int:
-        """As of the `LoadedBatch`."""
-        return self.batch.num_read
-
 
 @dataclass
 class Step(BatchReport):
     """Times and counts of one batch, from the request for it to the request for the next one.
 
     Attributes:
-        seconds: Each of `STEP_PHASES` to its time, which together are the step's, and each of
-            `PHASES` to that of loading in the process that loads.
+        seconds: Times by phase: those of `STEP_PHASES` add up to the step, and those of `PHASES`
+            are spent in the process that loads.
     """
 
     seconds: dict[str, float] = field(
@@ -111,11 +107,11 @@ class Step(BatchReport):
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of the whole batch; loading in the workers goes on meanwhile."""
+        """Seconds of the whole batch."""
         return sum(self.seconds[name] for name in STEP_PHASES)
 
     def add_loading(self, report: BatchReport) -> None:
-        """Add what loading the images at one resolution cost."""
+        """Add the cost of loading the images at one resolution."""
         self.bytes_read += report.bytes_read
         for name, seconds in report.seconds.items():
             self.seconds[name] += seconds
@@ -136,10 +132,10 @@ class Encoder:
         """Build both encoders, with the weights that a training run with the same seed has.
 
         Args:
-            architecture: Whose VAE and text encoder.
-            sample_type: What images become: `MOMENTS`, or `LATENTS` drawn from them.
-            encoder_dtype: Type of the weights and of the arithmetic.
-            seed: Of random weights, and of what is drawn.
+            architecture: As of `EncodeJob`.
+            sample_type: As of `EncodeJob`.
+            encoder_dtype: As of `EncodeJob`.
+            seed: Of random weights, and of the samples drawn from the moments.
             device: Device of the weights, e.g. ``cuda:0`` or ``cpu``.
         """
         self._sample_type = sample_type
@@ -163,11 +159,11 @@ class Encoder:
 
         Args:
             images: On the CPU.
-            indices: Which samples of the source they are; with the seed they decide what is drawn.
+            indices: Of the samples in the source, which seed the noise.
 
         Returns:
-            float16, (B, 8, S/8, S/8) moments as the VAE gives them, or (B, 4, S/8, S/8) samples of
-            them times the scaling factor.
+            float16, (B, 8, S/8, S/8) moments of the VAE, or (B, 4, S/8, S/8) samples of them times
+            the scaling factor.
         """
         mean, logvar = encode_images(
             self._vae, images.to(self._device), memory_format=MEMORY_FORMATS[MEMORY_FORMAT]
@@ -196,21 +192,14 @@ class Encoder:
 
 
 def _as_float16(values: Tensor) -> np.ndarray:
-    # Contiguous, since channels_last latents are not and a writer takes their bytes.
+    # Contiguous, as writers take the bytes and channels_last latents are not.
     return values.half().contiguous().cpu().numpy()
 
 
 def encode_batch(
     job: EncodeJob, encoder: Encoder, batch: LoadedBatch, *, step: Step
 ) -> EncodedBatch:
-    """Encode a batch at all resolutions.
-
-    Args:
-        job: What is to be encoded.
-        encoder: VAE and text encoder.
-        batch: Consecutive samples.
-        step: Gets the times of the encoders, and those of loading.
-    """
+    """Encode a batch at all resolutions; the times of loading and encoding go to `step`."""
     columns = {}
     if batch.indices:
         image_part, text_part = job.sample_type.value
@@ -226,3 +215,36 @@ def encode_batch(
         for part in batch.parts:
             step.add_loading(part.report)
     return EncodedBatch(batch._replace(parts=[]), columns, step)
+
+
+def find_finite(
+    columns: Mapping[str, np.ndarray | Tensor], names: Sequence[str], *, is_error: bool
+) -> tuple[list[int], list[str]]:
+    """Find the samples whose values float16 can hold; half precision may overflow.
+
+    Args:
+        columns: Column to the values of all samples.
+        names: Of the samples, for messages.
+        is_error: Whether another sample is an error.
+
+    Returns:
+        The positions of these samples, and a sentence for each other one.
+
+    Raises:
+        RunError: A value is not finite, and its sample may not be left out.
+    """
+    good, bad = [], []
+    for position, name in enumerate(names):
+        try:
+            for column, values in columns.items():
+                check_finite(f"{name}, {column}", np.asarray(values[position]))
+        except BadSampleError as error:
+            if is_error:
+                raise RunError(
+                    f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes on "
+                    "without such samples)"
+                ) from error
+            bad.append(str(error))
+        else:
+            good.append(position)
+    return good, bad

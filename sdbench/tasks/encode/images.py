@@ -1,7 +1,4 @@
-"""`ImageReader`: reads and decodes batches of images that are to be encoded.
-
-It needs no model, nor the packages of one.
-"""
+"""`ImageReader`: reads and decodes batches of images to encode, without the models' packages."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ class LoadedBatch(NamedTuple):
     """Consecutive samples of the source, decoded and tokenized.
 
     Attributes:
-        indices: Which samples can be used.
+        indices: Of the good samples.
         names: Where each of them is stored, for messages.
-        captions: What is encoded, as text; empty where a source has token ids alone.
+        captions: Their texts; empty for synthetic samples.
         parts: The images, once for each resolution, and their token ids with the first.
-        bad: A sentence for each sample that cannot be used.
-        num_read: Samples that were asked for; where progress is shown, those of all ranks.
+        bad: A sentence for each bad sample.
+        num_read: Number of samples, bad ones included.
     """
 
     indices: list[int]
@@ -43,7 +40,7 @@ class LoadedBatch(NamedTuple):
 
 
 class CachedSamples:
-    """Stored samples, of which each of the current batch is read once for all resolutions."""
+    """Stored samples; those of the current batch are read once for all resolutions."""
 
     def __init__(self, records: Samples) -> None:
         self._records = records
@@ -56,7 +53,7 @@ class CachedSamples:
         return len(self._records)
 
     def read(self, index: int) -> ImageSample:
-        """Read a sample, as `Samples.read` does, or give the one that was read before."""
+        """Read a sample as `Samples.read` does, once in a batch."""
         if index not in self._kept:
             self._kept[index] = self._records.read(index)
         return self._kept[index]
@@ -70,10 +67,7 @@ class ImageReader:
     """Makes a `LoadedBatch` of the samples with the given indices; called in the workers."""
 
     def __init__(self, configs: Sequence[SourceConfig]) -> None:
-        """Open the source.
-
-        Args:
-            configs: The source, once for each resolution.
+        """Open the source, described once for each resolution.
 
         Raises:
             ConfigError: The source cannot be used.
@@ -88,7 +82,7 @@ class ImageReader:
         self.num_dropped = self._batches[0].num_dropped
 
     def __call__(self, indices: range) -> LoadedBatch | RunError:
-        """Read a batch; an error is returned, as torch would bury its message in a traceback."""
+        """Read a batch; an error is returned, since torch hides its message in a traceback."""
         try:
             return self._read(indices)
         except RunError as error:
@@ -116,7 +110,7 @@ class ImageReader:
         if self._records is None:
             return [f"synthetic sample {key.index}" for key in keys], [""] * len(keys)
         records = [self._records.read(key.index) for key in keys]
-        # A caption that was dropped has no token between those of beginning and end.
+        # A dropped caption has no token between those of beginning and end.
         is_empty = (input_ids[:, 1] == EOS_TOKEN_ID).tolist()
         captions = [
             "" if empty else record.caption for empty, record in zip(is_empty, records, strict=True)
@@ -125,7 +119,7 @@ class ImageReader:
 
 
 def _keep(part: GoodBatch, keys: Sequence[Key]) -> GoodBatch:
-    """Leave out the samples that were bad at another resolution."""
+    """Drop the samples that are bad at another resolution."""
     wanted = set(keys)
     positions = torch.tensor([i for i, key in enumerate(part.keys) if key in wanted], dtype=int)
     tensors = {name: tensor[positions] for name, tensor in part.tensors.items()}

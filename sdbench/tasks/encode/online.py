@@ -1,8 +1,8 @@
 """`OnlineLoader`: batches that actors of Ray Data read, decode and encode while the ranks train.
 
-A rank gets the batches that the loader in its own process would give it, as latents: their order
-comes from the seed, and from the position that a run goes on from. One stream serves all ranks. The
-first rank describes it, and hands each rank its end.
+A rank gets the batches of the loader in its own process, as latents: the order follows from the
+seed and from the position that a run resumes at. One stream serves all ranks; the first rank
+describes it and hands each rank its end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import torch
 
 from sdbench import data
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import check_finite
 from sdbench.data.pipeline.batches import Batch, BatchReader, BatchReport, GoodBatch, fill_up
 from sdbench.data.pipeline.loader import CheckedLoader
 from sdbench.data.pipeline.order import EpochOrder, Keys
-from sdbench.data.samples import BadSampleError, SampleType
+from sdbench.data.samples import SampleType
 from sdbench.data.source import NUM_LATENT_CHANNELS, SourceConfig
 from sdbench.models.architecture import Architecture
 from sdbench.ranks.distributed import Ranks, broadcast
 from sdbench.record.store import INVALID
 from sdbench.settings.online import OnlineSettings
-from sdbench.tasks.encode.encoder import Encoder
+from sdbench.tasks.encode.encoder import Encoder, find_finite
 from sdbench.tasks.encode.ray_stages import DecodeStage, OrderStage, Prepared, batch_bytes
 from sdbench.tasks.encode.ray_stream import (
     Failure,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class EncodeStage(Stage):
-    """Encodes: `Prepared` images to a `Batch` of moments and text embeddings."""
+    """Encodes `Prepared` images to a `Batch` of moments and text embeddings."""
 
     def __init__(
         self,
@@ -58,10 +57,10 @@ class EncodeStage(Stage):
         """Build the encoders.
 
         Args:
-            make_encoder: Builds them, on the `device` that it is given.
+            make_encoder: Builds them on a `device`.
             batch_size: Images per call of an encoder.
-            resources: That this actor has of its node.
-            is_error: Whether a sample whose latents are not finite is an error.
+            resources: Of this actor.
+            is_error: Whether latents that are not finite are an error.
         """
         self._encoder = make_encoder(device=set_up_encoder_process(resources))
         self._batch_size = batch_size
@@ -77,8 +76,15 @@ class EncodeStage(Stage):
         tensors = {
             name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())
         }
-        encoded = GoodBatch(tensors, good.keys, good.report)
-        return fill_up(self._leave_out_bad(encoded), num_samples=content.num_samples)
+        names = [f"sample {key.index}" for key in good.keys]
+        kept, bad = find_finite(tensors, names, is_error=self._is_error)
+        good.report.bad += bad
+        encoded = GoodBatch(
+            {name: tensor[kept] for name, tensor in tensors.items()},
+            [good.keys[position] for position in kept],
+            good.report,
+        )
+        return fill_up(encoded, num_samples=content.num_samples)
 
     def _encode(self, good: GoodBatch, part: slice) -> dict[str, torch.Tensor]:
         images, input_ids = good.tensors["image"][part], good.tensors["input_ids"][part]
@@ -95,30 +101,9 @@ class EncodeStage(Stage):
             name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
         }
 
-    def _leave_out_bad(self, batch: GoodBatch) -> GoodBatch:
-        """The batch without samples that half precision has overflowed for."""
-        kept = []
-        for position, key in enumerate(batch.keys):
-            try:
-                for name, tensor in batch.tensors.items():
-                    check_finite(f"sample {key.index}, {name}", tensor[position].numpy())
-            except BadSampleError as error:
-                if self._is_error:
-                    raise RunError(
-                        f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes "
-                        "on without such samples)"
-                    ) from error
-                batch.report.bad.append(str(error))
-            else:
-                kept.append(position)
-        if len(kept) == len(batch.keys):
-            return batch
-        tensors = {name: tensor[kept] for name, tensor in batch.tensors.items()}
-        return GoodBatch(tensors, [batch.keys[position] for position in kept], batch.report)
-
 
 class OnlineLoader(CheckedLoader):
-    """A `CheckedLoader` of latents that other processes make of its images.
+    """A `CheckedLoader` of latents that other processes encode.
 
     A batch that could not be made is replaced by the one before, up to `max_failed_blocks` times.
     """
@@ -137,9 +122,10 @@ class OnlineLoader(CheckedLoader):
         Args:
             batches: Reader of the images, for their number, blocks and names.
             config: The source, of this rank.
-            ranks: This rank; all of them have such a loader and iterate in step.
-            make_stream: The rows of all ranks in turn from a global batch on; called on the first.
-            max_failed_blocks: Batches that may be missing.
+            ranks: This rank; all ranks have such a loader and iterate in step.
+            make_stream: Makes the rows of all ranks in turn from a global batch on; called on the
+                first rank.
+            max_failed_blocks: Number of batches that may fail.
         """
         order = EpochOrder(batches.blocks, config=config)
         super().__init__(Keys(batches.num_samples), batches=batches, order=order, config=config)
@@ -153,13 +139,13 @@ class OnlineLoader(CheckedLoader):
         self._last: Batch | None = None
 
     def close(self) -> None:
-        """End the stream, and with those of the other ranks its actors."""
+        """End the stream; its actors end when all ranks have called this."""
         if self._end is not None:
             self._end.close()
             self._end = None
 
     def describe_stream(self) -> str | None:
-        """What Ray Data tells of the stream, with the times of each stage; None without one."""
+        """Ray Data's statistics of the stream, with the times of each stage; None without one."""
         return None if self._end is None else self._end.describe()
 
     def _begin(self) -> Iterator[Batch | RunError]:
@@ -169,16 +155,12 @@ class OnlineLoader(CheckedLoader):
             yield self._receive(epoch_start + number)
 
     def _receive(self, global_batch: int) -> Batch:
-        """This rank's part of a global batch, counted from the first epoch's first.
-
-        Raises:
-            RunError: It could not be made; or the stream has ended, or gives another one.
-        """
+        """This rank's part of a global batch, counted from the first epoch's first."""
         if self._next_batch != global_batch:
             self.close()
         row = None if self._end is None else self._take()
         if row is None:
-            # At the beginning, and where a run takes more batches than it was planned with.
+            # At the beginning, and if a run takes more batches than planned.
             self.close()
             self._open(global_batch)
             row = self._take()
@@ -212,11 +194,7 @@ class OnlineLoader(CheckedLoader):
         return Batch(self._last.tensors, BatchReport(num_images=self.batch_size))
 
     def _open(self, first_batch: int) -> None:
-        """Begin a stream with a global batch, on all ranks together.
-
-        Raises:
-            RunError: The cluster has no room for it.
-        """
+        """Begin a stream with a global batch, on all ranks together."""
         ends: Any = None
         if self._ranks.rank == 0:
             try:
@@ -253,16 +231,16 @@ def build(
     Args:
         source: The images, of this rank.
         settings: The actors.
-        architecture: Whose encoders.
+        architecture: With the encoders.
         encoder_dtype: Type of their weights and arithmetic.
         weights_seed: Of random weights.
         ranks: This rank.
-        num_batches: Global batches that the run takes; a stream has as many.
+        num_batches: Global batches of the run, and so of a stream.
 
     Raises:
         ConfigError: As `data.check`.
     """
-    # Samples are read elsewhere, and pixels go to the encoders as they are.
+    # Samples are read elsewhere, and the encoders take uint8 pixels.
     source = dataclasses.replace(source, num_workers=0, image_dtype="uint8")
     batches = data.open_batches(source)
     make_encoder = functools.partial(

@@ -77,11 +77,11 @@ SAMPLE_TYPES = {"moments": SampleType.MOMENTS, "sampled": SampleType.LATENTS}
 # At 512 px the VAE holds tensors of 128 x 512 x 512 values for each image, 128 MiB in fp32.
 GPU_BATCH_SIZE, CPU_BATCH_SIZE = 32, 4
 GPU_NUM_WORKERS = 8
-# A rank that has done its share waits for the others, which may have a shard more to do.
+# A rank that has finished its share waits for the others, which may have one more shard.
 RANK_TIMEOUT_S = 24 * 3600.0
 # Who encodes.
 TORCH = "torch"
-# The first batches pay for allocations and for the choice of kernels.
+# The first batches include allocations and the choice of kernels.
 NUM_WARMUP_STEPS = 2
 NUM_BAD_NAMED = 5
 
@@ -160,14 +160,7 @@ class PrecomputeSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Encode a data set as the command line says, and record how fast that went.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Encode a data set as the command line says, and record the speed; return the exit code."""
     parse_precompute = functools.partial(
         parse,
         PrecomputeSettings,
@@ -214,12 +207,7 @@ class Plan:
 
 
 def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Plan:
-    """Fill in what was left open, and open the source.
-
-    Raises:
-        ConfigError: The request cannot be run here.
-        RunError: The source cannot be reached.
-    """
+    """Choose the open settings, check them, and open the source."""
     from sdbench.plan.resolve import default_image_size
     from sdbench.tasks.encode.encoder import EncodeJob
     from sdbench.tasks.encode.images import ImageReader
@@ -273,11 +261,7 @@ def _resolve(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> Pl
 
 
 def _choose(flags: PrecomputeSettings, *, machine: Machine, ranks: Ranks) -> PrecomputeSettings:
-    """Choose what depends on the machine or on the place of the data.
-
-    Raises:
-        ConfigError: There is no data, or this machine cannot do what was asked for.
-    """
+    """Choose the settings that depend on the machine or on the place of the data."""
     on_gpu = _encodes_on_gpu(flags, machine)
     data_format = data.resolve_format(
         data_format=flags.data_format,
@@ -323,12 +307,7 @@ def _encodes_on_gpu(flags: PrecomputeSettings, machine: Machine) -> bool:
 
 
 def _check_engine(request: Request[PrecomputeSettings], *, ranks: Ranks) -> None:
-    """Connect to Ray, where that is the engine.
-
-    Raises:
-        ConfigError: There are several processes to connect.
-        RunError: No Ray cluster answers.
-    """
+    """Connect to Ray if that is the engine."""
     config = request.config
     if config.engine == TORCH:
         return
@@ -343,7 +322,7 @@ def _check_engine(request: Request[PrecomputeSettings], *, ranks: Ranks) -> None
 
 
 def _job_facts(plan: Plan) -> dict[str, Any]:
-    """What decides the content of each shard: a resume must have the same."""
+    """The facts that decide the content of each shard, which a resume must share."""
     config, architecture = plan.config, plan.job.architecture
     names = (
         "data_format",
@@ -385,7 +364,7 @@ class Precompute(Task):
     _ranks: Ranks
     _plan: Plan
     _totals: Totals
-    # The output and the numbers of its missing shards, which the first rank finds out.
+    # The output and the numbers of its missing shards, on the first rank.
     _output: tuple[Output, list[int]] | None = None
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
@@ -415,7 +394,7 @@ class Precompute(Task):
         return RunFolder.create(config["results_dir"], machine=self._machine.slug, name=name)
 
     def for_person(self) -> str:
-        """Source, output and what is missing of it."""
+        """The source, the output and its missing shards."""
         assert self._output is not None
         return _describe(self._plan, ranks=self._ranks, num_missing=len(self._output[1]))
 
@@ -487,7 +466,7 @@ class Precompute(Task):
 
 
 def _describe(plan: Plan, *, ranks: Ranks, num_missing: int) -> str:
-    """What is about to be done, for a person."""
+    """The plan in words."""
     job, config = plan.job, plan.config
     place = config["remote"] or config["local"]
     values = ", ".join(
@@ -543,11 +522,7 @@ def _peak_memory_gib(machine: Machine) -> float:
 
 
 def _finish(plan: Plan, output: Output) -> Totals:
-    """Join the shards.
-
-    Raises:
-        RunError: A shard is damaged, or samples are missing.
-    """
+    """Join the shards, and check that no sample is missing."""
     totals = output.finish()
     num_expected = plan.job.num_samples
     if totals.num_written + totals.num_bad != num_expected:
@@ -560,18 +535,14 @@ def _finish(plan: Plan, output: Output) -> Totals:
 
 
 def summarize(ranks: Sequence[Sequence[Step]], *, num_warmup_steps: int) -> dict[str, Any]:
-    """The figures of a run.
+    """The figures of a run, for the record's `summary`; None where it was too short for a window.
 
-    The window is as many batches of each rank as all of them have after the warm-up. As ranks do
-    not wait for each other, it lasts as long as the slowest of them takes.
+    The window has the same number of batches of each rank after the warm-up. Ranks do not wait for
+    each other, so it lasts as long as the slowest one takes.
 
     Args:
         ranks: The batches of each rank, in order.
         num_warmup_steps: Batches at the beginning that are not counted.
-
-    Returns:
-        The part of the record's `summary` that follows from them. What a window would tell is None
-        where the run was too short for one.
     """
     from sdbench.tasks.encode.encoder import STEP_PHASES
 

@@ -20,20 +20,15 @@ from sdbench.tasks.encode.ray_stream import (
     set_up_encoder_process,
 )
 
-# The times of encoders in other processes are no part of a step of this one.
+# The times of encoders in other processes are not part of a step of this one.
 TIMES_ELSEWHERE = {"vae": "encoders_vae", "text": "encoders_text"}
 
 
 class EncodePiecesStage(Stage):
-    """Encodes: a `LoadedBatch` to an `EncodedBatch`."""
+    """Encodes a `LoadedBatch` to an `EncodedBatch`."""
 
     def __init__(self, job: EncodeJob, resources: Mapping[str, float]) -> None:
-        """Build the encoders.
-
-        Args:
-            job: What is to be encoded.
-            resources: That this actor has of its node.
-        """
+        """Build the encoders; `resources` are those of this actor."""
         self._job = job
         self._encoder = job.make_encoder(set_up_encoder_process(resources))
 
@@ -52,13 +47,13 @@ class EncodingOnRay:
     def __init__(
         self, job: EncodeJob, *, settings: ActorSettings, num_samples: int, num_ahead: int
     ) -> None:
-        """Prepare; nothing is read yet. Ray is connected.
+        """Prepare; Ray is connected, and nothing is read yet.
 
         Args:
             job: What is to be encoded.
             settings: The actors.
             num_samples: Of the source, as counted here.
-            num_ahead: Batches to keep ready, about.
+            num_ahead: Approximate number of batches to keep ready.
         """
         self._job = job
         self._settings = settings
@@ -66,11 +61,7 @@ class EncodingOnRay:
         self._num_ahead = num_ahead
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """The batches of shards, in order.
-
-        Raises:
-            RunError: One of them cannot be made, or none came for too long.
-        """
+        """Encode as `shards.Encoding` says."""
         job, settings = self._job, self._settings
         pieces = [piece for number in numbers for piece in job.pieces(number)]
         reading = Pool(

@@ -1,6 +1,6 @@
 """The stages of Ray Data before the encoders: the order of the samples, and their reading.
 
-Apart from the encoders', so that the processes of these stages do without the models' packages.
+The encoders are in another module, so that these stages do without the models' packages.
 """
 
 from __future__ import annotations
@@ -24,31 +24,21 @@ from sdbench.tasks.encode.ray_stream import Stage
 
 
 class RankKeys(NamedTuple):
-    """Which samples a rank's batch has.
-
-    Attributes:
-        rank: The rank.
-        keys: Of the samples.
-    """
+    """The samples of a rank's batch."""
 
     rank: int
     keys: list[Key]
 
 
 class Prepared(NamedTuple):
-    """A rank's batch on its way.
-
-    Attributes:
-        good: The samples that can be used.
-        num_samples: Of the whole batch.
-    """
+    """A rank's batch of images: the good ones, and the number of all."""
 
     good: GoodBatch
     num_samples: int
 
 
 class ReadStage(Stage):
-    """Reads, decodes and tokenizes for precompute: a row to a `LoadedBatch`."""
+    """Reads, decodes and tokenizes for precompute: row number to `LoadedBatch`."""
 
     def __init__(
         self, configs: Sequence[SourceConfig], pieces: Sequence[range], num_samples: int
@@ -58,14 +48,11 @@ class ReadStage(Stage):
         Args:
             configs: The source, once for each resolution.
             pieces: The samples of each row.
-            num_samples: That the driver has counted in the source.
-
-        Raises:
-            RunError: It looks different from here.
+            num_samples: Of the source, as the driver has counted them.
         """
         self._reader = ImageReader(configs)
         self._pieces = pieces
-        check_same_data(self._reader.num_samples, num_samples)
+        _check_same_data(self._reader.num_samples, num_samples)
 
     def work(self, content: int) -> LoadedBatch:
         """Read a batch."""
@@ -76,7 +63,7 @@ class ReadStage(Stage):
 
 
 class OrderStage(Stage):
-    """Knows the order of the samples: row to `RankKeys`. One actor, as an order may be large."""
+    """Knows the order of the samples: row number to `RankKeys`. One actor: orders may be large."""
 
     def __init__(self, blocks: list[int], config: SourceConfig, first_batch: int) -> None:
         """Set up.
@@ -86,7 +73,7 @@ class OrderStage(Stage):
             config: The source, of any rank.
             first_batch: Global batch of the first rows, counted from the first epoch's first.
         """
-        # As one rank that has the whole global batch, in which the ranks' parts lie side by side.
+        # As for one rank with the whole global batch, in which the ranks' parts are side by side.
         whole = {"rank": 0, "world_size": 1, "device_batch_size": config.global_batch_size}
         self._order = EpochOrder(blocks, config=dataclasses.replace(config, **whole))
         self._batches = functools.lru_cache(maxsize=1)(self._order.batches)
@@ -94,7 +81,7 @@ class OrderStage(Stage):
         self._first_batch = first_batch
 
     def work(self, content: int) -> RankKeys:
-        """The keys of a row: ranks take turns."""
+        """Find the keys of a row; ranks take turns."""
         num_ranks, size = self._config.world_size, self._config.device_batch_size
         batch, rank = divmod(self._first_batch * num_ranks + content, num_ranks)
         epoch, number = divmod(batch, self._order.num_samples // self._config.global_batch_size)
@@ -110,14 +97,11 @@ class DecodeStage(Stage):
 
         Args:
             config: The source, of any rank.
-            num_samples: That the ranks have counted in it.
-
-        Raises:
-            RunError: It looks different from here.
+            num_samples: Of the source, as the ranks have counted them.
         """
         self._config = config
         self._reader_of_rank = functools.cache(self._open)
-        check_same_data(self._reader_of_rank(0).num_samples, num_samples)
+        _check_same_data(self._reader_of_rank(0).num_samples, num_samples)
 
     def _open(self, rank: int) -> BatchReader:
         return data.open_batches(dataclasses.replace(self._config, rank=rank))
@@ -130,12 +114,8 @@ class DecodeStage(Stage):
         return Prepared(reader.read_good(content.keys), len(content.keys))
 
 
-def check_same_data(num_here: int, num_there: int) -> None:
-    """Check that this node sees the samples that the ranks see.
-
-    Raises:
-        RunError: It has another number of them.
-    """
+def _check_same_data(num_here: int, num_there: int) -> None:
+    """Check that this node has as many samples as the ranks."""
     if num_here != num_there:
         raise RunError(
             f"a decoder finds {num_here} samples where the run has found {num_there}: all nodes of "

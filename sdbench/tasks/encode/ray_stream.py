@@ -1,9 +1,8 @@
 """Stages of Ray Data that read, decode and encode batches in actors all over a cluster.
 
-A row is a batch, from the numbers of its samples to its latents, and a block has one row: so the
-unit that is scheduled, retried, bounded in memory and handed to a rank is the batch, and batches
-keep their order whichever actor is faster. A batch that cannot be made stays in its place as a
-`Failure`.
+A row is a batch, from the numbers of its samples to its latents, and a block has one row. So Ray
+schedules, retries, bounds in memory and delivers whole batches, and they keep their order whichever
+actor is faster. A `Failure` takes the place of a batch that cannot be made.
 """
 
 from __future__ import annotations
@@ -26,69 +25,56 @@ from sdbench.settings.online import ANY, ActorSettings
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-# Columns of a row: its number, and what the stage before has made of it.
+# Columns of a row: its number, and the output of the stage before.
 NUMBER, CONTENT = "id", "content"
-# Rows whose numbers one task gives; it is done again as a whole if its node is lost.
+# Row numbers that one task makes; it is repeated as a whole if its node is lost.
 NUMBERS_PER_TASK = 64
-# Batches that an actor has under way: one that it works on, and the next one.
+# Batches in flight per actor: the one it works on, and the next one.
 NUM_IN_FLIGHT = 2
-# Ray Data keeps half of the memory it is given apart, in equal parts for each stage.
+# Ray Data reserves half of its memory limit, in equal parts for each stage.
 SHARED_FRACTION = 0.5
-# How often a thread looks whether it is still wanted, and how long its end may take.
+# How often a thread checks whether it is still needed, and how long its end may take.
 PERIOD_S, PATIENCE_S = 0.2, 5.0
 
 
 class Failure(NamedTuple):
-    """What stands in the place of a batch that could not be made.
-
-    Attributes:
-        reason: A sentence.
-    """
+    """Takes the place of a batch that could not be made; the reason is a sentence."""
 
     reason: str
 
 
 class Row(NamedTuple):
-    """A row of a stream.
-
-    Attributes:
-        number: From 0.
-        content: What the last stage has made of it, or a `Failure`.
-    """
+    """A row of a stream: its number from 0, and the last stage's output or a `Failure`."""
 
     number: int
     content: Any
 
 
 class Stage:
-    """Work on one row at a time, in an actor; made there."""
+    """Processes one row at a time in an actor, where it is constructed."""
 
     def work(self, content: Any) -> Any:
-        """What becomes of a row: the content for the next stage.
+        """Turn the output of the stage before (in the first stage, the row's number) into its own.
 
-        Args:
-            content: What the stage before gave; the row's number in the first stage.
-
-        Raises:
-            Exception: It cannot be done; the row becomes a `Failure`, which passes all stages.
+        Whatever it raises turns the row into a `Failure`, which passes through all stages.
         """
         raise NotImplementedError
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Work on a block of one row."""
+        """Process a block of one row."""
         _, content = unpack(rows)
         if not isinstance(content, Failure):
             try:
                 content = self.work(content)
-            except Exception as error:  # whatever it is, the batch is lost and the stream goes on
-                content = Failure(describe_error(error))
-        # As bytes, which Arrow takes as they are; of a tuple it would make a list.
+            except Exception as error:  # the batch is lost, and the stream goes on
+                content = Failure(_describe_error(error))
+        # As bytes, which Arrow stores as they are; it would turn a tuple into a list.
         pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
         return {NUMBER: rows[NUMBER], CONTENT: np.array([pickled], dtype=object)}
 
 
 def unpack(rows: Mapping[str, np.ndarray]) -> Row:
-    """The number and the content of a block's one row; without a content it is the number."""
+    """The one row of a block; its content is the number before the first stage."""
     (number,) = map(int, rows[NUMBER])
     if CONTENT not in rows:
         return Row(number, number)
@@ -101,10 +87,10 @@ class Pool:
     """The actors of a stage.
 
     Attributes:
-        stage: What they are.
+        stage: Their class.
         arguments: Of its constructor.
-        num_actors: How many of them.
-        resources: What each takes of its node, by Ray's names; nothing where empty.
+        num_actors: Number of actors.
+        resources: That each actor takes of its node, by Ray's names.
         accelerator_type: Kind of GPU of their nodes; None: any.
     """
 
@@ -120,13 +106,13 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
 
     Args:
         pools: Of each stage, in order.
-        num_rows: Rows, numbered from 0.
-        row_bytes: About the size of a row where it is largest.
-        num_ahead: Rows to keep ready before whoever reads the stream, about.
+        num_rows: Number of rows.
+        row_bytes: Approximate size of a row where it is largest.
+        num_ahead: Approximate number of rows to keep ready for the reader.
 
     Returns:
-        Rows ``{id, content}`` in order, one in a block. The memory of blocks that wait is bounded
-        by Ray Data: a stage pauses while those behind it are full.
+        Rows ``{id, content}`` in order, one in a block. Ray Data bounds the memory of waiting
+        blocks: a stage pauses while those after it are full.
 
     Raises:
         RunError: The cluster is too small for the actors.
@@ -134,7 +120,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
     import ray
     from ray.data import ActorPoolStrategy, DataContext
 
-    check_room(pools)
+    _check_room(pools)
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # no line for each stream that ends
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
@@ -146,7 +132,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
         object_store_memory=num_ahead * row_bytes / SHARED_FRACTION
     )
     with DataContext.current(context):
-        # No CPU for a moment's work, for which a full cluster would have none left.
+        # Takes no CPU: a full cluster would have none left.
         rows = ray.data.read_datasource(_make_numbers(num_rows), num_cpus=0)
         for pool in pools:
             others = {k: v for k, v in pool.resources.items() if k not in ("CPU", "GPU")}
@@ -167,7 +153,7 @@ def make_stream(pools: Sequence[Pool], *, num_rows: int, row_bytes: int, num_ahe
 
 
 def _make_numbers(num_rows: int) -> Any:
-    """The numbers of the rows, as something that Ray Data reads."""
+    """A data source of Ray Data with the numbers of the rows."""
     import pyarrow
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
@@ -196,23 +182,19 @@ class StreamEnd:
     """An end of a stream, read in a thread one row ahead."""
 
     def __init__(self, rows: DataIterator) -> None:
-        """Begin to read.
-
-        Args:
-            rows: Of `make_stream`, or a part of them.
-        """
+        """Begin to read rows of `make_stream`."""
         self._rows = rows
-        # Rows, then None or an error.
+        # Rows, then None or an error at the end.
         self._taken: queue.Queue[Row | RunError | None] = queue.Queue(maxsize=1)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def take(self, *, timeout_s: float) -> Row | None:
-        """The next row; None behind the last.
+        """The next row; None after the last one.
 
         Raises:
-            TimeoutError: None came in time.
+            TimeoutError: No row came in time.
             RunError: Ray Data has failed.
         """
         try:
@@ -224,12 +206,12 @@ class StreamEnd:
         return row
 
     def close(self) -> None:
-        """Read no more. Ray Data ends the actors when the ends of all ranks are closed."""
+        """Stop reading. Ray Data ends the actors when the ends of all ranks are closed."""
         self._is_closed.set()
         self._thread.join(PATIENCE_S)
 
     def describe(self) -> str:
-        """What Ray Data tells of all stages."""
+        """Ray Data's own statistics of all stages."""
         return self._rows.stats()
 
     def _read(self) -> None:
@@ -238,12 +220,12 @@ class StreamEnd:
             for block in self._rows.iter_batches(batch_size=None, batch_format="numpy"):
                 if not self._put(unpack(block)):
                     return
-        except Exception as error:  # of Ray, which has many kinds
-            last = RunError(f"Ray Data failed: {describe_error(error)}")
+        except Exception as error:  # Ray raises many kinds
+            last = RunError(f"Ray Data failed: {_describe_error(error)}")
         self._put(last)
 
     def _put(self, row: Row | RunError | None) -> bool:
-        """Hand a row over; False when nobody wants it any more."""
+        """Hand a row over; return False if this end is closed."""
         while not self._is_closed.is_set():
             try:
                 self._taken.put(row, timeout=PERIOD_S)
@@ -253,12 +235,8 @@ class StreamEnd:
         return False
 
 
-def check_room(pools: Sequence[Pool]) -> None:
-    """Check that a cluster without anything else on it has room for all actors.
-
-    Raises:
-        RunError: It has not: Ray would wait for a node to join, without a word.
-    """
+def _check_room(pools: Sequence[Pool]) -> None:
+    """Check that the empty cluster has room for all actors, or Ray would wait silently."""
     import ray
 
     needed: dict[str, float] = {}
@@ -278,13 +256,7 @@ def check_room(pools: Sequence[Pool]) -> None:
 
 
 def encoder_pool(stage: type[Stage], settings: ActorSettings, **arguments: Any) -> Pool:
-    """The pool of encoders that settings describe.
-
-    Args:
-        stage: Takes the `resources` of its actor besides the arguments.
-        settings: The actors.
-        arguments: Of the stage's constructor.
-    """
+    """The pool of encoders; the stage takes `arguments` and the `resources` of its actor."""
     resources = encoder_resources(settings)
     kind = settings.encoder_accelerator_type
     return Pool(
@@ -297,7 +269,7 @@ def encoder_pool(stage: type[Stage], settings: ActorSettings, **arguments: Any) 
 
 
 def encoder_resources(settings: ActorSettings) -> dict[str, float]:
-    """What an encoder takes: as the user says, else a GPU if the cluster has one, or a CPU."""
+    """Resources of an encoder: the user's, else a GPU if the cluster has one, else a CPU."""
     import ray
 
     if settings.encoder_resources is not None:
@@ -306,10 +278,9 @@ def encoder_resources(settings: ActorSettings) -> dict[str, float]:
 
 
 def set_up_encoder_process(resources: Mapping[str, float]) -> str:
-    """Set up the process of an encoder.
+    """Set up the process of an encoder; return its device.
 
-    Returns:
-        Its device, for torch. Ray shows a process only the GPUs that it has given to it.
+    Ray shows a process only the GPUs that it has assigned to it.
     """
     if resources.get("GPU"):
         return "cuda:0"
@@ -318,8 +289,8 @@ def set_up_encoder_process(resources: Mapping[str, float]) -> str:
     return "cpu"
 
 
-def describe_error(error: BaseException) -> str:
-    """An error in one line, with its kind where that says more than the message."""
+def _describe_error(error: BaseException) -> str:
+    """An error in one line, with its type unless it is a `RunError`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, RunError):
         return " ".join(lines)

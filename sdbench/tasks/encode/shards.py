@@ -1,29 +1,25 @@
-"""`ShardWriter`: latents and text embeddings on disk, shard by shard, as they are encoded.
+"""`ShardWriter`: writes latents and text embeddings shard by shard, as they are encoded.
 
-One process's share of the work of `precompute`: workers read and decode while VAE and text encoder
-run, and what they give is written as it comes.
+It is one process's share of `precompute`: workers read and decode while the encoders run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from torch.utils.data import DataLoader
 
 from sdbench.base.errors import RunError
-from sdbench.data.latent_columns import check_finite
+from sdbench.base.progress import show_progress
 from sdbench.data.pipeline.batches import GoodBatch
 from sdbench.data.pipeline.order import Keys
 from sdbench.data.pipeline.shared_batches import SharedBatch
 from sdbench.data.pipeline.watchdog import time_limit
 from sdbench.data.prepare.convert import check_bad_fraction
-from sdbench.data.prepare.pool import show_progress
 from sdbench.data.prepare.writers import Output
-from sdbench.data.samples import BadSampleError
 from sdbench.tasks.encode.encoder import (
     CAPTION_COLUMN,
     EncodedBatch,
@@ -31,6 +27,7 @@ from sdbench.tasks.encode.encoder import (
     Encoder,
     Step,
     encode_batch,
+    find_finite,
 )
 from sdbench.tasks.encode.images import ImageReader, LoadedBatch
 
@@ -39,24 +36,14 @@ class EncodingHere:
     """Encodes in this process, while its workers read and decode."""
 
     def __init__(self, job: EncodeJob, *, reader: ImageReader, encoder: Encoder) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            job: What is to be encoded.
-            reader: Reads and decodes the images.
-            encoder: VAE and text encoder of this rank.
-        """
+        """Prepare; nothing is read yet."""
         self._job = job
         self._reader = reader
         self._encoder = encoder
         self._received = [SharedBatch() for _ in job.configs]
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """The batches of shards, in order.
-
-        Raises:
-            RunError: A sample is bad and may not be left out, or a file is damaged.
-        """
+        """Encode as `Encoding` says."""
         pieces = [piece for number in numbers for piece in self._job.pieces(number)]
         with contextlib.closing(self._load(pieces)) as loaded:
             while True:
@@ -68,7 +55,7 @@ class EncodingHere:
                 yield encode_batch(self._job, self._encoder, batch, step=step)
 
     def _load(self, pieces: list[range]) -> Iterator[LoadedBatch]:
-        """Batches in order, out of the memory that their worker writes to again."""
+        """Batches in order, copied from the shared memory of their worker."""
         config = self._job.configs[0]
         workers = {}
         if config.num_workers:
@@ -99,11 +86,11 @@ class EncodingHere:
         except RunError:
             raise
         except RuntimeError as error:
-            # torch says so when a worker has been killed.
+            # As torch reports a killed worker.
             raise RunError(f"Loading images failed: {error}") from error
         finally:
-            # Ends the workers now. The traceback of an error would keep them, and when garbage is
-            # collected much later their queues may go first, which costs 5 s for each worker.
+            # Ends the workers now. The traceback of an error would keep them until garbage is
+            # collected; if their queues go first, that costs 5 s for each worker.
             del batches
 
     def _own(self, number: int, part: GoodBatch) -> GoodBatch:
@@ -112,32 +99,23 @@ class EncodingHere:
 
 
 class Encoding(Protocol):
-    """Where encoded batches come from."""
+    """Encodes in this process, or in actors of Ray Data."""
 
     def encode(self, numbers: Sequence[int]) -> Generator[EncodedBatch]:
-        """The batches of shards, in order.
+        """Encode the batches of shards, in order.
 
         Raises:
-            RunError: One of them cannot be made.
+            RunError: A sample is bad and may not be left out, or a file is damaged; or no batch
+                came for too long.
         """
         ...
 
 
 class ShardWriter:
-    """Writes encoded shards, and times each batch.
-
-    Attributes:
-        steps: Times and counts of each batch so far.
-    """
+    """Writes encoded shards; `steps` has the times and counts of each batch."""
 
     def __init__(self, job: EncodeJob, *, encoding: Encoding, output: Output) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            job: What is to be encoded.
-            encoding: Who does it.
-            output: The data set that is written.
-        """
+        """Prepare; nothing is read yet."""
         self.steps: list[Step] = []
         self._job = job
         self._encoding = encoding
@@ -149,8 +127,8 @@ class ShardWriter:
 
         Args:
             numbers: Of the shards.
-            num_missing: Samples that all ranks together have to do, to show progress; None shows
-                none.
+            num_missing: Samples left for all ranks together, to show progress; None shows no
+                progress.
 
         Raises:
             RunError: A sample is bad and may not be left out, too many are, a file is damaged, or
@@ -158,19 +136,30 @@ class ShardWriter:
         """
         job = self._job
         all_bad = self._output.totals().bad
+        num_mine = sum(len(job.indices(number)) for number in numbers)
+        num_read = 0
+
+        def count(one: EncodedBatch) -> int:
+            """The samples that all ranks read meanwhile, as they advance at the same pace."""
+            nonlocal num_read
+            num_before = num_missing * num_read // num_mine
+            num_read += one.batch.num_read
+            return num_missing * num_read // num_mine - num_before
+
         with contextlib.closing(self._encoding.encode(numbers)) as encoded:
             batches: Iterator[EncodedBatch] = encoded
             if num_missing is not None:
-                num_mine = sum(len(job.indices(number)) for number in numbers)
                 batches = show_progress(
-                    _count_for_all(encoded, num_mine=num_mine, num_missing=num_missing),
-                    num_samples=job.num_samples,
+                    encoded,
+                    total=job.num_samples,
+                    unit="sample",
                     num_done=job.num_samples - num_missing,
+                    count=count,
                 )
             for number in numbers:
                 bad: list[str] = []
                 self._output.write_chunk(number, self._rows(number, batches, bad), bad=bad)
-                # Closing a shard belongs to its last batch.
+                # The time to close a shard counts in its last batch.
                 self.steps[-1].seconds["write"] += time.perf_counter() - self._rows_ended_s
                 all_bad += bad
                 check_bad_fraction(
@@ -185,41 +174,12 @@ class ShardWriter:
             batch, columns, step = next(encoded)
             bad += batch.bad
             with step.phase("write"):
-                for position in range(len(batch.indices)):
+                is_error = self._job.configs[0].on_bad_sample == "error"
+                good, overflows = find_finite(columns, batch.names, is_error=is_error)
+                bad += overflows
+                for position in good:
+                    step.num_images += 1
                     row = {name: values[position] for name, values in columns.items()}
-                    if self._is_sound(row, name=batch.names[position], bad=bad):
-                        step.num_images += 1
-                        yield row | {CAPTION_COLUMN: batch.captions[position]}
+                    yield row | {CAPTION_COLUMN: batch.captions[position]}
             self.steps.append(step)
         self._rows_ended_s = time.perf_counter()
-
-    def _is_sound(self, row: dict[str, np.ndarray], *, name: str, bad: list[str]) -> bool:
-        """Whether an encoder gave numbers that float16 can hold; half precision may overflow.
-
-        Raises:
-            RunError: It did not, and samples may not be left out.
-        """
-        try:
-            for column, array in row.items():
-                check_finite(f"{name}, {column}", array)
-        except BadSampleError as error:
-            if self._job.configs[0].on_bad_sample == "error":
-                raise RunError(
-                    f"{error} (--encoder_dtype fp32 avoids overflow; --on_bad_sample skip goes on "
-                    "without such samples)"
-                ) from error
-            bad.append(str(error))
-            return False
-        return True
-
-
-def _count_for_all(
-    encoded: Iterable[EncodedBatch], *, num_mine: int, num_missing: int
-) -> Iterator[EncodedBatch]:
-    """Let each batch stand for what all ranks read meanwhile, as they advance alike."""
-    num_read = 0
-    for one in encoded:
-        num_before = num_missing * num_read // num_mine
-        num_read += one.batch.num_read
-        counted = one.batch._replace(num_read=num_missing * num_read // num_mine - num_before)
-        yield one._replace(batch=counted)

@@ -1,15 +1,15 @@
-"""Times of the operators of a step, from the events of torch's profiler.
+"""`StepEvents`: times of the operators of a step, from the events of torch's profiler.
 
 Events are nested: autograd calls operators, and operators call others. Going down from the top, the
-first event that was counted (count.py) has the time of all that are below it. On a
-GPU the time is that of the kernels which an event launched.
+first event that was counted (work.py) has the time of all that are below it. On a GPU the time is
+that of the kernels which an event launched.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -22,7 +22,6 @@ PHASE_RANGE = "sdbench: "
 WALKS = ("autograd::", "torch::autograd::")
 SECONDS_PER_US = 1e-6
 
-Shapes = tuple[tuple[int, ...], ...]
 PhaseFinder = Callable[[Any], str]
 Found = list[tuple[Operator, float]]
 
@@ -31,22 +30,23 @@ class StepEvents:
     """Adds up the events of profiled steps."""
 
     def __init__(self, counted: Set[Operator], *, device_type: str) -> None:
-        """Begin with nothing.
+        """Begin without events.
 
         Args:
             counted: The operators to be found.
-            device_type: Whose time is meant: ``cuda`` or ``cpu``.
+            device_type: The device whose time is taken: ``cuda`` or ``cpu``.
         """
         self._counted = counted
         self._on_gpu = device_type == "cuda"
         self._num_steps = 0
         self._steps_us = 0.0
-        self._matched = _Sums()
-        self._unmatched = _Sums()
-        self._kernels = _Sums()
+        # The times of all calls in microseconds.
+        self._matched: dict[Operator, list[float]] = collections.defaultdict(list)
+        self._unmatched: dict[Operator, list[float]] = collections.defaultdict(list)
+        self._kernels: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, events: Sequence[Any]) -> None:
-        """Take in the events of one step.
+        """Add the events of one step.
 
         Args:
             events: `torch.profiler.profile.events()`, recorded with shapes, under phase ranges that
@@ -68,14 +68,15 @@ class StepEvents:
         for event in on_host:
             if event.cpu_parent is None:
                 matched, unmatched = self._split(event, phase_of)
-                self._matched.add(matched)
-                self._unmatched.add((key, us) for key, us in unmatched if us)
-        self._kernels.add(
-            (event.name, event.time_range.elapsed_us())
-            for event in events
-            # The ranges of the host are drawn once more on the GPU's time line.
-            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-        )
+                for operator, time_us in matched:
+                    self._matched[operator].append(time_us)
+                for operator, time_us in unmatched:
+                    if time_us:
+                        self._unmatched[operator].append(time_us)
+        for event in events:
+            # The ranges of the host are on the GPU's time line, too.
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                self._kernels[event.name].append(event.time_range.elapsed_us())
 
     @property
     def step_s(self) -> float:
@@ -85,20 +86,26 @@ class StepEvents:
     @property
     def matched(self) -> dict[Operator, Timing]:
         """Counted operators in an average step."""
-        return self._matched.per_step(self._num_steps)
+        return self._per_step(self._matched)
 
     @property
     def unmatched(self) -> dict[Operator, Timing]:
         """Operators, and kernels of no operator, that were not counted, in an average step."""
-        return self._unmatched.per_step(self._num_steps)
+        return self._per_step(self._unmatched)
 
     @property
     def kernels(self) -> dict[str, Timing]:
         """The kernels and copies of a GPU by name, in an average step."""
-        return self._kernels.per_step(self._num_steps)
+        return self._per_step(self._kernels)
+
+    def _per_step(self, times_us: Mapping[Any, list[float]]) -> dict[Any, Timing]:
+        return {
+            key: Timing(len(calls) / self._num_steps, sum(calls) * SECONDS_PER_US / self._num_steps)
+            for key, calls in times_us.items()
+        }
 
     def _split(self, event: Any, phase_of: PhaseFinder) -> tuple[Found, Found]:
-        """What was counted of an event and of those below it, and what was not, with its time."""
+        """The counted operators in an event and below it, and those that were not counted."""
         phase = phase_of(event)
         shapes = _shapes(event.input_shapes)
         operator = self._find(phase, event.name, shapes)
@@ -114,13 +121,13 @@ class StepEvents:
             unmatched += launched
         return matched, unmatched
 
-    def _find(self, phase: str, name: str, shapes: Shapes) -> Operator | None:
+    def _find(self, phase: str, name: str, shapes: tuple[tuple[int, ...], ...]) -> Operator | None:
         """The counted operator that an event is a call of."""
         candidates = (
             Operator(phase, name, shapes),
-            # Compiled code hands an operator its output as well, behind the inputs.
+            # Compiled code hands an operator its output as well, after the inputs.
             Operator(phase, name, shapes[:-1]),
-            # Where nobody looks, autograd adds up gradients in place. The bytes are the same.
+            # Without a dispatch mode, autograd adds up gradients in place. The bytes are the same.
             Operator(phase, name.removesuffix("_"), shapes),
         )
         return next((operator for operator in candidates if operator in self._counted), None)
@@ -129,32 +136,13 @@ class StepEvents:
         return event.device_time_total if self._on_gpu else event.cpu_time_total
 
 
-class _Sums:
-    """Calls and time by key."""
-
-    def __init__(self) -> None:
-        self._calls: collections.Counter[Any] = collections.Counter()
-        self._times_us: dict[Any, float] = collections.defaultdict(float)
-
-    def add(self, found: Iterable[tuple[Any, float]]) -> None:
-        for key, time_us in found:
-            self._calls[key] += 1
-            self._times_us[key] += time_us
-
-    def per_step(self, num_steps: int) -> dict[Any, Timing]:
-        return {
-            key: Timing(calls / num_steps, self._times_us[key] * SECONDS_PER_US / num_steps)
-            for key, calls in self._calls.items()
-        }
-
-
 def _is_operator(name: str) -> bool:
-    """Also the kernels that inductor makes: graph_0_cpp_fused_add_1, triton_poi_fused_add_1."""
+    """Also for kernels that inductor makes: graph_0_cpp_fused_add_1, triton_poi_fused_add_1."""
     return ("::" in name and not name.startswith(WALKS)) or "_fused_" in name
 
 
-def _shapes(input_shapes: Sequence[Any]) -> Shapes:
-    """Without numbers and lists of tensors, of which some versions tell a list of shapes."""
+def _shapes(input_shapes: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Without numbers and lists of tensors, which are lists of shapes in some versions."""
     return tuple(
         tuple(shape)
         for shape in input_shapes or []

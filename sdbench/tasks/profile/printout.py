@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from sdbench.base.escape import for_csv
-from sdbench.report.tables import Column, Table, make_cell, to_terminal
+from sdbench.report.tables import make_cell, make_table, to_terminal
 from sdbench.report.terminal import format_number
-from sdbench.tasks.profile.result import Profile
-from sdbench.tasks.profile.roofline import Row
+from sdbench.tasks.profile.roofline import Profile
 
 # The figures of a row: their names in the files and in a terminal.
 FIGURES = {
@@ -28,7 +28,8 @@ FIGURES = {
     "bound": "bound by",
 }
 NAMES = ("operator", "phase", "shapes", "types")
-# So little of a step is not worth a warning.
+MAX_KERNEL_NAME = 100
+# A smaller share of a step is not worth a warning.
 MIN_PERCENT_TO_WARN = 1.0
 MAX_NAMED = 3
 
@@ -37,21 +38,24 @@ LEGEND = """\
 GFLOP: matrix products and convolutions. GB: each input read once, each output written once."""
 
 
-def figures_of(row: Row, profile: Profile) -> dict[str, Any]:
-    """The figures of a row in the units of `FIGURES`; None is not known."""
-    return {
-        "calls": row.calls,
-        "time_ms": _scaled(row.time_s, 1e3),
-        "step_percent": None if row.time_s is None else profile.share(row.time_s),
-        "gflop": _scaled(row.flop, 1e-9),
-        "tflop_per_s": row.tflop_per_s,
-        "arithmetic_percent": row.arithmetic_percent,
-        "gb": _scaled(row.num_bytes, 1e-9),
-        "gb_per_s": row.gb_per_s,
-        "memory_percent": row.memory_percent,
-        "floor_ms": _scaled(row.floor_s, 1e3),
-        "bound": row.bound,
-    }
+def add_figures(rows: pd.DataFrame, profile: Profile) -> pd.DataFrame:
+    """The names in rows of a profile with their `FIGURES`; None is not known."""
+    time_s = rows.time_s.where(rows.time_s > 0)
+    bound = np.where(rows.arithmetic_s > rows.memory_s, "arithmetic", "memory")
+    figures = rows[[name for name in NAMES if name in rows]].assign(
+        calls=rows.calls,
+        time_ms=1e3 * rows.time_s,
+        step_percent=100 * rows.time_s / profile.profiled_step_s,
+        gflop=rows.flop / 1e9,
+        tflop_per_s=rows.flop / time_s / 1e12,
+        arithmetic_percent=100 * rows.arithmetic_s.where(rows.flop > 0) / time_s,
+        gb=rows.num_bytes / 1e9,
+        gb_per_s=rows.num_bytes / time_s / 1e9,
+        memory_percent=100 * rows.memory_s.where(rows.num_bytes > 0) / time_s,
+        floor_ms=1e3 * rows.floor_s,
+        bound=pd.Series(bound, index=rows.index).where(rows.floor_s > 0),
+    )
+    return figures.astype(object).where(figures.notna(), None)
 
 
 def format_profile(profile: Profile, *, top: int) -> str:
@@ -62,24 +66,31 @@ def format_profile(profile: Profile, *, top: int) -> str:
         top: Rows of the tables of operators.
     """
     operators, shapes = profile.by_operator[:top], profile.rows[:top]
+    tables = {
+        "By phase": profile.by_phase,
+        f"The {len(operators)} operators of the longest time": operators,
+        f"The {len(shapes)} of the longest time, each by the shapes of its tensors": shapes,
+    }
     sections = [
         f"Ceilings measured here and now: {describe_ceilings(profile)}",
-        _section("By phase", profile.by_phase, profile, names=("phase",)),
-        _section(
-            f"The {len(operators)} operators of the longest time",
-            operators,
-            profile,
-            names=("operator", "phase"),
-        ),
-        _section(
-            f"The {len(shapes)} of the longest time, each by the shapes of its tensors",
-            shapes,
-            profile,
-            names=NAMES,
+        *(
+            f"{title}:\n{_to_text(add_figures(rows, profile).to_dict('records'))}"
+            for title, rows in tables.items()
         ),
     ]
     if profile.kernels:
-        sections.append(_kernels(profile, top=top))
+        kernels = sorted(profile.kernels.items(), key=lambda item: -item[1].time_s)[:top]
+        rows = [
+            {
+                "kernel": name[:MAX_KERNEL_NAME],
+                "calls": timing.calls,
+                "time_ms": 1e3 * timing.time_s,
+                "step_percent": profile.share(timing.time_s),
+            }
+            for name, timing in kernels
+        ]
+        title = f"The {len(kernels)} kernels and copies of the longest time"
+        sections.append(f"{title}:\n{_to_text(rows)}")
     return "\n\n".join([*sections, LEGEND])
 
 
@@ -94,27 +105,23 @@ def describe_ceilings(profile: Profile) -> str:
 
 
 def describe_floors(profile: Profile) -> str:
-    """The step as it is and what it would be at the ceilings, one below the other."""
-    lines = [
-        ("as it is", profile.step_s),
-        ("floor of its operators, one after the other", profile.floor_s),
-        (f"floor of the model's FLOPs in {profile.main_dtype}", profile.ideal_floor_s),
-        ("floor of the same and of AdamW in one pass", profile.needed_floor_s),
-    ]
+    """The step as it is and at the ceilings, one below the other."""
+    times_s = {
+        "as it is": profile.step_s,
+        "floor of its operators, one after the other": profile.floor_s,
+        f"floor of the model's FLOPs in {profile.main_dtype}": profile.ideal_floor_s,
+        "floor of the same and of AdamW in one pass": profile.needed_floor_s,
+    }
     rows = [
-        [
-            make_cell(name),
-            make_cell(1e3 * time_s),
-            make_cell(profile.num_images / time_s),
-            make_cell(100 * time_s / profile.step_s, num_digits=3),
-        ]
-        for name, time_s in lines
+        {
+            "a step": name,
+            "ms": 1e3 * time_s,
+            "images/s": profile.num_images / time_s,
+            "% of it": make_cell(100 * time_s / profile.step_s, num_digits=3),
+        }
+        for name, time_s in times_s.items()
     ]
-    columns = [
-        Column("a step"),
-        *(Column(name, is_number=True) for name in ("ms", "images/s", "% of it")),
-    ]
-    return to_terminal(Table("floors", "", columns, rows))
+    return to_terminal(make_table(rows))
 
 
 def describe_coverage(profile: Profile, *, on_gpu: bool) -> list[str]:
@@ -134,8 +141,8 @@ def describe_coverage(profile: Profile, *, on_gpu: bool) -> list[str]:
         f"The profiler makes a step {profile.profiled_step_s / profile.step_s:.2f} times as long; "
         "shares are of the longer one.",
     ]
-    below = [row for row in profile.rows if row.time_s and row.time_s < (row.floor_s or 0.0)]
-    below_percent = profile.share(sum(row.time_s or 0.0 for row in below))
+    rows = profile.rows
+    below_percent = profile.share(rows.time_s[rows.time_s < rows.floor_s].sum())
     if below_percent >= MIN_PERCENT_TO_WARN:
         lines.append(
             f"Operators with {below_percent:.1f} % of the step took less than their floor: they "
@@ -152,16 +159,16 @@ def warnings_of(profile: Profile, *, is_compiled: bool) -> list[str]:
         is_compiled: Whether sub-models went through torch.compile.
     """
     lines = []
-    unmatched_percent = profile.share(sum(row.time_s or 0.0 for row in profile.unmatched))
+    unmatched_percent = profile.share(profile.unmatched.time_s.sum())
     if unmatched_percent >= MIN_PERCENT_TO_WARN:
-        names = ", ".join(row.name for row in profile.unmatched[:MAX_NAMED])
+        names = ", ".join(profile.unmatched.operator[:MAX_NAMED])
         lines.append(
             f"warning: {unmatched_percent:.1f} % of the profiled step is in operators that the "
             f"counted step does not have, so that their work is not known: {names}"
         )
-    changed = [row for row in profile.rows if row.calls_differ]
-    if changed and not is_compiled:
-        names = ", ".join(row.name for row in changed[:MAX_NAMED])
+    changed = profile.rows[profile.rows.calls_differ]
+    if len(changed) and not is_compiled:
+        names = ", ".join(changed.operator[:MAX_NAMED])
         lines.append(
             f"warning: {len(changed)} operators were called another number of times in the "
             f"profiled steps than in the counted one: {names}"
@@ -178,17 +185,12 @@ def warnings_of(profile: Profile, *, is_compiled: bool) -> list[str]:
 
 def to_csv(profile: Profile) -> str:
     """Every operator by its shapes."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([*NAMES, *FIGURES])
-    for row in profile.rows:
-        cells = [*_names_of(row, NAMES), *figures_of(row, profile).values()]
-        writer.writerow([for_csv(cell) for cell in cells])
-    return buffer.getvalue()
+    return add_figures(profile.rows, profile).map(for_csv).to_csv(index=False, lineterminator="\n")
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
     """The figures but for the single operators, which to_csv has."""
+    phases = add_figures(profile.by_phase, profile).set_index("phase")
     return {
         "ceilings": {
             "tflops": {dtype: one.rate for dtype, one in profile.ceilings.arithmetic.items()},
@@ -213,12 +215,11 @@ def to_json(profile: Profile) -> dict[str, Any]:
             "explained_percent": profile.explained_percent,
             "outside_operators_ms": 1e3 * profile.outside_s,
         },
-        "phases": {row.phase: figures_of(row, profile) for row in profile.by_phase},
-        "operators": [
-            {"phase": row.phase, "operator": row.name} | figures_of(row, profile)
-            for row in profile.by_operator
-        ],
-        "unmatched": {row.name: 1e3 * (row.time_s or 0.0) for row in profile.unmatched},
+        "phases": phases.to_dict("index"),
+        "operators": add_figures(profile.by_operator, profile).to_dict("records"),
+        "unmatched": dict(
+            zip(profile.unmatched.operator, 1e3 * profile.unmatched.time_s, strict=True)
+        ),
         "kernels": {
             name: {"calls": timing.calls, "time_ms": 1e3 * timing.time_s}
             for name, timing in profile.kernels.items()
@@ -226,47 +227,10 @@ def to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _section(title: str, rows: Sequence[Row], profile: Profile, *, names: Sequence[str]) -> str:
-    columns = [
-        *(Column(name) for name in names),
-        *(Column(name, is_number=name != "bound by") for name in FIGURES.values()),
-    ]
-    cells = [
-        [make_cell(text) for text in _names_of(row, names)]
-        + [make_cell(value, num_digits=3) for value in figures_of(row, profile).values()]
+def _to_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `add_figures` as a table for a terminal."""
+    named = [
+        {FIGURES.get(name, name): make_cell(value, num_digits=3) for name, value in row.items()}
         for row in rows
     ]
-    return f"{title}:\n{to_terminal(Table('profile', title, columns, cells))}"
-
-
-def _kernels(profile: Profile, *, top: int) -> str:
-    kernels = sorted(profile.kernels.items(), key=lambda item: -item[1].time_s)[:top]
-    columns = [
-        Column("kernel"),
-        *(Column(name, is_number=True) for name in ("calls", "ms", "% of step")),
-    ]
-    rows = [
-        [
-            make_cell(name[:100]),
-            make_cell(timing.calls, num_digits=3),
-            make_cell(1e3 * timing.time_s, num_digits=3),
-            make_cell(profile.share(timing.time_s), num_digits=3),
-        ]
-        for name, timing in kernels
-    ]
-    title = f"The {len(kernels)} kernels and copies of the longest time"
-    return f"{title}:\n{to_terminal(Table('kernels', title, columns, rows))}"
-
-
-def _names_of(row: Row, names: Sequence[str]) -> list[str]:
-    texts = {
-        "phase": row.phase,
-        "operator": row.name,
-        "shapes": " ".join("x".join(map(str, shape)) for shape in row.shapes),
-        "types": " ".join(sorted(row.dtypes)),
-    }
-    return [texts[name] for name in names]
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
+    return to_terminal(make_table(named, left=("bound by",)))

@@ -40,9 +40,9 @@ With --compile the step is counted uncompiled, which may need more memory.
 
 exit codes: 0 ok, 1 the run failed, 2 bad input, 130 stopped
 """
-# Step times serve for comparison only: a rate with an interval is benchmark.py's.
+# Step times serve for comparison only; benchmark.py measures a rate with an interval.
 MEASURE_BATCHES = 3
-# Flags of benchmark.py that say how long to measure and where to tell of it.
+# Flags of benchmark.py that say how long to measure and where to log it.
 NOT_HERE = (
     "max_duration",
     "max_warmup_batches",
@@ -66,26 +66,14 @@ class ProfileSettings(BenchmarkConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileRequest(Request[BenchmarkConfig]):
-    """A request of benchmark.py, and what profile does with the figures.
-
-    Attributes:
-        top: Rows of the tables.
-        folder: Of the files; None for a new one.
-    """
+    """A request of benchmark.py, with the rows of the tables and the folder of the files."""
 
     top: int
     folder: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile a training step.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Profile a training step as the command line says; return the exit code."""
     return run(TASKS["profile"], _parse, argv)
 
 

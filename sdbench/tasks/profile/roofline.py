@@ -2,20 +2,27 @@
 
 Williams, Waterman and Patterson, "Roofline" (CACM 52, 4, 2009): an operator ends neither before its
 arithmetic is done at the peak rate nor before its bytes have moved at the full bandwidth. Both
-ceilings are measured, so that a floor is what this machine reaches at its best and no data sheet's.
+ceilings are measured, so a floor is what this machine reaches at its best and no data sheet's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pandas as pd
 
 from sdbench.measure.ceilings import Ceiling
+from sdbench.measure.phases import PHASES
 
-ARITHMETIC = "arithmetic"
-MEMORY = "memory"
+NO_OPERATOR = "no operator"
+# What an operator is told from others by, and what adds up over several of them.
+KEYS = ("phase", "operator", "shapes")
+SUMS = ("calls", "time_s", "flop", "num_bytes", "arithmetic_s", "memory_s", "floor_s")
+# What AdamW must move of a weight: its gradient in bf16 and, in fp32, the weight and both moments
+# are read (2 + 3 x 4), and these three and the weight in bf16 written (3 x 4 + 2).
+BYTES_PER_UPDATE = 28
 
 
 class Operator(NamedTuple):
@@ -30,6 +37,11 @@ class Operator(NamedTuple):
     phase: str
     name: str
     shapes: tuple[tuple[int, ...], ...]
+
+    def in_words(self) -> tuple[str, str, str]:
+        """The values of `KEYS`."""
+        shapes = " ".join("x".join(map(str, shape)) for shape in self.shapes)
+        return self.phase, self.name, shapes
 
 
 @dataclasses.dataclass
@@ -47,6 +59,13 @@ class Work:
     num_bytes: int = 0
 
 
+class Timing(NamedTuple):
+    """Calls of an operator or kernel in an average step, and their time in seconds."""
+
+    calls: float
+    time_s: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """What this machine reaches at its best.
@@ -59,202 +78,146 @@ class Ceilings:
     arithmetic: Mapping[str, Ceiling]
     memory: Ceiling
 
-    def arithmetic_s(self, work: Work, *, dtype: str) -> float:
-        """Seconds that the arithmetic takes at least."""
-        return work.flop / (self.arithmetic[dtype].rate * 1e12) if work.flop else 0.0
-
-    def memory_s(self, work: Work) -> float:
-        """Seconds that the bytes take at least."""
-        return work.num_bytes / (self.memory.rate * 1e9)
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """What the profiler saw of an operator in an average step.
-
-    Attributes:
-        calls: How many calls.
-        time_s: Their time: of the device, or of the host where the host is the device.
-    """
-
-    calls: float
-    time_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """An operator, or several together, in one step.
-
-    Attributes:
-        phase: Phase of the step.
-        name: Of the operator.
-        shapes: Of its tensors; empty in a row of several.
-        dtypes: Types that it computes in.
-        calls: As the profiler saw them, or as they were counted where it saw none.
-        time_s: Measured; None where the profiler saw no such operator.
-        flop: Operations; None where the counted step had no such operator.
-        num_bytes: Bytes read and written; None likewise.
-        arithmetic_s: Floor that the arithmetic sets, summed over calls.
-        memory_s: Floor that the bytes set, summed over calls.
-        floor_s: Sum over calls of the larger of both; None where nothing was counted.
-        calls_differ: Whether the profiler saw another number of calls than were counted, where
-            they are work: autograd may make a view more or less.
-    """
-
-    phase: str
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: frozenset[str]
-    calls: float
-    time_s: float | None
-    flop: int | None
-    num_bytes: int | None
-    arithmetic_s: float
-    memory_s: float
-    floor_s: float | None
-    calls_differ: bool = False
-
-    @classmethod
-    def without_work(cls, operator: Operator, timing: Timing) -> Row:
-        """What took time and was not counted."""
-        return cls(
-            *operator,
-            dtypes=frozenset(),
-            calls=timing.calls,
-            time_s=timing.time_s,
-            flop=None,
-            num_bytes=None,
-            arithmetic_s=0.0,
-            memory_s=0.0,
-            floor_s=None,
-        )
-
-    @property
-    def bound(self) -> str | None:
-        """The ceiling that sets most of the floor; None where there is no floor."""
-        if not self.floor_s:
-            return None
-        return ARITHMETIC if self.arithmetic_s > self.memory_s else MEMORY
-
-    @property
-    def tflop_per_s(self) -> float | None:
-        """Arithmetic done in the measured time."""
-        return _ratio(self.flop, self.time_s, 1e12)
-
-    @property
-    def gb_per_s(self) -> float | None:
-        """Bytes moved in the measured time."""
-        return _ratio(self.num_bytes, self.time_s, 1e9)
-
-    @property
-    def arithmetic_percent(self) -> float | None:
-        """Share of the arithmetic ceiling, in percent."""
-        return None if not self.flop else _ratio(self.arithmetic_s, self.time_s, 0.01)
-
-    @property
-    def memory_percent(self) -> float | None:
-        """Share of the bandwidth ceiling, in percent."""
-        return None if not self.num_bytes else _ratio(self.memory_s, self.time_s, 0.01)
-
 
 def join(
     counted: Mapping[tuple[Operator, str], Work],
     timed: Mapping[Operator, Timing],
     *,
     ceilings: Ceilings,
-) -> list[Row]:
+) -> pd.DataFrame:
     """Set the work of each operator beside its time.
 
     Args:
-        counted: Operator and type of its numbers to the work of a step. All calls that share a key
+        counted: Operator and type of its numbers to the work of a step. All calls with the same key
             do the same work, so the larger of their sums is the sum of the larger ones.
         timed: Operator to its time in a step.
         ceilings: Of the machine.
 
     Returns:
-        A row for each operator that was counted or timed, those of the longest time first.
+        A row for each operator that was counted or timed, the longest time first, with the columns
+        `KEYS`, `SUMS` (NaN: not known), ``types``, and ``calls_differ``: the profiler saw another
+        number of calls than were counted, of an operator that does work (autograd may make a view
+        more or less). ``floor_s`` is the larger of ``arithmetic_s`` and ``memory_s`` of each type.
     """
-    rows = [_counted_row(key, work, ceilings=ceilings) for key, work in counted.items()]
-    by_operator: dict[Operator, Row | None] = dict.fromkeys(timed)
-    by_operator |= {_operator(row): row for row in group(rows, _operator)}
-    joined = [
-        _with_timing(operator, row, timed.get(operator)) for operator, row in by_operator.items()
-    ]
-    return sorted(joined, key=lambda row: (-(row.time_s or 0.0), -(row.floor_s or 0.0)))
+    work = pd.DataFrame(
+        [
+            (*operator.in_words(), dtype, *dataclasses.astuple(work))
+            for (operator, dtype), work in counted.items()
+        ],
+        columns=[*KEYS, "types", "num_counted", "flop", "num_bytes"],
+    )
+    rates = {dtype: 1e12 * ceiling.rate for dtype, ceiling in ceilings.arithmetic.items()}
+    # A type that nothing multiplies in has no ceiling, and needs none.
+    work["arithmetic_s"] = (work.flop / work.types.map(rates)).fillna(0.0)
+    work["memory_s"] = work.num_bytes / (1e9 * ceilings.memory.rate)
+    work["floor_s"] = work[["arithmetic_s", "memory_s"]].max(axis=1)
+    work = work.groupby([*KEYS], sort=False, as_index=False).agg(
+        {"types": _join_types} | {name: "sum" for name in work if name not in (*KEYS, "types")}
+    )
+    times = pd.DataFrame(
+        [(*operator.in_words(), *timing) for operator, timing in timed.items()],
+        columns=[*KEYS, "calls", "time_s"],
+    )
+    rows = work.merge(times, on=[*KEYS], how="outer", sort=False)
+    is_timed = rows.calls.notna()
+    rows["calls_differ"] = is_timed & (rows.floor_s > 0) & (rows.calls != rows.num_counted)
+    rows["calls"] = rows.calls.fillna(rows.num_counted)
+    rows["types"] = rows.types.fillna("")
+    rows = rows.sort_values(["time_s", "floor_s"], ascending=False, ignore_index=True)
+    return rows[[*KEYS, "types", *SUMS, "calls_differ"]]
 
 
-def group(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[Row]:
-    """Add up rows that have the same key; what they differ in is blank, in the order of the first.
+def add_up(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Add up the rows that agree in some columns; what is not known in all of them stays NaN."""
+    return rows.groupby([*by], sort=False)[[*SUMS]].sum(min_count=1).reset_index()
 
-    Args:
-        rows: Each of one operator or of several.
-        key: What the rows of one group share.
+
+def _join_types(types: pd.Series) -> str:
+    return " ".join(sorted(types))
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The figures of one average step.
+
+    Attributes:
+        rows: As `join` makes them.
+        kernels: Of a GPU, by name; empty on a CPU.
+        ceilings: Of the machine.
+        step_s: Length of a step as it is, in seconds.
+        profiled_step_s: Length of a step under the profiler, which shares refer to.
+        num_images: Images of a step.
+        model_flop: Operations of the model for these images, nothing computed a second time.
+        num_trained: Weights that the optimizer updates.
     """
-    groups: dict[Hashable, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return [_add(members) for members in groups.values()]
+
+    rows: pd.DataFrame
+    kernels: Mapping[str, Timing]
+    ceilings: Ceilings
+    step_s: float
+    profiled_step_s: float
+    num_images: int
+    model_flop: float
+    num_trained: int
+
+    @property
+    def by_phase(self) -> pd.DataFrame:
+        """Sums over the operators of each phase in the order of a step, and the rest of it."""
+        phases = add_up(self.rows, ["phase"])
+        phases = phases.sort_values("phase", key=lambda names: names.map(PHASES.index))
+        outside = {"phase": NO_OPERATOR, "calls": 0.0, "time_s": self.outside_s}
+        return pd.concat([phases, pd.DataFrame([outside])], ignore_index=True)
+
+    @property
+    def by_operator(self) -> pd.DataFrame:
+        """Sums over the shapes of each operator within a phase; the longest time first."""
+        return _longest_first(add_up(self.rows, ["phase", "operator"]))
+
+    @property
+    def unmatched(self) -> pd.DataFrame:
+        """Operators and kernels that took time and were not counted; the longest time first."""
+        return _longest_first(add_up(self.rows[self.rows.flop.isna()], ["operator"]))
+
+    @property
+    def counted_flop(self) -> float:
+        """Operations that the step really does."""
+        return float(self.rows.flop.sum())
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds that the counted operators take at least, one after the other."""
+        return float(self.rows.floor_s.sum())
+
+    @property
+    def main_dtype(self) -> str:
+        """The type in which most of the arithmetic is done."""
+        return self.rows.groupby("types").flop.sum().idxmax().split()[0]
+
+    @property
+    def ideal_floor_s(self) -> float:
+        """Seconds that the model's operations take at the arithmetic ceiling of that type."""
+        return self.model_flop / (self.ceilings.arithmetic[self.main_dtype].rate * 1e12)
+
+    @property
+    def needed_floor_s(self) -> float:
+        """Seconds of those operations and, at the memory ceiling, of one pass of AdamW."""
+        update_bytes = BYTES_PER_UPDATE * self.num_trained
+        return self.ideal_floor_s + update_bytes / (self.ceilings.memory.rate * 1e9)
+
+    @property
+    def explained_percent(self) -> float:
+        """Share of the profiled step in operators whose work is known."""
+        return self.share(self.rows.time_s[self.rows.flop.notna()].sum())
+
+    @property
+    def outside_s(self) -> float:
+        """Seconds of the profiled step in which no operator ran."""
+        return float(self.profiled_step_s - self.rows.time_s.sum())
+
+    def share(self, time_s: float) -> float:
+        """Percent of the profiled step."""
+        return float(100 * time_s / self.profiled_step_s)
 
 
-def _operator(row: Row) -> Operator:
-    return Operator(row.phase, row.name, row.shapes)
-
-
-def _counted_row(key: tuple[Operator, str], work: Work, *, ceilings: Ceilings) -> Row:
-    operator, dtype = key
-    arithmetic_s, memory_s = ceilings.arithmetic_s(work, dtype=dtype), ceilings.memory_s(work)
-    return Row(
-        *operator,
-        dtypes=frozenset([dtype]),
-        calls=work.calls,
-        time_s=None,
-        flop=work.flop,
-        num_bytes=work.num_bytes,
-        arithmetic_s=arithmetic_s,
-        memory_s=memory_s,
-        floor_s=max(arithmetic_s, memory_s),
-    )
-
-
-def _with_timing(operator: Operator, row: Row | None, timing: Timing | None) -> Row:
-    if row is None:
-        assert timing is not None
-        return Row.without_work(operator, timing)
-    if timing is None:
-        return row
-    return dataclasses.replace(
-        row,
-        calls=timing.calls,
-        time_s=timing.time_s,
-        calls_differ=bool(row.floor_s) and timing.calls != row.calls,
-    )
-
-
-def _add(rows: list[Row]) -> Row:
-    return Row(
-        phase=_common([row.phase for row in rows], ""),
-        name=_common([row.name for row in rows], ""),
-        shapes=_common([row.shapes for row in rows], ()),
-        dtypes=frozenset().union(*(row.dtypes for row in rows)),
-        calls=sum(row.calls for row in rows),
-        time_s=_sum_known([row.time_s for row in rows]),
-        flop=_sum_known([row.flop for row in rows]),
-        num_bytes=_sum_known([row.num_bytes for row in rows]),
-        arithmetic_s=math.fsum(row.arithmetic_s for row in rows),
-        memory_s=math.fsum(row.memory_s for row in rows),
-        floor_s=_sum_known([row.floor_s for row in rows]),
-        calls_differ=any(row.calls_differ for row in rows),
-    )
-
-
-def _common(values: Sequence[Any], blank: Any) -> Any:
-    return values[0] if all(value == values[0] for value in values) else blank
-
-
-def _sum_known(values: Iterable[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _ratio(amount: float | None, time_s: float | None, unit: float) -> float | None:
-    return None if amount is None or not time_s else amount / time_s / unit
+def _longest_first(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows.sort_values("time_s", ascending=False, kind="stable", ignore_index=True)

@@ -1,10 +1,10 @@
-"""The order of plain, counted and profiled steps in a profile.
+"""`ProfiledSteps`: the order of plain, counted and profiled steps in a profile.
 
 warm-up | measured (as they are) | one is counted | for each profiled one: one to settle, profiled
 
-To count a step, and to read the events of a profiled one, takes small blocks out of the heap, so
-that the next step of SD2 on a CPU finds its large ones broken up and waits for new pages of the
-kernel: time that is not the operators'.
+Counting a step and reading the events of a profiled one take small blocks out of the heap. The
+next step of SD2 on a CPU finds the large blocks broken up and waits for new pages of the kernel,
+which is not time of its operators: hence the steps to settle.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 from sdbench.measure.phases import OTHER, PhaseClock
-from sdbench.measure.timer import CudaMarks, StepTimer
-from sdbench.measure.watch import Observer, StepWatch
-from sdbench.tasks.profile.count import WorkCounter
 from sdbench.tasks.profile.events import PHASE_RANGE, StepEvents
+from sdbench.tasks.profile.work import WorkCounter
 
 NUM_COUNTED_STEPS = 1
 
@@ -29,7 +27,7 @@ NUM_COUNTED_STEPS = 1
 class PhaseMarks(PhaseClock):
     """Knows the phase that the step is in and, on request, tells it to the profiler.
 
-    It measures no times itself, and so never waits for the device.
+    It measures no times itself, so it never waits for the device.
     """
 
     def __init__(self) -> None:
@@ -38,7 +36,7 @@ class PhaseMarks(PhaseClock):
         self._range: Any = None
 
     def switch(self, phase: str) -> str:
-        """Go from one phase to another; the former is returned."""
+        """Go to another phase; return the one that ends."""
         previous, self.current = self.current, phase
         if self._range is not None:
             self._close()
@@ -47,7 +45,7 @@ class PhaseMarks(PhaseClock):
 
     @contextlib.contextmanager
     def tell_profiler(self) -> Iterator[None]:
-        """While the block runs, every phase is a range in the profiler's events."""
+        """Make every phase in the block a range in the profiler's events."""
         self._open()
         try:
             yield
@@ -64,7 +62,7 @@ class PhaseMarks(PhaseClock):
 
 
 class ProfiledSteps:
-    """An observer of the steps that counts and profiles those behind the measured window."""
+    """An observer of the steps that counts and profiles those after the measured window."""
 
     def __init__(
         self,
@@ -105,11 +103,11 @@ class ProfiledSteps:
     def step_ends(
         self, *, index: int, phase: str, loss: Callable[[], float], num_steps: int
     ) -> None:
-        """End what this step ran under, and begin what the next one does."""
+        """End the counting or profiling of this step, and begin that of the next one."""
         self._step.close()
         following = index + 1
         if following == self._first:
-            # Compiled code is run as the operators that it was made from: only those can be seen.
+            # Compiled code runs as the operators that it was made from: only those can be seen.
             self._step.enter_context(torch.compiler.set_stance("force_eager"))
             self._step.enter_context(self.counter)
         elif self._first < following < self._end and (following - self._first_settling) % 2 == 1:
@@ -129,7 +127,7 @@ class ProfiledSteps:
 
     @contextlib.contextmanager
     def _profile(self, *, is_last: bool) -> Iterator[None]:
-        """One session a step: its events are added up and gone before the next one begins."""
+        """Profile one step; its events are added up and freed before the next one begins."""
         on_gpu = self._device_type == "cuda"
         wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else lambda: None
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -146,34 +144,3 @@ class ProfiledSteps:
         self.events.add(profiler.events())
         if is_last and self._trace_file is not None:
             profiler.export_chrome_trace(str(self._trace_file))
-
-
-def make_watch(
-    steps: ProfiledSteps,
-    *,
-    phases: PhaseMarks,
-    num_warmup_steps: int,
-    num_measured_steps: int,
-    device_type: str,
-    observers: list[Observer],
-) -> StepWatch:
-    """A watch for the engine.
-
-    Args:
-        steps: Is told of every step.
-        phases: Is told of every phase.
-        num_warmup_steps: Steps before the measured window.
-        num_measured_steps: Steps in it.
-        device_type: ``cuda`` or ``cpu``.
-        observers: Are told of every step too.
-    """
-    timer = StepTimer(num_warmup_steps=num_warmup_steps, num_measured_steps=num_measured_steps)
-    if device_type == "cuda":
-        timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
-    return StepWatch(
-        timer,
-        phases=phases,
-        observers=[*observers, steps],
-        gpu_monitor=None,
-        num_steps=steps.num_steps,
-    )

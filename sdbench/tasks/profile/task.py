@@ -1,7 +1,7 @@
-"""The task of `profile`: what each operator of a training step does, takes and could reach.
+"""The task of `profile`: the work, the time and the ceiling of each operator of a training step.
 
-The flags of benchmark.py make the same plan, job and engine as there. Between job and engine stands
-a watch that counts one step and profiles the next ones.
+The flags of benchmark.py give the same plan, job and engine as there. A watch between job and
+engine counts one step and profiles the next ones.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from sdbench.record.store import PROFILE, RunFolder
 from sdbench.run.outcome import warn_if_not_written
 from sdbench.run.progress import StepProgress
 from sdbench.run.task import Run
-from sdbench.tasks.profile import printout
-from sdbench.tasks.profile.result import Profile
-from sdbench.tasks.profile.roofline import Ceilings, join
 from sdbench.tasks.training import TrainingTask
 
 if TYPE_CHECKING:
+    from sdbench.tasks.profile.roofline import Ceilings, Profile
     from sdbench.tasks.profile.steps import ProfiledSteps
 
 OPERATORS_NAME = "operators.csv"
@@ -45,16 +43,33 @@ class ProfileStep(TrainingTask):
     _warnings: list[str]
 
     def resolve(self, machine: Machine, ranks: Ranks) -> None:
-        """Make the plan of benchmark.py, and see whether it can be profiled."""
+        """Make the plan of benchmark.py, and check that it can be profiled."""
         super().resolve(machine, ranks)
         _check(self.plan)
 
     def make_folder(self) -> Path:
-        """That of --folder, or a new one in --results_dir."""
-        return _make_folder(self.plan, self.request.folder)
+        """The one of --folder, or a new one in --results_dir."""
+        if self.request.folder is None:
+            results_dir, machine = self.plan.config.results_dir, self.plan.machine.slug
+            name = f"profile-{self.plan.name}"
+            return RunFolder.create(results_dir, machine=machine, name=name)
+        from sdbench.models.export import check_folder
+
+        folder = Path(self.request.folder)
+        try:
+            check_folder(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder cannot be made ({error.strerror})",
+                value=str(folder),
+                allowed="a folder that this user may write",
+                flag="--folder",
+            ) from None
+        return folder
 
     def for_person(self) -> str:
-        """The plan in words, and which steps are counted and profiled."""
+        """The plan in words, with the steps that are counted and profiled."""
         config = self.plan.config
         return (
             f"{super().for_person()}\n{config.warmup_batches} steps of warm-up, "
@@ -64,6 +79,8 @@ class ProfileStep(TrainingTask):
 
     def work(self, run: Run) -> dict[str, Any]:
         """Count and time the operators of a step, and measure the ceilings."""
+        from sdbench.tasks.profile import printout
+
         self._profile = _profile(self.plan, trace_file=run.folder / TRACE_NAME)
         is_compiled = self.plan.config.compile != "none"
         self._warnings = printout.warnings_of(self._profile, is_compiled=is_compiled)
@@ -71,6 +88,8 @@ class ProfileStep(TrainingTask):
 
     def conclude(self, content: dict[str, Any], folder: Path) -> str:
         """Write operators.csv."""
+        from sdbench.tasks.profile import printout
+
         with warn_if_not_written(OPERATORS_NAME):
             replace_file(folder / OPERATORS_NAME, printout.to_csv(self._profile))
         on_gpu = self.plan.machine.device_type == "cuda"
@@ -109,38 +128,16 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _make_folder(plan: Plan, given: str | None) -> Path:
-    if given is None:
-        results_dir, machine = plan.config.results_dir, plan.machine.slug
-        return RunFolder.create(results_dir, machine=machine, name=f"profile-{plan.name}")
-    folder = Path(given)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"the folder cannot be made ({error.strerror})",
-            value=given,
-            allowed="a folder that this user may write",
-            flag="--folder",
-        ) from None
-    if not is_empty:
-        raise ConfigError(
-            "the folder holds something already",
-            value=given,
-            allowed="a new or an empty folder",
-            flag="--folder",
-        )
-    return folder
-
-
 def _profile(plan: Plan, *, trace_file: Path) -> Profile:
     """Train, count and time, and measure the ceilings."""
     import torch
 
     from sdbench.engines import load_engine
+    from sdbench.measure.timer import CudaMarks, StepTimer
+    from sdbench.measure.watch import StepWatch
     from sdbench.tasks import dreambooth, pretrain, tuning
-    from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps, make_watch
+    from sdbench.tasks.profile.roofline import Profile, join
+    from sdbench.tasks.profile.steps import PhaseMarks, ProfiledSteps
 
     config, device_type = plan.config, plan.machine.device_type
     tuning.set_up_process(config)
@@ -158,13 +155,17 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
         trace_file=trace_file if config.profile_trace else None,
     )
     progress = StepProgress(images_per_step=config.batch_size, enabled=True)
-    watch = make_watch(
-        steps,
+    timer = StepTimer(
+        num_warmup_steps=config.warmup_batches, num_measured_steps=config.measure_batches
+    )
+    if device_type == "cuda":
+        timer.use_device(synchronize=torch.cuda.synchronize, marks=CudaMarks())
+    watch = StepWatch(
+        timer,
         phases=phases,
-        num_warmup_steps=config.warmup_batches,
-        num_measured_steps=config.measure_batches,
-        device_type=device_type,
-        observers=[progress],
+        observers=[progress, steps],
+        gpu_monitor=None,
+        num_steps=steps.num_steps,
     )
     job = dreambooth.encode_once(pretrain.build(plan, phase=phases.phase), plan)
     job = dataclasses.replace(job, num_steps=steps.num_steps)
@@ -195,8 +196,9 @@ def _profile(plan: Plan, *, trace_file: Path) -> Profile:
 
 
 def _measure_ceilings(steps: ProfiledSteps, *, device_type: str) -> Ceilings:
-    """Of arithmetic in every type that the step multiplies in, and of the memory."""
+    """The ceilings of arithmetic in every type that the step multiplies in, and of the memory."""
     from sdbench.measure.ceilings import measure_arithmetic, measure_bandwidth
+    from sdbench.tasks.profile.roofline import Ceilings
 
     precisions = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     dtypes = sorted({dtype for (_, dtype), work in steps.counter.work.items() if work.flop})

@@ -1,23 +1,29 @@
-"""The arithmetic and the bytes of one call of an operator.
+"""`WorkCounter`: counts the arithmetic and the bytes of each operator of a step.
 
-Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are what the
-call must read and write at least, each input once and each output once: what it writes to itself
-on the way, or reads a second time, is not in it.
+Arithmetic is that of matrix products and convolutions, by torch's own formulas. Bytes are what a
+call must read and write at least, each input once and each output once; what it writes for itself
+on the way, or reads a second time, is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sdbench.tasks.profile.roofline import Operator, Work
+
 aten = torch.ops.aten
 
+# The marks of torch's profiler and optimizers are dispatched as operators too.
+NO_WORK = ("profiler", "prim")
+
 # torch 2.7 and 2.11 have formulas for the attention kernels of GPUs only, and take that of a CPU
-# for nothing. The arguments are the same. A backward pass is five products and not four: these
+# to be none. The arguments are the same. A backward pass is five products and not four: these
 # kernels compute the scores again instead of keeping them.
 FORMULAS = {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -35,7 +41,7 @@ ALLOCATIONS = {
     aten.new_empty,
     aten.new_empty_strided,
 }
-# What was in the first argument is not read before it is overwritten.
+# The first argument is overwritten without being read.
 OVERWRITES = {
     aten.copy_,
     aten.fill_,
@@ -46,36 +52,68 @@ OVERWRITES = {
     aten._foreach_copy_,
     aten._foreach_zero_,
 }
-# Of a table only the rows that are asked for are read: as many bytes as the output has.
+# Only the rows asked for are read from a table: as many bytes as the output has.
 LOOK_UPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 # The schema lets these write the gradients too, which they do only to take a loss scale off them.
 FUSED_OPTIMIZERS = {aten._fused_adamw_, aten._fused_adam_}
 
 
-def count_flop(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Operations of the matrix products and convolutions in a call, a multiply-add being two.
+class WorkCounter(TorchDispatchMode):
+    """Counts the work of every operator while it is entered.
 
-    Args:
-        func: An overload of a torch operator.
-        args: Its positional arguments.
-        kwargs: Its other arguments.
-        result: What it returned.
+    It is shown every operator below autograd and autocast: exactly those that compute something.
+    It keeps numbers and no tensors, so that the step needs no more memory than any other.
+
+    Attributes:
+        work: Operator and type of its numbers to the sum over its calls.
     """
+
+    def __init__(self, *, phase: Callable[[], str], device_type: str) -> None:
+        """Prepare to count.
+
+        Args:
+            phase: Returns the phase that the step is in.
+            device_type: Whose memory is counted: ``cuda`` or ``cpu``.
+        """
+        super().__init__()
+        self.work: dict[tuple[Operator, str], Work] = {}
+        self._phase = phase
+        self._device_type = device_type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace not in NO_WORK:
+            self._add(func, args, kwargs, result)
+        return result
+
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = _tensors_in((args, kwargs)) or _tensors_in(result)
+        if not tensors:
+            return
+        numbers = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+        dtype = str((numbers or [tensors[0].dtype])[0]).removeprefix("torch.")
+        shapes = tuple(
+            tuple(value.shape)
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor) and value.dim()
+        )
+        operator = Operator(self._phase(), func.name().partition(".")[0], shapes)
+        work = self.work.setdefault((operator, dtype), Work())
+        work.calls += 1
+        work.flop += _count_flop(func, args, kwargs, result)
+        work.num_bytes += _count_bytes(func, args, kwargs, result, device_type=self._device_type)
+
+
+def _count_flop(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Operations of the matrix products and convolutions in a call, a multiply-add being two."""
     packet = func.overloadpacket
     formula = FORMULAS.get(packet) or flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, device_type: str) -> int:
-    """Bytes of the device's memory that a call reads and writes; a view moves none.
-
-    Args:
-        func: An overload of a torch operator.
-        args: Its positional arguments.
-        kwargs: Its other arguments.
-        result: What it returned.
-        device_type: Tensors elsewhere are not counted: they do not pass this memory.
-    """
+def _count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, device_type: str) -> int:
+    """Bytes of the device's memory that a call reads and writes; a view moves none."""
     packet = func.overloadpacket
     is_view = func.is_view or torch.Tag.inplace_view in func.tags
     if is_view or packet in ALLOCATIONS:
@@ -88,32 +126,32 @@ def count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, device_type: 
         is_overwritten = argument.is_out or (packet in OVERWRITES and argument.name == "self")
         if packet in FUSED_OPTIMIZERS and argument.name == "grads":
             is_written = kwargs.get("grad_scale") is not None
-        for tensor in tensors_in(value):
+        for tensor in _tensors_in(value):
             storages.add(tensor.untyped_storage().data_ptr())
             if is_written:
                 written[id(tensor)] = tensor
             if not is_overwritten:
                 read[id(tensor)] = tensor
     # A result in the memory of an argument is the argument, or a view of it.
-    made = [t for t in tensors_in(result) if t.untyped_storage().data_ptr() not in storages]
+    made = [t for t in _tensors_in(result) if t.untyped_storage().data_ptr() not in storages]
     written |= {id(tensor): tensor for tensor in made}
     if not written:
         return 0
     num_written = sum(_num_bytes(tensor, device_type) for tensor in written.values())
     if packet in LOOK_UPS:
-        table, *indices = tensors_in((args, kwargs))
+        table, *indices = _tensors_in((args, kwargs))
         num_read = sum(_num_bytes(tensor, device_type) for tensor in indices)
         return num_written + min(num_written, _num_bytes(table, device_type)) + num_read
     return num_written + sum(_num_bytes(tensor, device_type) for tensor in read.values())
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists and dictionaries."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Arguments as the schema describes them, each with its value in this call."""
+    """The arguments as the schema describes them, each with its value in this call."""
     # torch keeps no public way to the schema of an operator.
     for index, argument in enumerate(func._schema.arguments):
         if index < len(args):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
-from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture, reader_of
+from sdbench.data.pictures import AFTER, BEFORE, SHEET_NAME, list_pictures, open_picture
 from sdbench.settings.kinds import POSITIVE, TEXT
 from sdbench.settings.likeness import LikenessSettings
 from sdbench.settings.request import parse
@@ -19,7 +19,7 @@ from sdbench.settings.setting import REQUIRED, setting
 if TYPE_CHECKING:
     from PIL import Image
 
-    from sdbench.tasks.score.likeness import Pictures
+    from sdbench.tasks.score.scores import Pictures
 
 RESULT_NAME = "dreambooth.json"
 EPILOG = """\
@@ -53,13 +53,7 @@ class BeforeAfterFlags(LikenessSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Set pictures side by side, and score them where networks are given.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
+    """Set pictures side by side, and score them by the given networks; return the exit code.
 
     Raises:
         ConfigError: Pictures or a network cannot be used.
@@ -85,31 +79,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     sheet.save(folder / SHEET_NAME)
     print(f"Before and after: {folder / SHEET_NAME}")
     if flags.clip_network is not None or flags.dino_network is not None:
-        facts = score(flags, before, after)
         from sdbench.report.tables import to_terminal
-        from sdbench.tasks.score.likeness import make_likeness_table
+        from sdbench.tasks.score.similarity import make_similarity_table
 
+        facts = score(flags, before, after)
         write_json(folder / RESULT_NAME, facts)
-        print(f"\n{to_terminal(make_likeness_table(facts['scores']))}")
+        print(f"\n{to_terminal(make_similarity_table(facts['scores']))}")
         print(f"\n{facts['num_subject_pictures']} pictures of the subject: {folder / RESULT_NAME}")
     return 0
 
 
 def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, Any]:
-    """The content of dreambooth.json; pictures are compared at the size of the first drawn one.
+    """The content of dreambooth.json; pictures are compared at the size of the first one.
 
     Args:
         flags: Of the command.
         before: Pictures with their captions.
-        after: Those of the same captions.
+        after: Pictures with the same captions.
 
     Raises:
         ConfigError: As `main`.
         RunError: As `main`.
     """
-    from sdbench.tasks.score.likeness import UNIT, compare, embed, open_image_networks
+    from sdbench.tasks.score.networks import open_networks
+    from sdbench.tasks.score.scores import open_pictures, side_of
+    from sdbench.tasks.score.similarity import UNIT, compare, embed
 
-    networks = open_image_networks(flags)
+    image_size = side_of(before[0][0])
+    networks = open_networks(flags, image_size=image_size, kinds=("clip", "dino"))
     drawn = [_of_prompt(listed, flags.prompt, flag="--prompt") for listed in (before, after)]
     drawn_class = None
     if flags.class_prompt is not None:
@@ -117,9 +114,8 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
             _of_prompt(listed, flags.class_prompt, flag="--class_prompt")
             for listed in (before, after)
         ]
-    subject = _open_subject(flags)
-    with open_picture(before[0][0]) as first:
-        image_size = min(first.size)
+    # What the subject's own captions say does not matter here.
+    subject = open_pictures(flags.subject, flag="--subject", caption=flags.prompt)
     sizes = {"image_size": image_size, "batch_size": flags.batch_size}
     scores = {
         name: compare(
@@ -144,9 +140,9 @@ def score(flags: BeforeAfterFlags, before: Listed, after: Listed) -> dict[str, A
 
 
 def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Pictures:
-    from sdbench.tasks.score.likeness import Pictures
+    from sdbench.tasks.score.scores import Pictures
 
-    rows = [row for row in listed if row[1] == prompt.strip()]  # as generate.py has drawn it
+    rows = [row for row in listed if row[1] == prompt.strip()]  # as generate.py strips it
     if not rows:
         captions = dict.fromkeys(caption for _, caption in listed)
         raise ConfigError(
@@ -155,22 +151,7 @@ def _of_prompt(listed: Listed, prompt: str, *, flag: str) -> Pictures:
             allowed=" | ".join(captions),
             flag=flag,
         )
-    return Pictures(reader_of(rows), len(rows))
-
-
-def _open_subject(flags: BeforeAfterFlags) -> Pictures:
-    """The subject's own pictures; what their captions say does not matter here."""
-    from sdbench import data
-    from sdbench.data.prepare.rows import describe_source
-    from sdbench.tasks.score.likeness import Pictures
-
-    with blamed_on("--subject"):
-        samples = data.open_samples(
-            describe_source(flags.subject, data_format="auto", caption=flags.prompt)
-        )
-    return Pictures(
-        lambda number: samples.read(number)._replace(caption=flags.prompt), len(samples)
-    )
+    return Pictures.of(rows)
 
 
 def _make_sheet(before: Listed, after: Listed) -> Image.Image:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdbench.base.errors import ConfigError, blamed_on
+from sdbench.base.errors import ConfigError
 from sdbench.base.files import write_json
 from sdbench.base.progress import Progress
 from sdbench.settings.kinds import POSITIVE, TEXT
@@ -47,13 +47,7 @@ class ScoreFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score the pictures of a folder.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
+    """Score the pictures of a folder; return the exit code.
 
     Raises:
         ConfigError: There are no pictures, or no networks.
@@ -72,20 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def score_folder(flags: ScoreFlags) -> dict[str, Any]:
-    """Score the pictures of a folder, at the size that the first of them has.
-
-    Raises:
-        ConfigError: As `main`.
-        RunError: As `main`.
-    """
-    import torch
-
-    from sdbench import data
-    from sdbench.data.pictures import list_pictures, open_picture, reader_of
-    from sdbench.data.prepare.rows import describe_source
+    """Score the pictures of a folder, at the size of the first one; errors as of `main`."""
+    from sdbench.data.pictures import list_pictures
     from sdbench.ranks.distributed import Ranks
-    from sdbench.tasks.score.networks import open_networks, try_out
-    from sdbench.tasks.score.scores import Scores, read_pictures
+    from sdbench.tasks.score.networks import open_networks
+    from sdbench.tasks.score.scores import Pictures, Scores, open_pictures, read_pictures, side_of
 
     rows = list_pictures(Path(flags.folder))
     if len(rows) < 2:
@@ -102,23 +87,17 @@ def score_folder(flags: ScoreFlags) -> dict[str, Any]:
             allowed="a data set and a network, or neither",
             flag="--reference or --fid_network",
         )
-    with open_picture(rows[0][0]) as first:
-        image_size = min(first.size)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    networks = open_networks(flags, device=device)
-    try_out(networks, image_size=image_size)
-    scores = Scores(networks)
-    sources = [(reader_of(rows), len(rows), scores.add_drawn)]
+    image_size = side_of(rows[0][0])
+    scores = Scores(open_networks(flags, image_size=image_size))
+    sources = [(Pictures.of(rows), scores.add_drawn)]
     if flags.reference is not None:
-        with blamed_on("--reference"):
-            samples = data.open_samples(describe_source(flags.reference, data_format="auto"))
-        sources.append((samples.read, len(samples), scores.add_reference))
-    with Progress(sum(count for _, count, _ in sources), unit="picture") as progress:
-        for read, count, add in sources:
-            batches = read_pictures(
-                read, range(count), image_size=image_size, batch_size=flags.batch_size
-            )
-            for batch in batches:
+        reference = open_pictures(flags.reference, flag="--reference")
+        sources.append((reference, scores.add_reference))
+    with Progress(sum(pictures.number for pictures, _ in sources), unit="picture") as progress:
+        for (read, number), add in sources:
+            for batch in read_pictures(
+                read, range(number), image_size=image_size, batch_size=flags.batch_size
+            ):
                 add(batch)
                 progress.advance(len(batch.numbers))
     alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -1,9 +1,9 @@
-"""The scores of a model in training: pictures drawn for the captions of held-out pictures."""
+"""Scores of a model in training, by pictures generated for the captions of held-out pictures."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from sdbench.models.drawing import DrawingSettings, Tokenize, draw_share
 from sdbench.models.stable_diffusion import StableDiffusion
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
-from sdbench.tasks.score.networks import Networks, open_networks, try_out
+from sdbench.tasks.score.networks import open_networks
 from sdbench.tasks.score.scores import PictureBatch, Scores, read_pictures
 
 
 def check_scores(config: Any, source: SourceConfig) -> None:
-    """Find mistakes about networks and held-out pictures before any weights are built.
+    """Check networks and held-out pictures before any weights are built.
 
     Args:
         config: Of the run.
@@ -31,7 +31,7 @@ def check_scores(config: Any, source: SourceConfig) -> None:
     Raises:
         ConfigError: A network cannot be used, or there are fewer than two pictures.
     """
-    try_out(open_networks(config, device="cpu"), image_size=config.image_size)
+    open_networks(config, image_size=config.image_size, device="cpu")
     num_samples = data.check(dataclasses.replace(source, device_batch_size=1))
     if num_samples is not None and num_samples < 2:
         raise ConfigError(
@@ -46,7 +46,7 @@ def score_model(
     model: StableDiffusion,
     samples: Samples,
     *,
-    networks: Networks,
+    networks: Mapping[str, Any],
     num_images: int,
     read_avif: bool = False,
     skips_bad: bool,
@@ -56,23 +56,23 @@ def score_model(
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Draw a picture for the caption of each held-out picture, and score the drawn ones.
+    """Generate a picture for the caption of each held-out picture, and score them.
 
     Args:
-        model: The same on every rank, or shared out among them.
+        model: The same on every rank, or sharded.
         samples: The held-out pictures.
-        networks: Judge the pictures.
-        num_images: Held-out pictures that are taken, from the first on, if there are so many.
+        networks: As `Scores` takes them.
+        num_images: Most held-out pictures to take, from the first on.
         read_avif: Value of ``--read_avif``.
-        skips_bad: Whether a held-out picture that is bad is left out.
-        seed: Of the first drawn picture, as `draw_samples` has it.
+        skips_bad: Leave out held-out pictures that are bad.
+        seed: Of the first picture, as in `draw_samples`.
         tokenize: Turns captions into the token ids of the model.
         settings: How to draw.
         ranks: The place of this process; every rank has to call.
         check: Called before each batch that all ranks have, and each step of a drawing; may raise.
 
     Returns:
-        The facts of `Scores.compute`, the same for any number of ranks, and how was drawn.
+        The facts of `Scores.compute`, the same for any number of ranks, and of the drawing.
 
     Raises:
         RunError: A held-out picture is bad and may not be left out, or as `Scores.compute`.

@@ -1,25 +1,71 @@
-"""`Scores`: FID and CLIP score of pictures that are given batch by batch, on one rank or more."""
+"""`Scores`: FID and CLIP score of pictures, batch by batch, on one rank or more."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sdbench.base.errors import RunError
+from sdbench import data
+from sdbench.base.errors import RunError, blamed_on
+from sdbench.data.pictures import open_picture, reader_of
 from sdbench.data.pipeline.transforms import decode_image
+from sdbench.data.prepare.rows import describe_source
 from sdbench.data.samples import BadSampleError, ImageSample, check_whole, undecodable
 from sdbench.ranks import distributed
 from sdbench.ranks.distributed import Ranks
-from sdbench.tasks.score.networks import Networks
+
+
+class Pictures(NamedTuple):
+    """Pictures that are read by number."""
+
+    read: Callable[[int], ImageSample]
+    number: int
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Path, str]]) -> Pictures:
+        """The pictures of `drawn.list_pictures`."""
+        return cls(reader_of(rows), len(rows))
+
+
+def open_pictures(place: str, *, flag: str, caption: str | None = None) -> Pictures:
+    """Open the pictures of a data set.
+
+    Args:
+        place: Folder, file or URL.
+        flag: For errors.
+        caption: Takes the place of the stored captions.
+
+    Raises:
+        ConfigError: There is no such data set.
+    """
+    with blamed_on(flag):
+        samples = data.open_samples(describe_source(place, data_format="auto", caption=caption))
+
+    def read(number: int) -> ImageSample:
+        sample = samples.read(number)
+        return sample if caption is None else sample._replace(caption=caption)
+
+    return Pictures(read, len(samples))
+
+
+def side_of(path: Path) -> int:
+    """The shorter side of a picture in pixels.
+
+    Raises:
+        RunError: It is no image.
+    """
+    with open_picture(path) as picture:
+        return min(picture.size)
 
 
 class PictureBatch(NamedTuple):
-    """Pictures with their numbers, as uint8 (B, 3, S, S), and their captions."""
+    """Pictures as uint8 (B, 3, S, S), with their numbers and captions."""
 
     numbers: Sequence[int]
     pictures: Tensor
@@ -35,15 +81,15 @@ def read_pictures(
     read_avif: bool = False,
     skips_bad: bool = False,
 ) -> Iterator[PictureBatch]:
-    """Read pictures with captions, squares cut out of their centres as in training.
+    """Read pictures with captions, cropped to centred squares as in training.
 
     Args:
-        read: Gives the sample of a number.
-        numbers: Which samples.
+        read: Returns the sample of a number.
+        numbers: Of the samples.
         image_size: Side of the pictures in pixels.
-        batch_size: Samples that are read for a batch.
+        batch_size: Samples of a batch.
         read_avif: Value of ``--read_avif``.
-        skips_bad: Leave out a sample that cannot be used.
+        skips_bad: Leave out samples that cannot be used.
 
     Raises:
         RunError: A sample cannot be used, and may not be left out.
@@ -73,62 +119,64 @@ def _decode(sample: ImageSample, *, image_size: int, read_avif: bool) -> tuple[n
 
 
 class Scores:
-    """What the networks say of the pictures that this rank has."""
+    """Collects the features and similarities of this rank's pictures, and scores all ranks'."""
 
-    def __init__(self, networks: Networks) -> None:
-        """Begin without pictures."""
-        self._networks = networks
+    def __init__(self, networks: Mapping[str, Any]) -> None:
+        """Begin without pictures.
+
+        Args:
+            networks: Of the kinds ``fid`` and ``clip``, one or both.
+        """
+        self._fid, self._clip = networks.get("fid"), networks.get("clip")
         self._reference: dict[int, np.ndarray] = {}
         self._features: dict[int, np.ndarray] = {}
         self._similarities: dict[int, float] = {}
 
     def add_reference(self, batch: PictureBatch) -> None:
-        """Look at pictures that others are compared with."""
-        if self._networks.fid is not None:
-            features = self._networks.fid.features(batch.pictures)
+        """Add pictures that the scored ones are compared with."""
+        if self._fid is not None:
+            features = self._fid.features(batch.pictures)
             self._reference |= zip(batch.numbers, features, strict=True)
 
     def add_drawn(self, batch: PictureBatch) -> None:
-        """Look at pictures that are compared, and at their captions."""
-        fid, clip = self._networks
-        if fid is not None:
-            self._features |= zip(batch.numbers, fid.features(batch.pictures), strict=True)
-        if clip is not None:
-            found = clip.similarities(batch.pictures, batch.captions).tolist()
+        """Add pictures that are scored, with their captions."""
+        if self._fid is not None:
+            features = self._fid.features(batch.pictures)
+            self._features |= zip(batch.numbers, features, strict=True)
+        if self._clip is not None:
+            found = self._clip.similarities(batch.pictures, batch.captions).tolist()
             self._similarities |= zip(batch.numbers, found, strict=True)
 
     def compute(self, ranks: Ranks) -> dict[str, Any]:
         """The scores of the pictures of all ranks.
 
         Args:
-            ranks: The place of this process; every rank has to call. Each number of a picture is
-                on one of them.
+            ranks: The place of this process; every rank has to call. Each picture is on one rank.
 
         Returns:
-            On every rank `num_pictures`, and by network its facts, as `_fid_facts` and
-            `_clip_facts` give them.
+            On every rank ``num_pictures``, and the results of `_fid_facts` and `_clip_facts`.
 
         Raises:
-            RunError: There are fewer than two pictures, or a network gives what is not finite.
+            RunError: There are fewer than two pictures, or a score is not finite.
         """
         parts = (self._reference, self._features, self._similarities)
         reference, features, similarities = (
             distributed.gather_numbered(part, ranks) for part in parts
         )
         facts: dict[str, Any] = {}
-        if ranks.rank == 0:  # the others have nothing to do meanwhile, and wait
+        if ranks.rank == 0:  # the other ranks wait
             facts["num_pictures"] = max(len(features), len(similarities))
-            if self._networks.fid is not None:
+            if self._fid is not None:
                 facts |= _fid_facts(reference, features)
-                facts["fid_network"] = self._networks.fid.describe()
-            if self._networks.clip is not None:
+                facts["fid_network"] = self._fid.describe()
+            if self._clip is not None:
                 facts |= _clip_facts(similarities)
-                facts["clip_network"] = self._networks.clip.describe()
+                facts["clip_network"] = self._clip.describe()
         return distributed.broadcast(facts, ranks)
 
 
 def frechet_distance(reference: np.ndarray, features: np.ndarray) -> float:
-    """The Frechet distance of two sets of features, taken for normal distributions.
+    """The Frechet distance of two sets of features, as of normal distributions.
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)) with unbiased covariances (arXiv 1706.08500). With
     C1 = A^T A and C2 = B^T B the trace of the root is the sum of the singular values of A B^T.
@@ -162,7 +210,7 @@ def tell(facts: dict[str, Any]) -> str:
 
 
 def _fid_facts(reference: list[np.ndarray], features: list[np.ndarray]) -> dict[str, Any]:
-    """`fid`, `num_reference`, `num_features`, and `fid_note`: None, or what is wrong with it."""
+    """`fid`, `num_reference`, `num_features`, and `fid_note`: a caveat, or None."""
     _check_enough(len(reference))
     _check_enough(len(features))
     num_features = len(features[0])

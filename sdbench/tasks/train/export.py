@@ -1,4 +1,4 @@
-"""`python -m sdbench export`: what a training run has trained, as a folder that diffusers loads."""
+"""`python -m sdbench export`: the trained model of a run, as a folder that diffusers loads."""
 
 from __future__ import annotations
 
@@ -64,13 +64,7 @@ class ExportFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export a model.
-
-    Args:
-        argv: Command-line arguments; None takes those of the process.
-
-    Returns:
-        The exit code.
+    """Export a model; return the exit code.
 
     Raises:
         ConfigError: There is no whole checkpoint, the folder cannot be written, or the encoders of
@@ -88,49 +82,46 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allowed="only with a whole model: no --lora_format",
                 flag=f"--{name} or --lora_format",
             )
-    run, folder = Path(flags.run), None if flags.folder is None else Path(flags.folder)
-    options = {
-        "wants_ema": flags.ema,
-        "insists_on_ema": request.is_users("ema") and flags.ema,
-        "dtype": flags.dtype,
-    }
+    trained = _read(flags, insists_on_ema=request.is_users("ema") and flags.ema)
     if flags.lora_format is None:
-        place = export_run(run, folder, encoders=flags.encoders, sampler=flags.scheduler, **options)
-        print(f"The model is in {place}.")
+        print(f"The model is in {_export_model(trained, flags)}.")
     else:
-        print(f"The LoRA is {export_lora(run, folder, form=flags.lora_format, **options)}.")
+        print(f"The LoRA is {_export_lora(trained, flags)}.")
     return 0
 
 
-def export_run(
-    run: Path,
-    folder: Path | None = None,
-    *,
-    wants_ema: bool = True,
-    insists_on_ema: bool = False,
-    dtype: str = "fp32",
-    encoders: str | None = None,
-    sampler: str = "ddim",
-) -> Path:
-    """Write the model of a checkpoint for diffusers; LoRA is added to its weights.
+class _Trained(NamedTuple):
+    """What is exported; `use_ema` says whether `weights` are the averaged ones."""
 
-    A learned token is one of tokenizer and text encoder, and in a file of its own besides.
+    folder: Path
+    step: int
+    config: TrainConfig
+    facts: dict[str, Any]
+    use_ema: bool
+    weights: dict[str, Any]
 
-    Args:
-        run: Folder of a run, whose newest checkpoint is taken, or of a checkpoint.
-        folder: New or empty; None: `MODEL_NAME` in the folder of the run.
-        wants_ema: Take the averaged weights where there are some.
-        insists_on_ema: Refuse a run without them.
-        dtype: Type of the weights: fp32, fp16 or bf16.
-        encoders: Model whose VAE, text encoder and tokenizer made the latents of the run; None:
-            the run's own.
-        sampler: A key of `samplers.SAMPLERS`.
 
-    Returns:
-        The folder.
+def _read(flags: ExportFlags, *, insists_on_ema: bool) -> _Trained:
+    from sdbench.settings.recipe import TrainConfig
+    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
 
-    Raises:
-        ConfigError: As `main`.
+    checkpoint = open_checkpoint(Path(flags.run), flag="RUN")
+    use_ema = insists_on_ema or (flags.ema and has_averages(checkpoint))
+    return _Trained(
+        folder=checkpoint.folder.parent.parent,
+        step=checkpoint.step,
+        config=TrainConfig(**checkpoint.facts["config"]),
+        facts=checkpoint.facts,
+        use_ema=use_ema,
+        weights=read_weights(checkpoint, use_ema=use_ema),
+    )
+
+
+def _export_model(trained: _Trained, flags: ExportFlags) -> Path:
+    """Write the model for diffusers; return the folder.
+
+    LoRA is added to the weights. A learned token goes into tokenizer and text encoder, and into a
+    file of its own as well.
     """
     from sdbench.models.export import export
     from sdbench.models.learned_token import append_row, is_learned_row
@@ -141,9 +132,8 @@ def export_run(
     from sdbench.tasks.train.resuming import check_drawing
     from sdbench.tasks.train.weights import put_weights
 
-    trained = _read(run, wants_ema=wants_ema, insists_on_ema=insists_on_ema)
     config, weights = trained.config, trained.weights
-    architecture = _find_architecture(config, encoders)
+    architecture = _find_architecture(config, flags.encoders)
     lora = Lora.of(config)
     model = build_stable_diffusion(
         architecture,
@@ -172,63 +162,40 @@ def export_run(
         weights = {}
         for part, _ in lora.layers:
             merge_lora(model.get_submodule(part))
-    folder = folder or trained.folder / MODEL_NAME
+    folder = Path(flags.folder or trained.folder / MODEL_NAME)
     export(
         model,
         folder,
         trained=weights,
         tokenizer=make_tokenizer(architecture, new_token=config.learned_token).for_diffusers(),
-        dtype=dtype,
-        sampler=sampler,
-        card=_make_card(trained, sampler=sampler, random_parts=random_parts or "none"),
+        dtype=flags.dtype,
+        sampler=flags.scheduler,
+        card=_make_card(trained, sampler=flags.scheduler, random_parts=random_parts or "none"),
         learned=learned,
     )
     return folder
 
 
-def export_lora(
-    run: Path,
-    folder: Path | None = None,
-    *,
-    form: str,
-    wants_ema: bool = True,
-    insists_on_ema: bool = False,
-    dtype: str = "fp32",
-) -> Path:
-    """Write the LoRA of a checkpoint alone.
-
-    Args:
-        run: As `export_run` takes it.
-        folder: New or empty; None: `LORA_NAME` in the folder of the run.
-        form: A key of `lora_files.WRITERS`.
-        wants_ema: Take the averaged weights where there are some.
-        insists_on_ema: Refuse a run without them.
-        dtype: Type of the weights: fp32, fp16 or bf16.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: As `main`, or the run has no LoRA.
-    """
+def _export_lora(trained: _Trained, flags: ExportFlags) -> Path:
+    """Write the LoRA alone; return the file."""
     from sdbench.models.export import check_folder, convert, in_one_piece
     from sdbench.models.lora import Lora, is_lora
     from sdbench.models.lora_files import DIFFUSERS_NAME, WRITERS, lora_weights
 
-    trained = _read(run, wants_ema=wants_ema, insists_on_ema=insists_on_ema)
     lora = Lora.of(trained.config)
     if lora is None:
         raise ConfigError(
             "the run has trained its weights and no LoRA",
-            value=form,
+            value=flags.lora_format,
             allowed="the whole model: no --lora_format",
             flag="--lora_format",
         )
-    folder = folder or trained.folder / LORA_NAME
+    folder = Path(flags.folder or trained.folder / LORA_NAME)
     check_folder(folder)
-    file_name = DIFFUSERS_NAME if form == "diffusers" else f"{trained.folder.name}.safetensors"
+    is_diffusers = flags.lora_format == "diffusers"
+    file_name = DIFFUSERS_NAME if is_diffusers else f"{trained.folder.name}.safetensors"
     weights = {
-        name: convert(name, weight, dtype=dtype)
+        name: convert(name, weight, dtype=flags.dtype)
         for name, weight in trained.weights.items()
         if is_lora(name)
     }
@@ -236,44 +203,8 @@ def export_lora(
         source = trained.config.init_from
         print(f"It goes with the model that `python -m sdbench export {source}` writes.")
     with in_one_piece(folder, card=_make_card(trained, lora_file=file_name)) as partial:
-        WRITERS[form](lora_weights(weights, lora), partial / file_name, lora=lora)
+        WRITERS[flags.lora_format](lora_weights(weights, lora), partial / file_name, lora=lora)
     return folder / file_name
-
-
-class _Trained(NamedTuple):
-    """What is exported.
-
-    Attributes:
-        folder: Of the run.
-        step: Of its checkpoint.
-        config: Of the run.
-        facts: Of the checkpoint.
-        use_ema: Whether `weights` are the averaged ones.
-        weights: As `weights.read_weights` reads them.
-    """
-
-    folder: Path
-    step: int
-    config: TrainConfig
-    facts: dict[str, Any]
-    use_ema: bool
-    weights: dict[str, Any]
-
-
-def _read(run: Path, *, wants_ema: bool, insists_on_ema: bool) -> _Trained:
-    from sdbench.settings.recipe import TrainConfig
-    from sdbench.tasks.train.weights import has_averages, open_checkpoint, read_weights
-
-    checkpoint = open_checkpoint(run, flag="RUN")
-    use_ema = insists_on_ema or (wants_ema and has_averages(checkpoint))
-    return _Trained(
-        folder=checkpoint.folder.parent.parent,
-        step=checkpoint.step,
-        config=TrainConfig(**checkpoint.facts["config"]),
-        facts=checkpoint.facts,
-        use_ema=use_ema,
-        weights=read_weights(checkpoint, use_ema=use_ema),
-    )
 
 
 def _make_card(
@@ -308,12 +239,7 @@ def _make_card(
 
 
 def _find_architecture(config: TrainConfig, encoders: str | None) -> Architecture:
-    """The architecture of a run, with other encoders if a model with some is named.
-
-    Raises:
-        ConfigError: There is no such model; the run has encoders of its own; or those that made its
-            latents are not known.
-    """
+    """The architecture of a run, with the encoders of --encoders."""
     from sdbench.models.architecture import resolve_architecture
     from sdbench.models.parts import replace_parts
 

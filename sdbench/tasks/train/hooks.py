@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sdbench.settings.recipe import TrainConfig
     from sdbench.state.checkpoints import Checkpoint, Checkpoints
     from sdbench.state.ray_storage import RayStorage
-    from sdbench.tasks.train.looks import Look
+    from sdbench.tasks.train.evaluations import Evaluation
 
 
 class TrainHooks:
@@ -48,7 +48,7 @@ class TrainHooks:
         resumed: Checkpoint | None,
         log: TrainLog | None,
         progress: StepProgress,
-        looks: dict[str, tuple[int, Look]],
+        looks: dict[str, tuple[int, Evaluation]],
         bad_losses: BadLosses,
         facts: dict[str, Any],
         num_steps: int,
@@ -240,7 +240,7 @@ class TrainHooks:
         interval = self._config.save_every_batches or self._num_steps
         return min((step // interval + 1) * interval, self._num_steps)
 
-    def _timed(self, event: str, step: int, look: Look, state: TrainState) -> None:
+    def _timed(self, event: str, step: int, look: Evaluation, state: TrainState) -> None:
         started_s = time.perf_counter()
         facts = None
         with contextlib.suppress(StopAskedError):

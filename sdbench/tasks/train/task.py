@@ -119,8 +119,8 @@ class Train(TrainingTask):
         from sdbench.tasks import dreambooth, tuning
         from sdbench.tasks.train import job as train_job
         from sdbench.tasks.train.bad_loss import BadLosses
+        from sdbench.tasks.train.evaluations import make_evaluations
         from sdbench.tasks.train.hooks import TrainHooks
-        from sdbench.tasks.train.looks import make_looks
         from sdbench.tasks.train.weights import take_kept, take_weights
 
         plan, clock = self.plan, run.clock
@@ -193,7 +193,7 @@ class Train(TrainingTask):
             resumed=resumed,
             log=log,
             progress=progress,
-            looks=make_looks(plan, job, held_out=self._held_out, folder=run.folder),
+            looks=make_evaluations(plan, job, held_out=self._held_out, folder=run.folder),
             bad_losses=bad_losses,
             facts={"config": self._settings(), "drawing": DRAWING}
             | (self._inputs if is_first else {}),
@@ -283,7 +283,7 @@ class Train(TrainingTask):
         self._held_out = None
         if not self._looks_at_model:
             return
-        from sdbench.tasks.train.looks import describe_overlap, held_out_source, read_prompts
+        from sdbench.tasks.train.evaluations import describe_overlap, held_out_source, read_prompts
 
         if config.validate_every_batches or config.score_every_batches:
             self._held_out = held_out_source(self.plan)

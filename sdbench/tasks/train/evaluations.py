@@ -1,4 +1,4 @@
-"""Looks at a model in training every so many steps: validation losses, pictures, scores."""
+"""Evaluations of a model in training every so many steps: validation losses, pictures, scores."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from sdbench.tasks.validation import (
 
 SAMPLES_NAME = "samples"
 
-# Raises where the look is to be left; every rank calls it equally often, now and then.
+# Raises to end an evaluation early; called now and then, equally often on every rank.
 Check = Callable[[], None]
-# Gives the facts of an event; called on every rank.
-Look = Callable[[TrainState, Check], dict[str, Any]]
+# Returns the facts of an event; called on every rank.
+Evaluation = Callable[[TrainState, Check], dict[str, Any]]
 
 
 def held_out_source(plan: Plan) -> SourceConfig:
     """The held-out samples of --validation_remote: images, or latents for a step on latents.
 
     Raises:
-        ConfigError: They cannot be used, or are those that are trained on.
+        ConfigError: They cannot be used, or are the training data.
     """
     config: Any = plan.config
     place = config.validation_remote
@@ -61,7 +61,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
         raise ConfigError(
             "the model is trained on the held-out samples",
             value=place,
-            allowed="another place than that of the training data",
+            allowed="a place other than that of the training data",
             flag="--validation_remote",
         )
     data_format = data.resolve_format(
@@ -72,12 +72,12 @@ def held_out_source(plan: Plan) -> SourceConfig:
         remote=place,
         local=None,
         streams=None,
-        # It is read again and again.
+        # It is read many times.
         remote_files=COPY,
         tar_sizes=None,
         data_format=data_format,
         latents=PRECOMPUTED if config.online_preprocessing else config.latents,
-        caption=None,  # that of a subject is not theirs
+        caption=None,  # a subject's does not apply to them
     )
     with blamed_on("--validation_remote"):
         data.check(dataclasses.replace(source, device_batch_size=1))
@@ -85,7 +85,7 @@ def held_out_source(plan: Plan) -> SourceConfig:
 
 
 def describe_overlap(plan: Plan, held_out: SourceConfig) -> str | None:
-    """A sentence about held-out samples that are trained on as well; None if none are found."""
+    """A sentence about held-out samples that are trained on as well, or None."""
     sources = [source for source in (plan.source, plan.class_source) if source is not None]
     found = [file for source in sources for file in find_overlap(source, held_out)]
     if not found:
@@ -97,47 +97,43 @@ def describe_overlap(plan: Plan, held_out: SourceConfig) -> str | None:
 
 
 def read_prompts(config: Any) -> list[tuple[str, str]]:
-    """The prompts of --sample_prompts that are drawn, each with its name.
-
-    Raises:
-        ConfigError: As `read_prompt_file`.
-    """
+    """The first prompts of --sample_prompts with their names; errors as of `read_prompt_file`."""
     rows = read_prompt_file(config.sample_prompts, flag="--sample_prompts")
     return rows[: config.num_sample_images]
 
 
-def make_looks(
+def make_evaluations(
     plan: Plan, job: TrainJob, *, held_out: SourceConfig | None, folder: Path
-) -> dict[str, tuple[int, Look]]:
-    """The looks that the config asks for: name of the event to the steps between two, and the look.
+) -> dict[str, tuple[int, Evaluation]]:
+    """The evaluations that the config asks for: event to the steps between two, and the evaluation.
 
     Args:
         plan: Of the run.
-        job: Its model is looked at.
-        held_out: What `held_out_source` gave; opened here, once. None where no look needs it.
+        job: Its model is evaluated.
+        held_out: As `held_out_source` returns it; opened here, once. None where it is not needed.
         folder: Of the run; gets the grids.
     """
     config: Any = plan.config
-    looks: dict[str, tuple[int, Look]] = {}
+    evaluations: dict[str, tuple[int, Evaluation]] = {}
     if config.validate_every_batches is not None:
         assert held_out is not None
         validate = functools.partial(_validate, plan, job, open_held_out(held_out))
-        looks["validation"] = (config.validate_every_batches, validate)
+        evaluations["validation"] = (config.validate_every_batches, validate)
     if config.sample_every_batches is not None:
         sample = functools.partial(_sample, plan, job, read_prompts(config), folder / SAMPLES_NAME)
-        looks["samples"] = (config.sample_every_batches, sample)
+        evaluations["samples"] = (config.sample_every_batches, sample)
     if config.score_every_batches is not None:
         assert held_out is not None
         samples = data.open_samples(dataclasses.replace(held_out, device_batch_size=1))
         score = functools.partial(_score, plan, job, samples)
-        looks["scores"] = (config.score_every_batches, score)
-    return looks
+        evaluations["scores"] = (config.score_every_batches, score)
+    return evaluations
 
 
 def _validate(
     plan: Plan, job: TrainJob, reader: BatchReader, state: TrainState, check: Check
 ) -> dict[str, Any]:
-    """The loss of the weights and, where there is one, of their average."""
+    """The loss of the weights and of their average, if one is kept."""
     config: Any = plan.config
 
     def measure() -> dict[str, Any]:
@@ -166,7 +162,7 @@ def _sample(
     state: TrainState,
     check: Check,
 ) -> dict[str, Any]:
-    """A picture for each prompt, by the averaged weights where there are some."""
+    """A picture for each prompt, by the averaged weights if they are kept."""
     prompts = [prompt for _, prompt in rows]
     with _best_weights(plan, job, state):
         pictures = draw_samples(job.model, prompts, check=check, **_drawing_options(plan))
@@ -182,11 +178,7 @@ def _sample(
 
 
 def _keep_pictures(pictures: list[Image.Image], rows: list[tuple[str, str]], *, grid: Path) -> None:
-    """Write a grid of the first pictures; where there are more, each one to a file of its own.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write a grid of the first pictures and, if there are more, a file of each."""
     grid.parent.mkdir(exist_ok=True)
     if len(pictures) > MAX_PICTURES_OF_GRID:
         grid.with_suffix("").mkdir(exist_ok=True)
@@ -206,19 +198,20 @@ def _write_png(picture: Image.Image, path: Path) -> None:
 def _score(
     plan: Plan, job: TrainJob, samples: Samples, state: TrainState, check: Check
 ) -> dict[str, Any]:
-    """FID and CLIP score of the averaged weights where there are some."""
+    """FID and CLIP score of the averaged weights, or of the weights if no average is kept."""
     from sdbench.tasks.score.held_out import score_model
     from sdbench.tasks.score.networks import open_networks
 
-    # Loaded for each look: between two of them training has the memory.
-    networks = open_networks(plan.config, device=next(job.model.parameters()).device)
-    num_images = plan.config.num_score_images
+    # Loaded each time: in between, training has the memory.
+    config: Any = plan.config
+    device = next(job.model.parameters()).device
+    networks = open_networks(config, image_size=config.image_size, device=device)
     with _best_weights(plan, job, state):
         return score_model(
             job.model,
             samples,
             networks=networks,
-            num_images=num_images,
+            num_images=config.num_score_images,
             read_avif=plan.source.read_avif,
             skips_bad=plan.source.on_bad_sample == "skip",
             check=check,
@@ -227,7 +220,7 @@ def _score(
 
 
 def _drawing_options(plan: Plan) -> dict[str, Any]:
-    """How a run draws, as arguments of `draw_samples`."""
+    """The arguments of `draw_samples` that a run sets."""
     config: Any = plan.config
     return {
         "seed": config.seed,
