@@ -18,9 +18,10 @@ from sdbench.data.formats.checks import (
     check_enough_samples,
     check_not_augmented,
     check_tokenizer_folder,
-    endings,
+    ends_as,
 )
-from sdbench.data.formats.listing import list_folder
+from sdbench.data.formats.listing import describe_files, list_below
+from sdbench.data.image_files import has_image_name
 from sdbench.data.source import SourceConfig
 
 if TYPE_CHECKING:
@@ -161,25 +162,46 @@ def detect_format(place: str) -> str:
 
     Returns:
         A name of `SOURCES`; ``mds`` if the names do not tell, as for the URL of a folder.
+
+    Raises:
+        ConfigError: A folder holds files of several formats.
     """
     # A signed web address ends with its signature.
     path = place.partition("?")[0] if place.startswith(("http://", "https://")) else place
-    if place.startswith(PIPE) or path.endswith(endings(".tar")):
+    if place.startswith(PIPE) or ends_as(path, ".tar"):
         return "webdataset"
-    if path.endswith(".parquet"):
+    if ends_as(path, ".parquet"):
         return "parquet"
     folder = Path(place)
     if not os.path.isdir(place) or (folder / "index.json").is_file():
         return "mds"
-    for suffix, data_format in ((".tar", "webdataset"), (".parquet", "parquet")):
-        if list_folder(folder, suffix=suffix)[0]:
-            return data_format
+    names = [str(path) for path in list_below(folder).files]
+    tars = {_stem(name) for name in names if ends_as(name, ".tar")}
+    found = {
+        "webdataset": bool(tars),
+        # img2dataset writes a table of what is in each tar beside it, under its name.
+        "parquet": any(ends_as(name, ".parquet") and _stem(name) not in tars for name in names),
+        "folder": any(has_image_name(name, read_avif=True) for name in names),
+    }
+    formats = [name for name, is_there in found.items() if is_there]
+    if len(formats) > 1:
+        raise ConfigError(
+            "The folder holds files of several formats of data",
+            value=f"{place} with {describe_files(names)}",
+            allowed=f"{' or '.join(formats)}, or the files or a folder of one format as the place",
+            flag="--data_format",
+        )
     # A folder of MDS folders or of shards without index, or an empty one, gets the message of MDS,
     # which names what is there.
     has_mds = any(next(folder.glob(pattern), None) for pattern in ("*/index.json", "*.mds"))
     if has_mds or not any(folder.iterdir()):
         return "mds"
-    return "folder"
+    return formats[0] if formats else "folder"
+
+
+def _stem(path: str) -> tuple[str, str]:
+    folder, name = os.path.split(path)
+    return folder, name.partition(".")[0]
 
 
 def check(config: SourceConfig) -> int | None:

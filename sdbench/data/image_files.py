@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Extensions of the image files that tars and folders are read for.
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "jpe", "jfif", "png", "webp")
 # PIL's name of a kind to the extension that a file of it gets.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif"}
 READ_KINDS = "JPEG, PNG and WebP files are read, AVIF files with --read_avif"

@@ -173,20 +173,20 @@ def _tell_of_copy(place: str, copy: Path) -> None:
         )
 
 
-def list_urls(folder: str, *, endings: tuple[str, ...]) -> list[str]:
-    """Return the files of an S3 folder whose names end with one of `endings`, sorted."""
+def list_urls(folder: str) -> list[str]:
+    """Return the files of an S3 folder and the folders below it, sorted."""
     if not folder.startswith(S3):
         raise ConfigError(
             "Only folders of S3 can be listed",
             value=folder,
-            allowed=f"an s3:// folder, or each file by name, e.g. {folder}/{{00..15}}{endings[0]}",
+            allowed=f"an s3:// folder, or each file by name, e.g. {folder}/{{00..15}}.tar",
             flag="--remote",
         )
     bucket, prefix = _split_s3(folder.rstrip("/") + "/")
     with _errors_named(f"{folder} cannot be listed"):
         pages = _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
-    return sorted(f"{S3}{bucket}/{key}" for key in keys if key.endswith(endings))
+    return sorted(f"{S3}{bucket}/{key}" for key in keys if not key.endswith("/"))
 
 
 class RemoteObject(NamedTuple):

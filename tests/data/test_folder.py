@@ -129,7 +129,7 @@ def test_folders_without_images_or_captions(folder, tmp_path):
     with refused(value=str(texts)) as caught:
         data.check(make_config(texts))
     assert caught.value.what == ("The data folder holds no images, but 2 .tiff, 1 LICENSE, 1 .txt")
-    assert "images (jpg, jpeg, png, webp), each with a .txt" in caught.value.allowed
+    assert "images (jpg, jpeg, jpe, jfif, png, webp), each with a .txt" in caught.value.allowed
 
 
 @pytest.mark.parametrize(

@@ -515,11 +515,11 @@ def test_ranks_take_equal_steps_however_uneven_the_tars(tmp_path):
     assert len(read) == len(set(read)) == 48
 
 
-def test_a_folder_is_read_in_order_of_names_and_not_below(tmp_path):
+def test_a_folder_is_read_in_order_of_names_with_those_below(tmp_path):
     write_tar(tmp_path / "data" / "b.tar", pairs(1))
     write_tar(tmp_path / "data" / "a.tar", pairs(0))
     write_tar(tmp_path / "data" / "below" / "c.tar", pairs(2))
-    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1]
+    assert indices(list(data.build(make_config(tmp_path / "data")))) == [0, 1, 2]
     place = f"{tmp_path}/data/{{below/c,a}}.tar"
     assert indices(list(data.build(make_config(place)))) == [2, 0]
 

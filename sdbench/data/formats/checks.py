@@ -11,13 +11,18 @@ from sdbench.base.errors import ConfigError
 from sdbench.data.source import NUM_SYNTHETIC_IMAGES, VAE_FACTOR, SourceConfig
 
 PLACE_FLAGS = "--remote or --local"
-# How gzip files of a kind end.
-PACKED_ENDINGS = {".tar": (".tar.gz", ".tgz")}
+# How else the files of a kind may end; the first two are gzip files.
+OTHER_ENDINGS = {".tar": (".tar.gz", ".tgz"), ".parquet": (".parq",)}
 
 
 def endings(suffix: str) -> tuple[str, ...]:
-    """Return how the files of a kind may end: with its suffix, or as packed ones do."""
-    return (suffix, *PACKED_ENDINGS.get(suffix, ()))
+    """Return how the files of a kind may end, in small letters."""
+    return (suffix, *OTHER_ENDINGS[suffix])
+
+
+def ends_as(name: str, suffix: str) -> bool:
+    """Return True for a file of a kind by its name, in small or capital letters."""
+    return name.lower().endswith(endings(suffix))
 
 
 # Columns of pictures and of captions, in the order of preference: ours and LAION's, Hugging Face's,

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from sdbench.base.errors import ConfigError
 from sdbench.data.command_output import PIPE
-from sdbench.data.formats.checks import PLACE_FLAGS, endings
+from sdbench.data.formats.checks import PLACE_FLAGS, endings, ends_as
 from sdbench.data.formats.copies import StoredFile
 from sdbench.data.formats.listing import (
+    choose_files,
     describe_files,
-    list_folder,
-    take_training_split,
+    list_below,
+    tell_left_out,
     tell_other_splits,
 )
 from sdbench.data.remote import (
@@ -42,9 +43,9 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
     """Return the names and URLs of the files that a place stands for.
 
     Args:
-        place: A file, a folder (not those below it, except as `find_training_folder` says), a URL
-            of either, or any of them in braces.
-        suffix: How the files of a folder end, e.g. ``.tar``; packed ones are found too.
+        place: A file, a folder with the folders below it, a URL of either, or any of them in
+            braces.
+        suffix: The kind of files that a folder is read for, as `ends_as` takes it.
         is_told: Whether to print what is left out.
 
     Raises:
@@ -62,28 +63,30 @@ def find_files(place: str, *, suffix: str, is_told: bool = False) -> list[str]:
         raise ConfigError(
             "The braces are not closed", value=place, allowed=allowed, flag=PLACE_FLAGS
         ) from error
-    known = endings(suffix)
     files: list[str] = []
     for name in names:
         # Web servers cannot list a folder, and a signed URL ends with its signature.
-        if is_url(name) and not name.startswith((PIPE, *WEB)) and not name.endswith(known):
-            found, others = take_training_split(list_urls(name, endings=known), folder=name)
-            _check_once(found, endings=known)
-        elif not is_url(name) and Path(name).is_dir():
-            found, others = list_folder(Path(name), suffix=suffix)
-            _check_once(found, endings=known)
+        if not is_url(name) and Path(name).is_dir():
+            listing = list_below(Path(name))
+            below = [str(path) for path in (*listing.files, *listing.dangling)]
+        elif is_url(name) and not name.startswith((PIPE, *WEB)) and not ends_as(name, suffix):
+            below = list_urls(name)
         else:
-            found, others = [name], []
-        files += found
+            files.append(name)
+            continue
+        found = choose_files(below, folder=name, suffix=suffix)
+        _check_once(found.files, suffix=suffix)
+        files += found.files
         if is_told:
-            tell_other_splits(name, others)
+            tell_other_splits(name, found.other_splits)
+            tell_left_out(name, found.left, taken=f"{len(found.files)} {kind} files")
     missing = [name for name in files if not is_url(name) and not Path(name).is_file()]
     if missing or not files:
         what = f"No such {kind} file"
         if not missing:
             what = f"The folder holds no {kind} file"
             if not is_url(place) and Path(place).is_dir():
-                what += f", but {describe_files(os.listdir(place))}"
+                what += f", but {describe_files(below)}"
         raise ConfigError(
             what,
             value=missing[0] if missing else place,
@@ -109,14 +112,16 @@ def _check_different(files: list[str]) -> None:
             )
 
 
-def _check_once(files: list[str], *, endings: tuple[str, ...]) -> None:
-    """Refuse a file that a folder holds packed and unpacked."""
+def _check_once(files: list[str], *, suffix: str) -> None:
+    """Refuse a file that a folder holds under two endings, as packed and unpacked."""
     by_stem: dict[str, str] = {}
     for file in files:
-        stem = file.removesuffix(next(ending for ending in endings if file.endswith(ending)))
+        name = file.lower()
+        ending = next(ending for ending in endings(suffix) if name.endswith(ending))
+        stem = file[: -len(ending)]
         if stem in by_stem:
             raise ConfigError(
-                "The folder holds a file packed and unpacked",
+                "The folder holds a file under two endings",
                 value=f"{by_stem[stem]}, {file}",
                 allowed="one of them, or the files by name",
                 flag=PLACE_FLAGS,

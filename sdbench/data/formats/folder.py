@@ -20,6 +20,7 @@ from sdbench.data.formats.listing import (
     describe_files,
     find_training_folder,
     list_below,
+    tell_left_out,
     tell_other_splits,
 )
 from sdbench.data.image_files import IMAGE_EXTENSIONS, has_image_name
@@ -71,8 +72,10 @@ class FolderSamples(Samples):
         self._place = folder
         self._read_avif = read_avif
         self._folder, self._other_splits = find_training_folder(folder)
-        tables = (self._folder / name for name in TABLE_NAMES)
-        self._table = table = next((path for path in tables if path.is_file()), None)
+        tables = [name for name in TABLE_NAMES if (self._folder / name).is_file()]
+        if len(tables) > 1:
+            _raise_missing(f"The data folder has several tables, {' and '.join(tables)}", folder)
+        self._table = table = self._folder / tables[0] if tables else None
         self._captions: list[str | None] | None = None
         self._repeated: list[Path] = []
         hint = ""
@@ -117,13 +120,18 @@ class FolderSamples(Samples):
         tell_other_splits(str(self._place), self._other_splits)
         for path in self._repeated:
             tell_once(f"{path} is a folder that is read already, under another name.")
+        listing = list_below(self._folder)
+        images = {*_images_of(listing, read_avif=self._read_avif)}
         if self._captions is not None:
-            images = _images_of(list_below(self._folder), read_avif=self._read_avif)
-            num_unlisted = len({*images} - {*self._images})
+            num_unlisted = len(images - {*self._images})
             if num_unlisted:
                 tell_once(
                     f"{num_unlisted} images of {self._folder} are not in its table of captions."
                 )
+        captions = {self._table, *(map(_caption_file, images) if self._table is None else ())}
+        left = {*listing.files} - images - captions
+        taken = f"{len(self._images)} images"
+        tell_left_out(str(self._place), sorted(map(str, left)), taken=taken)
 
     def name(self, index: int) -> str:
         """Path of an image."""

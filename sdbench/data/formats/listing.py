@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sdbench.base.errors import ConfigError
-from sdbench.data.formats.checks import PLACE_FLAGS, endings, tell_once
+from sdbench.data.formats.checks import PLACE_FLAGS, ends_as, tell_once
 from sdbench.data.image_files import has_image_name
 
 # Hugging Face tells the split of a file or folder by these words (huggingface/datasets,
@@ -23,6 +23,8 @@ DATA_FOLDER = "data"
 TABLE_NAMES = ("captions.csv", "metadata.csv", "metadata.jsonl")
 # In archives made on a Mac, beside the folder that was packed.
 MAC_FOLDER = "__MACOSX"
+# Beside tars: how many samples each holds, as `convert` and `count-samples` write it.
+SIZES_NAME = "sizes.json"
 NUM_KINDS_TOLD = 5
 NUM_NAMES_TOLD = 3
 
@@ -113,23 +115,49 @@ def find_training_folder(folder: Path) -> tuple[Path, list[str]]:
 
 
 def _is_data(name: str) -> bool:
-    return name.endswith((*endings(".tar"), ".parquet", ".mds")) or (
-        name in TABLE_NAMES or has_image_name(name, read_avif=True)
+    return (
+        ends_as(name, ".tar")
+        or ends_as(name, ".parquet")
+        or name.endswith(".mds")
+        or name in TABLE_NAMES
+        or has_image_name(name, read_avif=True)
     )
 
 
-def list_folder(folder: Path, *, suffix: str) -> tuple[list[str], list[str]]:
-    """Return the files of the training split, and the names of files and folders of other splits.
+class Choice(NamedTuple):
+    """What is taken of the files below a folder, or below the URL of one.
 
-    `folder` is the one that the user gave; packed files are listed too.
+    Attributes:
+        files: Those to train on.
+        other_splits: Names of those that belong to other splits.
+        left: Names of the files of other kinds.
     """
-    place = str(folder)
-    folder, others = find_training_folder(folder)
-    paths = sorted(
-        folder / entry.name for entry in _scan(folder) if entry.name.endswith(endings(suffix))
-    )
-    files, of_others = take_training_split([str(path) for path in paths], folder=place)
-    return files, others + of_others
+
+    files: list[str]
+    other_splits: list[str]
+    left: list[str]
+
+
+def choose_files(below: Iterable[str], *, folder: str, suffix: str) -> Choice:
+    """Choose the files of one kind, of the split for training.
+
+    Args:
+        below: Paths or URLs of all files below the folder.
+        folder: What names are relative to.
+        suffix: The kind, as `ends_as` takes it.
+    """
+    names = {file: file.removeprefix(folder).lstrip("/") for file in sorted(below)}
+    seen = [file for file, name in names.items() if all(map(is_visible, name.split("/")))]
+    of_kind = [file for file in seen if ends_as(file, suffix)]
+    files, others = take_training_split(of_kind, folder=folder)
+    left = [names[file] for file in seen if not ends_as(file, suffix)]
+    return Choice(files, others, [name for name in left if Path(name).name != SIZES_NAME])
+
+
+def tell_left_out(place: str, left: Sequence[str], *, taken: str) -> None:
+    """Print how many files of which kinds are not read."""
+    if left:
+        tell_once(f"Of {place} {taken} are read, and no other files: {describe_files(left)}.")
 
 
 def take_training_split(files: list[str], *, folder: str) -> tuple[list[str], list[str]]:

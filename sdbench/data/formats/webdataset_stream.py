@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from sdbench.base.errors import ConfigError, RunError
 from sdbench.base.outside import parse_json
 from sdbench.data.command_output import PIPE
+from sdbench.data.formats.listing import SIZES_NAME
 from sdbench.data.formats.tar_members import (
     SampleReader,
     Span,
@@ -28,7 +29,6 @@ from sdbench.data.samples import ImageSample, Samples, max_kept
 from sdbench.data.source import SourceConfig
 from sdbench.settings.kinds import MAX_COUNT
 
-SIZES_NAME = "sizes.json"
 # 500,000 tars with long names; more than that is no list of sizes.
 MAX_SIZES_BYTES = 64 * 2**20
 # So many neighbours are shuffled among themselves. Their files are held in memory: 50 MB for

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sdbench.base.errors import RunError
+from sdbench.data.formats.listing import SIZES_NAME
 from sdbench.data.formats.mds_entries import INDEX_NAME
-from sdbench.data.formats.webdataset_stream import SIZES_NAME
 from sdbench.data.image_files import image_extension
 
 # Two of Streaming's algorithms: one that any tool knows, and one that costs little to check.

@@ -1,0 +1,83 @@
+"""What of a folder or URL is read: all of one format, and what is left is told or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdbench.data import detect_format
+from sdbench.data.formats import checks
+from sdbench.data.prepare import verify
+from tests.data.datasets import NUM_SAMPLES, WRITERS, make_png, write_folder
+from tests.refusals import refused
+
+
+@pytest.fixture(autouse=True)
+def told_anew():
+    checks.tell_once.cache_clear()
+
+
+def verified(place, capsys):
+    """What verify-data says of a place that it finds well."""
+    assert verify.main([str(place)]) == 0
+    printed = capsys.readouterr()
+    return printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("data_format", "ending", "other"),
+    [("webdataset", ".tar", ".TAR"), ("parquet", ".parquet", ".parq")],
+)
+def test_files_of_folders_below_and_of_other_endings_are_not_lost(
+    tmp_path, data_format, ending, other, capsys
+):
+    WRITERS[data_format](tmp_path / "data")
+    first, second, *_ = sorted(Path("data").glob(f"*{ending}"))
+    (tmp_path / "data" / "more").mkdir()
+    first.rename(tmp_path / "data" / "more" / first.name)
+    second.rename(second.with_suffix(other))
+    (tmp_path / "data" / "notes.md").write_text("read me")
+    told = verified(tmp_path / "data", capsys)
+    assert f"{NUM_SAMPLES} samples" in told
+    assert "no other files: 1 .md" in told
+
+
+@pytest.mark.parametrize("stray", ["stray.tar", "below/stray.parquet"])
+def test_a_stray_file_of_another_format_does_not_hide_the_pictures(tmp_path, stray, capsys):
+    write_folder(tmp_path / "data")
+    (tmp_path / "data" / stray).parent.mkdir(exist_ok=True)
+    (tmp_path / "data" / stray).write_bytes(b"")
+    with refused("--data_format"):
+        detect_format(str(tmp_path / "data"))
+    assert verify.main([str(tmp_path / "data"), "--data_format", "folder"]) == 0
+    told = "".join(capsys.readouterr())
+    assert f"{NUM_SAMPLES} images are read" in told and f"1 {Path(stray).suffix}" in told
+
+
+def test_the_tables_that_img2dataset_writes_beside_its_tars_are_no_data_of_their_own(tmp_path):
+    WRITERS["webdataset"](tmp_path / "data")
+    for tar in (tmp_path / "data").glob("*.tar"):
+        tar.with_suffix(".parquet").touch()
+        tar.with_name(f"{tar.stem}_stats.json").touch()
+    assert detect_format(str(tmp_path / "data")) == "webdataset"
+
+
+def test_pictures_of_other_names_are_read_or_counted(tmp_path, capsys):
+    write_folder(tmp_path / "data")
+    for number, ending in enumerate((".jfif", ".jpe", ".bmp", ".bmp", ".gif", ".heic")):
+        picture = tmp_path / "data" / f"more{number}{ending}"
+        picture.write_bytes(make_png(number))
+        picture.with_suffix(".txt").write_text("a caption")
+    told = verified(tmp_path / "data", capsys)
+    assert f"{NUM_SAMPLES + 2} samples" in told
+    # The captions of the four pictures are left with them.
+    assert "4 .txt, 2 .bmp, 1 .gif, 1 .heic" in told
+
+
+def test_two_tables_of_captions_are_refused(tmp_path):
+    write_folder(tmp_path / "data")
+    for name in ("captions.csv", "metadata.csv"):
+        (tmp_path / "data" / name).write_text("file,caption\n000.png,a cat\n")
+    with refused("PLACE"):
+        verify.main([str(tmp_path / "data")])
