@@ -23,39 +23,7 @@ from sdbench.models.learned_token import LEARNED_FILE_NAME
 from sdbench.models.precision import ENCODER_DTYPES
 from sdbench.models.stable_diffusion import StableDiffusion
 
-# Prefixes of weights in a checkpoint, before `<module>.<parameter>`.
-TRAINED_PREFIX, AVERAGED_PREFIX, FROZEN_PREFIX = "model.", "ema.", "frozen."
 CARD_NAME = "README.md"
-
-
-def weights_of(tensors: Mapping[str, Tensor], *, use_ema: bool) -> dict[str, Tensor]:
-    """The trained weights among the tensors of a checkpoint, and the frozen ones that it keeps.
-
-    Args:
-        tensors: ``model.<module>.<parameter>``, ``ema.<module>.<parameter>`` and
-            ``frozen.<module>.<parameter>`` among others.
-        use_ema: Take the moving averages.
-
-    Returns:
-        By the name ``<module>.<parameter>``.
-
-    Raises:
-        ConfigError: There are no averages.
-    """
-    if use_ema and not any(name.startswith(AVERAGED_PREFIX) for name in tensors):
-        raise ConfigError(
-            "the run kept no moving average of its weights",
-            value=True,
-            allowed="the weights themselves: --no_ema",
-            flag="--ema",
-        )
-    prefixes = (AVERAGED_PREFIX if use_ema else TRAINED_PREFIX, FROZEN_PREFIX)
-    return {
-        name.removeprefix(prefix): tensor
-        for prefix in prefixes
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
 
 
 def export(
