@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if note is not None:
         print(note, file=sys.stderr)
-    from sdbench.models.parameters import ParameterCount, count_parameters
+    from sdbench.models.components import ParameterCount, count_parameters
 
     rows = count_parameters(architecture)
     total = ParameterCount(
